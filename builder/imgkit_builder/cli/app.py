@@ -1,0 +1,84 @@
+"""Which verbs there are. Verb modules import nothing heavy at their top: ``--help`` must stay quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from imgkit_builder import __version__
+from imgkit_entrypoints.errors import ImgkitError
+
+VERBS: dict[str, str] = {
+    "list": "recipes",
+    "show": "recipes",
+    "check": "recipes",
+    "schema": "recipes",
+    "render": "images",
+    "build": "images",
+    "test": "images",
+    "shell": "images",
+    "push": "images",
+    "pull": "images",
+    "save": "archives",
+    "sif": "archives",
+    "verify": "archives",
+    "doctor": "tools",
+    "bundle": "tools",
+}
+"""Verb to the module in ``cli`` that holds its function ``verb_<name>``, in the order of ``--help``."""
+
+BUNDLE_VERBS = ("test", "sif", "verify", "doctor")
+"""What the one-file tool offers on a cluster: verbs that need pure Python only."""
+
+
+def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
+    """The typer application with `verbs`."""
+    app = typer.Typer(
+        name="imgkit",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for verb in verbs:
+        module = importlib.import_module(f"imgkit_builder.cli.{VERBS[verb]}")
+        function: Callable[..., Any] = getattr(module, f"verb_{verb}")
+        app.command(verb)(function)
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"imgkit {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """From a recipe to a running .sif: container images for distributed PyTorch on clusters.
+
+    Start with: imgkit build mn5, then imgkit sif mn5, then singularity exec --nv mn5.sif dist-train
+    """
+
+
+def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
+    """Run the command line; errors become one message on stderr and the exit code of their kind."""
+    try:
+        build_app(verbs)()
+    except ImgkitError as error:
+        print(f"imgkit: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("imgkit: interrupted; nothing half-written was left", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (head, less) went away: say nothing, and keep Python from complaining at exit.
+        sys.stderr.close()
+        sys.exit(141)

@@ -1,0 +1,149 @@
+"""Progress on stderr: a live display on a terminal, plain lines elsewhere, JSON lines for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from imgkit_builder.report import Reporter
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+PLAIN_EVERY_S = 5.0
+
+
+def reporter(*, as_json: bool = False, verbose: bool = False) -> _Base:
+    """Choose the reporter that fits stderr and the flags; use it as a context manager."""
+    if as_json:
+        return JsonReporter()
+    if sys.stderr.isatty() and not verbose:
+        return LiveReporter()
+    return PlainReporter(verbose=verbose)
+
+
+class _Base(Reporter):
+    def __enter__(self) -> _Base:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class PlainReporter(_Base):
+    """One line per stage; bytes at most every five seconds; tool output only with ``-v``."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self._verbose = verbose
+        self._stage = ""
+        self._told = self._began = time.monotonic()
+
+    def stage(self, text: str) -> None:
+        self._stage, self._began = text, time.monotonic()
+        self._told = self._began
+        self._print(text)
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        now = time.monotonic()
+        if now - self._told < PLAIN_EVERY_S:
+            return
+        self._told = now
+        rate = done_bytes / max(now - self._began, 1e-9)
+        text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
+        if total_bytes:
+            left_s = (total_bytes - done_bytes) / rate if rate else 0.0
+            text += f" of {total_bytes / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s, {max(left_s, 0):.0f} s left"
+        self._print(text)
+
+    def line(self, text: str) -> None:
+        if self._verbose:
+            print(text, file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(f"imgkit: {text}", file=sys.stderr, flush=True)
+
+
+class JsonReporter(_Base):
+    """One JSON object per event on stderr; stdout is left to the result."""
+
+    def stage(self, text: str) -> None:
+        self._emit(event="stage", text=text)
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        self._emit(event="bytes", done=done_bytes, total=total_bytes)
+
+    def line(self, text: str) -> None:
+        self._emit(event="line", text=text)
+
+    def note(self, text: str) -> None:
+        self._emit(event="note", text=text)
+
+    def _emit(self, **event: Any) -> None:
+        print(json.dumps(event), file=sys.stderr, flush=True)
+
+
+class LiveReporter(_Base):
+    """A bar or spinner per stage, by rich."""
+
+    _progress: Progress
+
+    def __enter__(self) -> LiveReporter:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=False)
+        self._task: TaskID | None = None
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+        self._progress.stop()
+
+    def stage(self, text: str) -> None:
+        self._finish()
+        self._task = self._progress.add_task(text, total=None)
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, completed=done_bytes, total=total_bytes)
+
+    def line(self, text: str) -> None:
+        """Kept in the log, not shown: ``-v`` shows it."""
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def _finish(self) -> None:
+        if self._task is not None:
+            task = self._progress.tasks[self._progress.task_ids.index(self._task)]
+            # A stage that never told a size is complete when it ends: show a full bar, not a frozen spinner.
+            self._progress.update(
+                self._task, total=task.total or max(task.completed, 1), completed=task.total or 1
+            )

@@ -1,0 +1,85 @@
+"""The manifest: what an image was made from, baked as ``/opt/imgkit/manifest.json``. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from imgkit_entrypoints.errors import UsageError
+
+SCHEMA = 1
+MANIFEST_JSON = "/opt/imgkit/manifest.json"
+STANDIN_LABEL = "imgkit.standin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What runs in the base, found by running it once; absent where it could not run (`skipped` says why)."""
+
+    python: str = ""
+    torch: str = ""
+    """``torch.__version__``; empty where there is no torch."""
+    cuda: str = ""
+    nccl: str = ""
+    """``2.20.5``; empty without CUDA."""
+    pip_conflicts: tuple[str, ...] = ()
+    """Lines of ``pip check`` in the base: conflicts that are not ours."""
+    skipped: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The base image as the engine shows it."""
+
+    name: str
+    id: str = ""
+    """``sha256:...`` of the image configuration."""
+    digest: str = ""
+    """``repo@sha256:...``; empty where the image never saw a registry, then `id` identifies it."""
+    platform: str = ""
+    standin: bool = False
+    """Labelled ``imgkit.standin``: no NVIDIA software, for tests."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    probe: Probe = Probe()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Baked provenance; the same inputs give the same bytes."""
+
+    imgkit: str
+    recipe: str
+    recipe_sha256: str
+    base: Base
+    platform: str
+    wheel_sha256: str
+    """Of the imgkit_entrypoints wheel inside."""
+    revision: str = ""
+    """git commit of the recipe's folder, ``-dirty`` appended where it differs; empty outside git."""
+
+
+def to_json(manifest: Manifest) -> str:
+    """Deterministic text."""
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(manifest)}, indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> Manifest:
+    """Read what `to_json` wrote.
+
+    Raises
+    ------
+    UsageError : not a manifest, or of a later schema.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if data.pop("schema") != SCHEMA:
+            raise UsageError("manifest of a later imgkit", hint="use that version, or build the image again")
+        base = dict(data.pop("base"))
+        probe = dict(base.pop("probe"))
+        probe["pip_conflicts"] = tuple(probe["pip_conflicts"])
+        return Manifest(base=Base(probe=Probe(**probe), **base), **data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"not an imgkit manifest: {error}") from error

@@ -1,0 +1,65 @@
+"""The one error family: what was found, where, and what to do next.
+
+A library function raises; only ``main`` prints and exits. Exit codes are part of the interface:
+0 done, 1 the check ran and the answer is no, 2 usage or recipe, 3 a needed tool is missing, 4 a tool failed,
+5 no usable launch plan, 85 state saved, requeue me.
+"""
+
+from __future__ import annotations
+
+EXIT_NO = 1
+EXIT_USAGE = 2
+EXIT_TOOL_MISSING = 3
+EXIT_TOOL_FAILED = 4
+EXIT_NO_PLAN = 5
+
+
+class ImgkitError(Exception):
+    """Something a user can act on.
+
+    Parameters
+    ----------
+    what : what was found, in one sentence.
+    where : file:line:col, the variable, or the path with its content.
+    hint : what is allowed and what to do next, best as the exact command.
+    """
+
+    exit_code = EXIT_NO
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  -> {self.hint}" if self.hint else text
+
+
+class CheckFailed(ImgkitError):
+    """The check ran and the answer is no."""
+
+
+class UsageError(ImgkitError):
+    """A wrong flag, argument or recipe."""
+
+    exit_code = EXIT_USAGE
+
+
+class ToolMissing(ImgkitError):
+    """A program or service that the verb cannot do without is not there."""
+
+    exit_code = EXIT_TOOL_MISSING
+
+
+class ToolFailed(ImgkitError):
+    """A program or service ran and failed; `hint` quotes its last lines and names the full log."""
+
+    exit_code = EXIT_TOOL_FAILED
+
+
+class NoPlan(ImgkitError):
+    """No launch can be right here."""
+
+    exit_code = EXIT_NO_PLAN

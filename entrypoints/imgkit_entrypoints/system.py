@@ -1,0 +1,155 @@
+"""System facts: the part of a recipe that is baked into the image as ``/opt/imgkit/system.json``.
+
+Plain dataclasses, so that the image half reads them with the standard library alone; the host half has pydantic
+check the very same classes (``__pydantic_config__`` is read by pydantic only).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+SCHEMA = 1
+SYSTEM_JSON = Path("/opt/imgkit/system.json")
+
+Scheduler = Literal["slurm", "pbs", "runai", "mpi", "standalone"]
+RuntimeKind = Literal["singularity", "docker", "kubernetes"]
+FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
+Arch = Literal["amd64", "arm64"]
+
+_STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """How a container is started on the system."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+
+    kind: RuntimeKind = "singularity"
+    command: str = "singularity"
+    modules: tuple[str, ...] = ()
+    """Environment modules that provide `command`, in load order."""
+    options: tuple[str, ...] = ()
+    """Options of every start, for example ``--nv``."""
+    binds: tuple[str, ...] = ()
+    """``SRC[:DEST[:ro]]`` mounts of every start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One compute node."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+
+    gpus: int = 0
+    gpu_model: str = ""
+    cpus: int | None = None
+    cpus_per_gpu: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "gpus")
+        _at_least(self, 1, "cpus", "cpus_per_gpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The network between nodes; device names and GIDs come from sysfs at run time, never from here."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+
+    kind: FabricKind = "tcp"
+    nics: int | None = None
+    line_rate_Gbps: int | None = None
+    """Sum over the node's NICs, in 1e9 bit/s."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "nics", "line_rate_Gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Defaults and duties of a job on the system; an empty string is "not set"."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+
+    name: str = ""
+    """Queue, partition or pool."""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    """``HH:MM:SS``."""
+    required: tuple[str, ...] = ()
+    """Fields that a job must state, for example ``account``."""
+    sif: tuple[str, ...] = ()
+    """Scheduler options of the job that converts an archive to a .sif."""
+    options: tuple[str, ...] = ()
+    """Further scheduler options of every job, verbatim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Where an archive is copied to: ``rsync ARCHIVE host:directory``."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+
+    host: str = ""
+    directory: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemFacts:
+    """What a recipe knows of the system that the image is for."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
+
+    title: str = ""
+    scheduler: Scheduler = "standalone"
+    runtime: Runtime = Runtime()
+    node: Node = Node()
+    fabric: Fabric = Fabric()
+    queue: Queue = Queue()
+    transfer: Transfer = Transfer()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the entry point sets where the user has not; never baked as ENV."""
+
+
+def _at_least(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def to_json(facts: SystemFacts) -> str:
+    """Deterministic JSON text of `facts`, with its schema number."""
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(facts)}, indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> SystemFacts:
+    """Read what `to_json` wrote; unknown keys of a later version are ignored."""
+    facts: SystemFacts = _build(SystemFacts, json.loads(text))
+    return facts
+
+
+def _build(kind: Any, data: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for known in dataclasses.fields(kind):
+        if known.name not in data:
+            continue
+        value, hint = data[known.name], hints[known.name]
+        if dataclasses.is_dataclass(hint):
+            value = _build(hint, value)
+        elif typing.get_origin(hint) is tuple:
+            value = tuple(value)
+        elif typing.get_origin(hint) in (Mapping, dict):
+            value = types.MappingProxyType(dict(value))
+        values[known.name] = value
+    return kind(**values)
