@@ -1,4 +1,4 @@
-"""The manifest: what an image was made from, baked as ``/opt/imgkit/manifest.json``. Standard library only."""
+"""What an image was made from, baked as ``/opt/imgkit/manifest.json``. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """System facts: the part of a recipe that is baked into the image as ``/opt/imgkit/system.json``.
 
-Plain dataclasses, so that the image half reads them with the standard library alone; the host half has pydantic
-check the very same classes (``__pydantic_config__`` is read by pydantic only).
+Plain dataclasses, so that the image half reads them with the standard library alone; the host half has
+pydantic check the very same classes (``__pydantic_config__`` is read by pydantic only).
 """
 
 from __future__ import annotations

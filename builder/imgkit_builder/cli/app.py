@@ -24,7 +24,7 @@ VERBS: dict[str, str] = {
     "push": "images",
     "pull": "images",
     "save": "archives",
-    "sif": "archives",
+    "sif": "sif",
     "verify": "archives",
     "doctor": "tools",
     "bundle": "tools",

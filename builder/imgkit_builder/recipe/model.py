@@ -95,7 +95,7 @@ class Recipe:
     file: Path
     """The file that was asked for, absolute."""
     sha256: str
-    """Of the resolved content (canonical JSON, requirements files' bytes included), not of positions or comments."""
+    """Of the resolved content (canonical JSON and requirements files), not of positions or comments."""
     positions: Mapping[KeyPath, Position]
     """Of every value that a file states; defaults have none."""
 

@@ -1,0 +1,50 @@
+"""One shape for every answer of ``test``, ``verify`` and ``doctor``. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Verdict = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    """What was seen: a version, a digest, the first line of an error."""
+    hint: str = ""
+    """What to do, where the verdict is not ok."""
+
+
+def passed(checks: Sequence[Check]) -> bool:
+    """Whether nothing failed."""
+    return all(check.verdict != "fail" for check in checks)
+
+
+def to_dict(checks: Sequence[Check], **about: Any) -> dict[str, Any]:
+    """The JSON form: ``{"schema": 1, "passed": ..., "checks": [...], **about}``."""
+    return {
+        "schema": SCHEMA,
+        **about,
+        "passed": passed(checks),
+        "checks": [dataclasses.asdict(check) for check in checks],
+    }
+
+
+def table(checks: Sequence[Check]) -> str:
+    """Aligned plain text, one check a line, hints below their check."""
+    width = max((len(check.name) for check in checks), default=0)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.verdict:4}  {check.name:{width}}  {check.found}")
+        if check.hint:
+            lines.append(f"      {'':{width}}  -> {check.hint}")
+    return "\n".join(lines)
