@@ -26,6 +26,13 @@ Arch = Literal["amd64", "arm64"]
 _STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
 
 
+def _at_least(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """How a container is started on the system."""
@@ -118,13 +125,6 @@ class SystemFacts:
     transfer: Transfer = Transfer()
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that the entry point sets where the user has not; never baked as ENV."""
-
-
-def _at_least(owner: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 def to_json(facts: SystemFacts) -> str:

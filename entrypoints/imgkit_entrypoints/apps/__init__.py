@@ -1,0 +1,1 @@
+"""What the workers run. The only place that may import torch."""

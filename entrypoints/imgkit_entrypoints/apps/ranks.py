@@ -1,0 +1,41 @@
+"""The process group as every app opens it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This worker's place."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Ranks]:
+    """Join the process group that torchrun prepared: nccl where IMGKIT_DEVICE is cuda, else gloo."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # device_id makes NCCL connect now, on the right GPU, instead of guessing at the first collective.
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    try:
+        yield Ranks(
+            rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
+        )
+    finally:
+        dist.destroy_process_group()
