@@ -97,7 +97,9 @@ class Queue:
     sif: tuple[str, ...] = ()
     """Scheduler options of the job that converts an archive to a .sif."""
     options: tuple[str, ...] = ()
-    """Further scheduler options of every job, verbatim."""
+    """Further scheduler options of every job, verbatim, one word each."""
+    chunk: tuple[str, ...] = ()
+    """PBS: further resources of every chunk of ``select``, for example ``sales_op=blanca``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

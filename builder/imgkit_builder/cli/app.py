@@ -17,7 +17,7 @@ VERBS: dict[str, str] = {
     "show": "recipes",
     "check": "recipes",
     "schema": "recipes",
-    "render": "images",
+    "render": "render",
     "build": "images",
     "test": "images",
     "shell": "images",

@@ -56,8 +56,10 @@ class PlainReporter(_Base):
         rate = done_bytes / max(now - self._began, 1e-9)
         text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
         if total_bytes:
-            left_s = (total_bytes - done_bytes) / rate if rate else 0.0
-            text += f" of {total_bytes / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s, {max(left_s, 0):.0f} s left"
+            text += f" of {total_bytes / 1e6:.0f} MB"
+        if rate > 1e6:  # an engine that still prepares its stream says nothing of the speed to come
+            text += f", {rate / 1e6:.0f} MB/s"
+            text += f", {max(total_bytes - done_bytes, 0) / rate:.0f} s left" if total_bytes else ""
         self._print(text)
 
     def line(self, text: str) -> None:

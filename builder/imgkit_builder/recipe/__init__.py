@@ -1,5 +1,16 @@
-"""Recipes: YAML in, checked frozen values out (``load``)."""
+"""Recipes: YAML in, checked frozen values out (``load.load``)."""
 
-from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Platform, Position, Recipe
+from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Platform, Recipe
+from imgkit_builder.recipe.problems import Position, Problem, RecipeErrors
 
-__all__ = ["Constraints", "CopyStep", "Image", "PipStep", "Platform", "Position", "Recipe"]
+__all__ = [
+    "Constraints",
+    "CopyStep",
+    "Image",
+    "PipStep",
+    "Platform",
+    "Position",
+    "Problem",
+    "Recipe",
+    "RecipeErrors",
+]

@@ -1,0 +1,241 @@
+"""Archives: save an image, verify an archive or .sif."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from imgkit_builder.cli.reporter import reporter
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.archive import Saved
+    from imgkit_builder.engine import Engine, ImageInfo
+    from imgkit_builder.report import Reporter
+    from imgkit_builder.sidecar import Sidecar
+    from imgkit_entrypoints.system import SystemFacts
+
+SCHEMA = 1
+
+Baked = TypeVar("Baked")
+
+
+class Compression(str, enum.Enum):
+    """How an archive is compressed."""
+
+    NONE = "none"
+    GZIP = "gzip"
+    ZSTD = "zstd"
+
+
+def verb_save(
+    image: str = typer.Argument(metavar="RECIPE|IMAGE", help="A recipe whose image was built, or an image."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Where to write it; without it NAME.tar here."
+    ),
+    compress: Compression = typer.Option(
+        Compression.NONE,
+        "--compress",
+        help="zstd is free of cost here and moves a third; gzip is read anywhere.",
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be saved, and where."),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
+    ),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
+) -> None:
+    """Save an image as an archive for a cluster, with its checksum and manifest.
+
+    Writes FILE, FILE.sha256 (for sha256sum -c) and FILE.manifest.json in one
+    pass; an interrupted save leaves the old file or none. Prints the commands
+    that copy, verify and convert it.
+
+    \b
+    Examples:
+      imgkit save mn5
+      imgkit save mn5 --compress zstd -o /scratch/mn5.tar.zst
+      imgkit save registry.example.org/group/mine:1 --dry-run
+    """
+    from imgkit_builder import archive, engine
+
+    with reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
+        info = engine.inspect(connected, _image_name(image))
+        if not info.tag:
+            raise UsageError(
+                f"the image {image} has no name, and an archive without one cannot be used",
+                hint=f"docker tag {image} NAME:1, then: imgkit save NAME:1",
+            )
+        target = output or Path(_file_stem(info.tag) + archive.SUFFIXES[compress.value])
+        # Before the engine stages 20 GB.
+        archive.preflight(target.absolute(), compress=compress.value, expected_bytes=info.size_bytes)
+        if dry_run:
+            text, data = _planned(info, target, compress)
+        else:
+            saved, described = _saved(connected, info, target, compress, report)
+            text, data = _result(saved, described)
+    print(json.dumps(data, indent=2) if as_json else text)
+
+
+def _image_name(target: str) -> str:
+    """The image that `target` means; a recipe's file stands for its default name, a shipped name is both."""
+    if not target.endswith((".yaml", ".yml")):
+        return target
+    from imgkit_builder.engine import default_tag
+    from imgkit_builder.recipe.load import load
+
+    return default_tag(load(target))
+
+
+def _file_stem(tag: str) -> str:
+    """``mn5`` of ``mn5:latest``, ``mine-1`` of ``host:5000/group/mine:1``."""
+    name, _, version = tag.rpartition("/")[2].partition(":")
+    return name if version in ("", "latest") else f"{name}-{version}"
+
+
+def _planned(info: ImageInfo, target: Path, compress: Compression) -> tuple[str, dict[str, Any]]:
+    data = {
+        "schema": SCHEMA,
+        "dry_run": True,
+        "image": {"id": info.id, "tag": info.tag, "platform": info.platform, "size_bytes": info.size_bytes},
+        "archive": {"name": str(target), "compress": compress.value},
+    }
+    size = f"{info.size_bytes / 1e6:.0f} MB" + ("" if compress is Compression.NONE else " before compression")
+    text = (
+        f"would save {info.tag} ({info.platform}, {info.id})\nto {target}, {size}, compress {compress.value}"
+    )
+    return text, data
+
+
+def _saved(
+    connected: Engine, info: ImageInfo, target: Path, compress: Compression, report: Reporter
+) -> tuple[Saved, Sidecar]:
+    from imgkit_builder import archive, engine, sidecar
+    from imgkit_builder import manifest as manifests
+    from imgkit_entrypoints import system as systems
+
+    system = _baked(connected, info, str(systems.SYSTEM_JSON), systems.from_json, report)
+    manifest = _baked(connected, info, manifests.MANIFEST_JSON, manifests.from_json, report)
+    with engine.save_stream(connected, info.tag, report=report) as chunks:
+        saved = archive.save(
+            chunks,
+            target=target.absolute(),
+            compress=compress.value,
+            expected_bytes=info.size_bytes,
+            report=report,
+        )
+    described = sidecar.Sidecar(
+        image=sidecar.SavedImage(
+            id=info.id,
+            tag=info.tag,
+            platform=info.platform,
+            diff_ids=info.diff_ids,
+            labels=dict(info.labels),
+        ),
+        archive=sidecar.SavedArchive(
+            name=target.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress
+        ),
+        system=system,
+        manifest=manifest,
+    )
+    sidecar.write(described, saved.path)
+    return dataclasses.replace(saved, path=target), described
+
+
+def _baked(
+    connected: Engine, info: ImageInfo, path: str, parse: Callable[[str], Baked], report: Reporter
+) -> Baked | None:
+    """What the image says of its system or origin; None for an image that imgkit did not build."""
+    from imgkit_builder import engine
+
+    data = engine.read_file(connected, info.id, path)
+    try:
+        return parse(data.decode()) if data is not None else None
+    except (ValueError, TypeError, UsageError) as error:
+        report.note(f"{path} in the image is of another imgkit, the sidecar goes without it: {error}")
+        return None
+
+
+def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
+    from imgkit_builder import sidecar
+
+    commands = _commands(saved.path, described.system)
+    data = {
+        "schema": SCHEMA,
+        "image": dataclasses.asdict(described.image),
+        "archive": dataclasses.asdict(described.archive) | {"path": str(saved.path)},
+        "sidecars": [str(sidecar.sha256_path(saved.path)), str(sidecar.json_path(saved.path))],
+        "commands": commands,
+    }
+    lines = [f"{saved.path}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
+    if described.manifest and described.manifest.base.standin:
+        lines.append("a STAND-IN: made without NVIDIA's software; for tests only, not for a cluster")
+    where = described.system.title if described.system and described.system.title else "the cluster"
+    lines.append(f"copy it:    {commands['copy']}")
+    lines.append(f"on {where}:")
+    lines += [
+        f"            {commands[step]}"
+        for step in ("allocate", "module", "verify", "convert")
+        if commands[step]
+    ]
+    return "\n".join(lines), data
+
+
+def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
+    """What to type next; an empty string where a step is not needed."""
+    from imgkit_builder import sidecar
+
+    transfer = system.transfer if system else None
+    host = transfer.host if transfer and transfer.host else "CLUSTER"
+    user = "" if "@" in host else "USER@"
+    folder = transfer.directory if transfer else ""
+    files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
+    # Quoted for this shell; the words in capitals are the user's to replace.
+    copy = f"rsync -P {shlex.join(files)} {shlex.quote(f'{user}{host}:{folder}')}"
+    runtime = system.runtime if system else None
+    on_singularity = runtime is None or runtime.kind == "singularity"
+    slurm = system is not None and system.scheduler == "slurm" and system.queue.sif
+    account = "-A ACCOUNT " if system is not None and "account" in system.queue.required else ""
+    modules = runtime.modules if runtime else ()
+    return {
+        "copy": copy,
+        "allocate": f"salloc {account}{shlex.join(system.queue.sif)}" if slurm and system else "",
+        "module": f"module load {shlex.join(modules)}" if modules else "",
+        "verify": shlex.join(["sha256sum", "-c", sidecar.sha256_path(Path(path.name)).name]),
+        "convert": shlex.join(["imgkit", "sif", path.name])
+        if on_singularity
+        else f"docker load -i {path.name}",
+    }
+
+
+def verb_verify(
+    file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst) or a .sif."),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
+    ),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
+) -> None:
+    """Check an archive or .sif against its sidecar and its own manifest.
+
+    Needs no Docker engine. Reads the file once: checksum, exactly one image,
+    every layer's digest; of a .sif its root partition against what was
+    recorded at the conversion. Exit code 1 if a check fails.
+
+    \b
+    Examples:
+      imgkit verify mn5.tar
+      imgkit verify mn5.sif --json
+    """
+    from imgkit_builder import checks, verify
+
+    with reporter(as_json=as_json, verbose=verbose) as report:
+        results = verify.verify(file, report=report)
+    print(json.dumps(checks.to_dict(results, file=str(file)), indent=2) if as_json else checks.table(results))
+    if not checks.passed(results):
+        raise typer.Exit(EXIT_NO)

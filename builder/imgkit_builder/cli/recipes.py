@@ -1,0 +1,152 @@
+"""Verbs about recipes: list, show, check, schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe.model import Recipe
+
+
+def load_recipe(ref: str) -> Recipe:
+    """`recipe.load.load`, with the recipe's warnings on stderr."""
+    from imgkit_builder.recipe.load import load
+
+    recipe = load(ref)
+    for warning in recipe.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return recipe
+
+
+def verb_list(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """List the shipped recipes.
+
+    \b
+    Examples:
+      imgkit list
+      imgkit list --json
+    """
+    from imgkit_builder.recipe.load import load
+    from imgkit_recipes import recipe_names
+
+    recipes = [load(name) for name in recipe_names()]
+    if as_json:
+        rows = [
+            {
+                "name": recipe.name,
+                "description": recipe.description,
+                "base": recipe.image.base,
+                "platforms": recipe.image.platforms,
+                "scheduler": recipe.system.scheduler,
+                "fabric": recipe.system.fabric.kind,
+                "file": str(recipe.file),
+            }
+            for recipe in recipes
+        ]
+        print(json.dumps({"schema": 1, "recipes": rows}, indent=2))
+        return
+    table = [
+        (
+            recipe.name,
+            ",".join(platform.removeprefix("linux/") for platform in recipe.image.platforms),
+            recipe.system.scheduler,
+            recipe.image.base,
+            recipe.description,
+        )
+        for recipe in recipes
+    ]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    for row in table:
+        cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[4]]))
+
+
+def verb_show(
+    recipe: str = typer.Argument(..., metavar="RECIPE|IMAGE", help="A recipe's name or file, or an image."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Show a recipe with every value and the line it comes from, or what an image was made from.
+
+    A name without a colon or slash is a recipe's; write NAME:TAG for an image.
+
+    \b
+    Examples:
+      imgkit show mn5
+      imgkit show ./mine.yaml --json
+      imgkit show mn5:latest
+    """
+    if _is_image(recipe):
+        from imgkit_builder.engine.show import image_facts
+
+        facts = image_facts(recipe)
+        print(facts.to_json() if as_json else facts.to_text())
+        return
+    from imgkit_builder.recipe import describe
+
+    loaded = load_recipe(recipe)
+    print(describe.to_json(loaded) if as_json else describe.to_text(loaded))
+
+
+def _is_image(name: str) -> bool:
+    """Whether `name` can only be an image reference: not a recipe's file, but with a tag, digest or slash."""
+    if name.endswith((".yaml", ".yml")) or name.startswith((".", "/", "~")):
+        return False
+    try:
+        return (":" in name or "/" in name) and not Path(name).exists()
+    except OSError:  # a name too long for a file may still be an image's
+        return True
+
+
+def verb_check(
+    files: list[str] = typer.Argument(..., metavar="FILE...", help="Recipes by file or name."),
+) -> None:
+    """Check recipes: every problem of every file in one run, exit code 2 if there is any.
+
+    \b
+    Examples:
+      imgkit check mine.yaml
+      imgkit check recipes/*.yaml
+    """
+    from imgkit_builder.recipe.problems import RecipeErrors
+    from imgkit_entrypoints.errors import UsageError
+
+    failed: list[UsageError] = []
+    for file in files:
+        try:
+            load_recipe(file)
+        except UsageError as error:
+            failed.append(error)
+            print(f"bad  {file}")
+        else:
+            print(f"ok   {file}")
+    problems = [problem for error in failed if isinstance(error, RecipeErrors) for problem in error.problems]
+    others = [error for error in failed if not isinstance(error, RecipeErrors)]
+    if problems and others:
+        for other in others:
+            print(f"imgkit: {other}", file=sys.stderr)
+    if problems:
+        # A parent of several files is read, and told about, once for each of them.
+        raise RecipeErrors(dict.fromkeys(problems))
+    if others:
+        raise others[0] if len(others) == 1 else UsageError("\n".join(str(other) for other in others))
+
+
+def verb_schema() -> None:
+    """Print the JSON Schema of recipe files, for editors.
+
+    \b
+    Examples:
+      imgkit schema > recipe.schema.json
+      # first line of a recipe, for editors with a YAML language server:
+      # yaml-language-server: $schema=recipe.schema.json
+    """
+    from imgkit_builder.recipe import schema
+
+    print(schema.to_json())

@@ -1,0 +1,89 @@
+"""What this machine can do, and the one-file tool: ``imgkit doctor``, ``imgkit bundle``."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from pathlib import Path
+
+import typer
+
+from imgkit_builder.cli.reporter import reporter
+from imgkit_entrypoints.errors import EXIT_NO
+
+SCHEMA = 1
+
+
+class Purpose(str, enum.Enum):
+    """What the machine is to do."""
+
+    ANY = "any"
+    BUILD = "build"
+    SIF = "sif"
+
+
+def verb_doctor(
+    recipe: str | None = typer.Argument(
+        None, metavar="[RECIPE]", help="Also look at what this recipe needs, and name its modules."
+    ),
+    purpose: Purpose = typer.Option(
+        Purpose.ANY,
+        "--for",
+        help="What must work here. build needs the engine; sif needs all but the engine; any needs one of the two.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
+) -> None:
+    """Look at what this machine has and lacks, with a fix for each thing.
+
+    Changes nothing. A fail (exit code 1) makes what --for names impossible.
+    A warn does not: a laptop without singularity still builds.
+
+    \b
+    Examples:
+      imgkit doctor
+      imgkit doctor mn5 --for sif      # on the cluster
+      imgkit doctor olivia --for build --json
+    """
+    from imgkit_builder import checks, doctor, targets
+
+    target = targets.find(recipe) if recipe else None
+    results = doctor.examine(target, purpose=purpose.value)
+    if as_json:
+        about = {"recipe": target.name if target else "", "for": purpose.value}
+        print(json.dumps(checks.to_dict(results, **about), indent=2))
+    else:
+        print(checks.table(results))
+    if not checks.passed(results):
+        raise typer.Exit(EXIT_NO)
+
+
+def verb_bundle(
+    output: Path = typer.Option(
+        Path("imgkit.pyz"), "--output", "-o", metavar="FILE", help="Where to write it."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
+) -> None:
+    """Write a one-file imgkit for a cluster without internet.
+
+    It runs test, sif, verify and doctor with any Python 3.10 or newer on any architecture,
+    with nothing installed. Copy it beside the archive.
+
+    \b
+    Examples:
+      imgkit bundle
+      rsync -P imgkit.pyz mn5.tar USER@CLUSTER:
+      python3 imgkit.pyz sif mn5.tar       # on the cluster
+    """
+    from imgkit_builder import bundle
+
+    with reporter(as_json=as_json) as report:
+        report.stage(f"bundle {output}")
+        made = bundle.bundle(output.absolute())
+    if as_json:
+        found = dataclasses.asdict(made) | {"path": str(output)}
+        print(json.dumps({"schema": SCHEMA, **found}, indent=2))
+    else:
+        print(f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}")
+        print(f"holds {', '.join(made.distributions)}")
+        print(f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif")

@@ -1,0 +1,149 @@
+"""Find the base image and compare it with the recipe before anything long begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_builder.engine.connection import Engine
+from imgkit_builder.engine.errors import translated
+from imgkit_builder.engine.images import ImageInfo, check_name, find
+from imgkit_builder.engine.transfer import full_platform
+from imgkit_builder.engine.transfer import pull as fetch
+from imgkit_builder.manifest import STANDIN_LABEL, Base
+from imgkit_builder.report import Reporter, Silent
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe import Recipe
+
+STANDIN_HOST = "imgkit.local/"
+"""Registry part of stand-in names; no such registry exists, so nothing can be pulled from it."""
+
+BINFMT = Path("/proc/sys/fs/binfmt_misc")
+_HANDLERS: Mapping[str, str] = {"linux/arm64": "qemu-aarch64", "linux/amd64": "qemu-x86_64"}
+
+
+def resolve_base(
+    engine: Engine,
+    recipe: Recipe,
+    *,
+    override: str | None = None,
+    platform: str | None = None,
+    pull: bool = False,
+    report: Reporter | None = None,
+) -> Base:
+    """The base to build on, local afterwards, of the right architecture.
+
+    Parameters
+    ----------
+    override : what ``--base`` named; it is taken instead of the recipe's.
+    platform : what ``--platform`` named; else the engine's own where the recipe has it, else its first.
+    pull : fetch it even if it is local.
+
+    Raises
+    ------
+    UsageError : platform not in the recipe, base of another architecture, unknown base, or a stand-in
+        that ``--base`` did not name.
+    ToolMissing : another architecture than the engine's, and no emulator for it.
+    ToolFailed : the registry cannot be reached.
+    """
+    report = report or Silent()
+    name = override or recipe.image.base
+    check_name(name, where="--base" if override else recipe.where("image", "base"))
+    target = choose_platform(recipe, wanted=platform, host=engine.platform)
+    image = None if pull and not name.startswith(STANDIN_HOST) else find(engine, name)
+    if image is None:
+        if name.startswith(STANDIN_HOST):
+            raise UsageError(f"there is no stand-in {name!r} here", hint="make it: ci/lab/base-image")
+        # Before the pull: 20 GB of an architecture that cannot run here help nobody.
+        _can_run(engine, target)
+        try:
+            image = fetch(engine, name, target, report)
+        except ImgkitError as error:
+            stated = None if override else recipe.where("image", "base")
+            local = "without a network, name a local base: --base NAME (what there is: docker images)"
+            hint = f"{error.hint}\n  -> {local}" if error.hint else local
+            raise type(error)(error.what, where=error.where or stated, hint=hint) from error
+    if image.platform != target:
+        raise _other_platform(image, name, target, recipe)
+    if STANDIN_LABEL in image.labels and override is None:
+        raise UsageError(
+            f"the base {name!r} is a stand-in without NVIDIA's software",
+            where=recipe.where("image", "base"),
+            hint=f"if that is meant: --base {name}; else: docker rmi {name}, then build again to fetch "
+            "the real one",
+        )
+    _can_run(engine, target)
+    return Base(
+        name=name,
+        id=image.id,
+        digest=image.digest,
+        platform=image.platform,
+        standin=STANDIN_LABEL in image.labels,
+        env=dict(sorted(image.env.items())),
+    )
+
+
+def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
+    """`wanted` if the recipe allows it; without it `host` if the recipe has that, else its first."""
+    offered = recipe.image.platforms
+    if wanted is None:
+        return host if host in offered else offered[0]
+    full = full_platform(wanted)
+    if full not in offered:
+        raise UsageError(
+            f"{recipe.name} is not for {wanted!r}",
+            where=recipe.where("image", "platforms"),
+            hint=f"it has: {', '.join(offered)}; leave --platform out, or add it to the recipe",
+        )
+    return full
+
+
+def _other_platform(image: ImageInfo, name: str, target: str, recipe: Recipe) -> UsageError:
+    # The engine does not look: it builds the wrong thing, or fails at the first step that runs a program.
+    ways = [f"name a {target} base with --base"]
+    if not name.startswith(STANDIN_HOST):
+        ways.insert(0, f"docker pull --platform {target} {name}")
+    if image.platform in recipe.image.platforms:
+        ways.append(f"build for this one: --platform {image.platform}")
+    return UsageError(
+        f"the local image {name!r} is {image.platform}, the build is for {target}",
+        where=recipe.where("image", "platforms"),
+        hint=", or ".join(ways),
+    )
+
+
+def _can_run(engine: Engine, target: str) -> None:
+    if target == engine.platform or not engine.is_here or _in_virtual_machine(engine):
+        return
+    handler = _HANDLERS.get(target, "")
+    state = _handler_state(BINFMT / handler)
+    if state:
+        raise ToolMissing(
+            f"{target} images cannot run on this {engine.platform} machine: {state}",
+            hint="sudo apt-get install qemu-user-static binfmt-support (they register binfmt handlers; in a "
+            "container or virtual machine: sudo mount -t binfmt_misc none /proc/sys/fs/binfmt_misc first)",
+        )
+
+
+def _handler_state(handler: Path) -> str:
+    """Why the binfmt handler is of no use in containers; empty where it is."""
+    try:
+        words = handler.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return f"there is no emulator: {handler} is missing"
+    if not words or words[0] != "enabled":
+        return f"the emulator is switched off: {handler} says {words[:1]}"
+    flags = next((line.partition(":")[2].strip() for line in words if line.startswith("flags:")), "")
+    if "F" not in flags:
+        # Without F the kernel looks for the emulator inside the container, where there is none.
+        return f"the emulator cannot be used in containers: {handler} has flags {flags!r}, without F"
+    return ""
+
+
+def _in_virtual_machine(engine: Engine) -> bool:
+    """Docker Desktop's containers run on another kernel, which brings its own handlers."""
+    with translated("ask the engine's system"):
+        return "Docker Desktop" in str(engine.api.info().get("OperatingSystem", ""))

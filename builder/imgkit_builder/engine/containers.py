@@ -1,0 +1,118 @@
+"""Short-lived containers that are gone afterwards, even if imgkit is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from imgkit_builder.engine.connection import Engine
+from imgkit_builder.engine.errors import clean, translated
+from imgkit_builder.process import Finished
+
+NOT_FOUND = 127
+"""What a shell returns for a program that is not there; the engine answers the start request instead."""
+
+# Runs beside imgkit and waits for its pipe to close. A word before that means "removed, go home"; silence
+# means that imgkit was killed, so it removes the container. Twice, as the engine may still be creating it.
+_GUARD = """
+import sys
+if not sys.stdin.buffer.read():
+    sys.path += sys.argv[2:]
+    import docker, time
+    for wait_s in (0, 2):
+        time.sleep(wait_s)
+        try:
+            api = docker.APIClient(**docker.utils.kwargs_from_env(), version="auto")
+            api.remove_container(sys.argv[1], force=True, v=True)
+            break
+        except Exception:
+            pass
+"""
+
+
+@contextlib.contextmanager
+def created(engine: Engine, image: str, argv: Sequence[str], *, purpose: str) -> Iterator[str]:
+    """Yield the name of a container of `image` that would run `argv`; it is not started, and always removed.
+
+    Notes
+    -----
+    It has no network, and `argv` replaces the image's entry point.
+    """
+    import docker.types
+
+    name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
+    with _guarded(name):
+        try:
+            with translated(f"create a container of {image}", name=image):
+                engine.api.create_container(
+                    image,
+                    entrypoint=list(argv[:1]),
+                    command=list(argv[1:]),
+                    name=name,
+                    labels={"imgkit.purpose": purpose},
+                    # The engine's default log driver may be one that cannot be read back.
+                    host_config=engine.api.create_host_config(
+                        network_mode="none", log_config=docker.types.LogConfig(type="json-file")
+                    ),
+                )
+            yield name
+        finally:
+            remove(engine, name)
+
+
+def remove(engine: Engine, name: str) -> None:
+    """Remove the container `name`, running or not; one that is not there is fine."""
+    import docker.errors
+
+    with translated(f"remove the container {name}"):
+        # NotFound: never created. 409: the engine is removing it already.
+        try:
+            engine.api.remove_container(name, force=True, v=True)
+        except docker.errors.NotFound:
+            return
+        except docker.errors.APIError as error:
+            if error.status_code != 409:
+                raise
+
+
+def run(engine: Engine, image: str, argv: Sequence[str]) -> Finished:
+    """Run `argv` in a container of `image` to its end.
+
+    A program that the image does not have gives return code 127 and the engine's sentence as output.
+    """
+    import docker.errors
+
+    with created(engine, image, argv, purpose="run") as name:
+        with translated(f"start {argv[0]} in {image}", name=image):
+            try:
+                engine.api.start(name)
+            except docker.errors.APIError as error:
+                said = str(error.explanation)
+                if "executable file not found" in said or "no such file or directory" in said:
+                    # Before it stands what containerd and runc were doing.
+                    return Finished(
+                        argv=tuple(argv), returncode=NOT_FOUND, output=said[max(said.find("exec:"), 0) :]
+                    )
+                raise
+        with translated(f"run {argv[0]} in {image}"), engine.patient() as api:
+            code = int(api.wait(name)["StatusCode"])
+            output: bytes = api.logs(name, stdout=True, stderr=True)
+    return Finished(argv=tuple(argv), returncode=code, output=clean(output.decode("utf-8", "replace")))
+
+
+@contextlib.contextmanager
+def _guarded(name: str) -> Iterator[None]:
+    # Its own session: a Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as guard:
+        yield
+        assert guard.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
+        guard.stdin.write(b"removed")

@@ -1,0 +1,22 @@
+"""From the engine's step number back to a line of the Dockerfile."""
+
+from __future__ import annotations
+
+
+def instruction_lines(text: str) -> tuple[int, ...]:
+    """Line, from 1, at which each instruction of the Dockerfile `text` begins.
+
+    The engine numbers its steps in the same order, from 1. Here-documents are not understood: the classic
+    builder does not know them either.
+    """
+    found: list[int] = []
+    continued = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        # Comments and empty lines may stand inside a continued instruction.
+        if not word or word.startswith("#"):
+            continue
+        if not continued:
+            found.append(number)
+        continued = word.endswith("\\")
+    return tuple(found)

@@ -1,0 +1,141 @@
+"""What the engine says, as errors a user can act on: exceptions, in-band messages and broken connections."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+
+_NETWORK = (
+    "dial tcp",
+    "no such host",
+    "connection refused",
+    "connection reset",
+    "i/o timeout",
+    "network is unreachable",
+    "no route to host",
+    "tls handshake timeout",
+    "client.timeout exceeded",
+    "request canceled while waiting",
+)
+_UNKNOWN = ("manifest unknown", "manifest for", "repository does not exist", "not found: does not exist")
+_DENIED = ("unauthorized", "authentication required", "no basic auth", "denied: requested access", "denied:")
+
+RESTART_HINT = (
+    "see why: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start docker; "
+    "then run the same command again"
+)
+
+
+def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
+    """The typed error for `message`, a sentence of the engine itself.
+
+    Parameters
+    ----------
+    message : what the engine said, from an in-band event or an error response.
+    doing : what was being done, for example ``pull nvcr.io/x:1``.
+    name : the image's name, where the hint can use it.
+    """
+    said = clean(message).strip()
+    low = said.lower()
+    hint = hint_for(low)
+    if "invalid reference format" in low:
+        return UsageError(f"{doing}: {said}", hint="an image name looks like registry:5000/group/name:tag")
+    if "does not exist locally" in low or "reference does not exist" in low or "no such image" in low:
+        return no_image(name or said)
+    if any(word in low for word in _UNKNOWN):
+        return UsageError(
+            f"{doing}: the registry has no such image: {said}",
+            hint=f"check the name and tag: docker manifest inspect {name}; if it is private: docker login",
+        )
+    if any(word in low for word in _DENIED):
+        registry = registry_of(name)
+        return ToolFailed(
+            f"{doing}: access denied: {said}", hint=f"docker login{registry and ' ' + registry}"
+        )
+    return ToolFailed(f"{doing}: {said}", hint=hint)
+
+
+def hint_for(text: str) -> str | None:
+    """What to do about a known trouble named anywhere in `text`; None for an unknown one."""
+    low = text.lower()
+    if "no space left on device" in low:
+        return (
+            "the engine's disk is full; what uses it: docker system df; free some: docker image prune, "
+            "docker builder prune; its folder: docker info -f '{{.DockerRootDir}}'"
+        )
+    if "exec format error" in low:
+        return (
+            "a program of another architecture was started without an emulator: "
+            "sudo apt-get install qemu-user-static binfmt-support"
+        )
+    if "x509" in low:
+        return "the engine does not trust the registry: put its CA into /etc/docker/certs.d/HOST/ca.crt"
+    if "toomanyrequests" in low:
+        return "the registry limits anonymous pulls: docker login, or wait"
+    if "server gave http response to https client" in low:
+        return 'a registry without TLS must be in "insecure-registries" of /etc/docker/daemon.json'
+    if any(word in low for word in _NETWORK):
+        return (
+            "the engine does not reach the registry: check its network and proxy (docker info), "
+            "and whether the registry is up: curl -I https://REGISTRY/v2/"
+        )
+    return None
+
+
+def no_image(name: str) -> UsageError:
+    """The engine has no image called `name`."""
+    return UsageError(
+        f"the engine has no image {name!r}",
+        hint="what it has: docker images; to make one: imgkit build RECIPE (what there is: imgkit list); "
+        f"to fetch it: imgkit pull {name}",
+    )
+
+
+def registry_of(name: str) -> str:
+    """``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``; empty for Docker Hub's short names."""
+    first, slash, _ = name.partition("/")
+    return first if slash and ("." in first or ":" in first or first == "localhost") else ""
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def clean(text: str) -> str:
+    """`text` without terminal colours: the engine wraps standard error of RUN in red."""
+    return _ANSI.sub("", text)
+
+
+@contextlib.contextmanager
+def translated(doing: str, *, name: str = "") -> Iterator[None]:
+    """Turn everything that the SDK raises while `doing` into the ImgkitError family."""
+    import docker.errors
+    import requests.exceptions
+    import urllib3.exceptions
+
+    try:
+        yield
+    except ImgkitError:
+        raise
+    except docker.errors.APIError as error:
+        raise explain(str(error.explanation or error), doing=doing, name=name) from error
+    # ReadTimeout is no DockerException; with a socket that stalls, requests wraps it in ConnectionError.
+    except requests.exceptions.RequestException as error:
+        if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():
+            raise ToolFailed(
+                f"{doing}: the engine took the request and did not answer in time",
+                hint=f"it hangs or its disk is very busy (docker ps, iostat); {RESTART_HINT}",
+            ) from error
+        raise broken(doing, error) from error
+    except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+        # ValueError: half a JSON event, or half an HTTP chunk header, when the engine dies while it speaks.
+        raise broken(doing, error) from error
+    except docker.errors.DockerException as error:
+        raise explain(str(error), doing=doing, name=name) from error
+
+
+def broken(doing: str, error: object) -> ToolFailed:
+    """The connection to the engine ended in the middle."""
+    return ToolFailed(f"{doing}: the connection to the engine broke: {error}", hint=RESTART_HINT)

@@ -1,0 +1,66 @@
+"""Run the base once, to know what its Python, torch and NCCL are; remembered by image id."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from imgkit_builder import files, inside
+from imgkit_builder.engine import containers
+from imgkit_builder.engine.connection import Engine
+from imgkit_builder.manifest import Base, Probe
+
+SCHEMA = 1
+
+
+def probe(engine: Engine, base: Base) -> Probe:
+    """What runs in `base`; `Probe.skipped` says why where nothing could be run.
+
+    Notes
+    -----
+    Starting torch takes seconds, so the answer is kept under the cache folder. An image id never
+    changes its content, hence a kept answer never becomes wrong.
+    """
+    kept = _kept(base.id)
+    known = _read(kept)
+    if known is not None:
+        return known
+    finished = containers.run(engine, base.id or base.name, inside.argv())
+    seen = inside.parse(finished.output)
+    if seen is None:
+        return Probe(skipped=_why_not(engine, base, finished.returncode, finished.output))
+    found = Probe(
+        python=seen.python,
+        torch=seen.torch,
+        cuda=seen.cuda,
+        nccl=seen.nccl,
+        pip_conflicts=seen.pip_conflicts or (),
+    )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(kept, json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2) + "\n")
+    return found
+
+
+def _why_not(engine: Engine, base: Base, returncode: int, output: str) -> str:
+    if returncode == containers.NOT_FOUND:
+        return "the base has no python3"
+    if "exec format error" in output.lower():
+        return f"the base is {base.platform}, the engine runs {engine.platform} and has no emulator"
+    lines = output.strip().splitlines()
+    return f"python3 ended with code {returncode}: {lines[-1] if lines else 'no output'}"
+
+
+def _kept(image_id: str) -> Path:
+    return files.cache_dir() / "probe" / f"{image_id.partition(':')[2] or 'unknown'}.json"
+
+
+def _read(kept: Path) -> Probe | None:
+    try:
+        data = json.loads(kept.read_text(encoding="utf-8"))
+        if data.pop("schema") != SCHEMA:
+            return None
+        data["pip_conflicts"] = tuple(data["pip_conflicts"])
+        return Probe(**data)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,79 @@
+"""The facts of a local image, for ``imgkit show IMAGE``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from imgkit_builder.engine.connection import connect
+from imgkit_builder.engine.images import inspect
+from imgkit_builder.manifest import STANDIN_LABEL
+
+SCHEMA = 1
+STANDIN_WARNING = "STAND-IN: made from a base without NVIDIA's software; for tests only, not for a cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """What is worth knowing of an image."""
+
+    id: str
+    tags: tuple[str, ...]
+    platform: str
+    size_bytes: int
+    digest: str
+    recipe: str
+    """Name of the recipe it was made from; empty for an image that imgkit did not make."""
+    base: str
+    created: str
+    standin: bool
+    layers: int
+    labels: Mapping[str, str]
+
+    def to_text(self) -> str:
+        """Aligned lines for people."""
+        rows = [
+            ("image", ", ".join(self.tags) or "(no tag)"),
+            ("id", self.id),
+            ("digest", self.digest or "(never in a registry)"),
+            ("platform", self.platform),
+            ("size", f"{self.size_bytes / 1e6:.1f} MB in {self.layers} layers"),
+            ("recipe", self.recipe or "(not made by imgkit)"),
+            ("base", self.base),
+            ("created", self.created),
+            *((f"label {key}", value) for key, value in sorted(self.labels.items())),
+        ]
+        width = max(len(key) for key, _ in rows)
+        lines = [f"{key:{width}}  {value}".rstrip() for key, value in rows if value]
+        return "\n".join([STANDIN_WARNING, *lines] if self.standin else lines)
+
+    def to_json(self) -> str:
+        """One JSON object with its schema number."""
+        return json.dumps({"schema": SCHEMA, "kind": "image", **dataclasses.asdict(self)}, indent=2)
+
+
+def image_facts(name: str) -> ImageFacts:
+    """The facts of the engine's image `name`.
+
+    Raises
+    ------
+    UsageError : there is no such image.
+    ToolMissing : no engine.
+    """
+    with connect() as engine:
+        image = inspect(engine, name)
+    return ImageFacts(
+        id=image.id,
+        tags=image.tags,
+        platform=image.platform,
+        size_bytes=image.size_bytes,
+        digest=image.digest,
+        recipe=image.labels.get("imgkit.recipe", ""),
+        base=image.labels.get("org.opencontainers.image.base.name", ""),
+        created=image.labels.get("org.opencontainers.image.created", ""),
+        standin=STANDIN_LABEL in image.labels,
+        layers=len(image.diff_ids),
+        labels=image.labels,
+    )

@@ -1,0 +1,108 @@
+"""Push and pull with progress; what the engine says in band is raised."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+from imgkit_builder.engine.connection import Engine
+from imgkit_builder.engine.errors import no_image, translated
+from imgkit_builder.engine.events import LayerProgress, checked
+from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect, repository
+from imgkit_builder.report import Reporter
+from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+
+def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
+    """Fetch `ref` (tag or digest; ``latest`` where it has neither) and return it as it is locally.
+
+    Raises
+    ------
+    UsageError : the registry has no such image, or not for `platform`.
+    ToolFailed : no network, no permission, no space.
+    """
+    check_name(ref)
+    doing = f"pull {ref}"
+    report.stage(doing)
+    name, tag = _split(ref)
+    progress = LayerProgress(report)
+    with translated(doing, name=ref), engine.patient() as api:
+        events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
+        for event in checked(events, doing=doing, name=ref):
+            progress.take(event)
+    image = inspect(engine, ref)
+    # A tag with one image instead of a list of platforms is fetched whatever was asked for.
+    if platform and image.platform != full_platform(platform):
+        raise UsageError(
+            f"{ref} is {image.platform}, the registry has none for {platform}",
+            hint="name a tag that has it; what a tag has: docker manifest inspect " + ref,
+        )
+    return image
+
+
+def push(engine: Engine, ref: str, report: Reporter) -> str:
+    """Send the local image `ref` to the registry in its name; returns ``sha256:...`` of its manifest.
+
+    Raises
+    ------
+    UsageError : there is no such image here.
+    ToolFailed : no network, no permission, or no digest came back.
+    """
+    doing = f"push {ref}"
+    if find(engine, ref) is None:
+        raise no_image(ref)
+    report.stage(doing)
+    name, tag = _split(ref)
+    progress = LayerProgress(report)
+    digest = ""
+    with translated(doing, name=ref), engine.patient() as api:
+        events = api.push(name, tag=tag, stream=True, decode=True)
+        for event in checked(events, doing=doing, name=ref):
+            progress.take(event)
+            digest = str((event.get("aux") or {}).get("Digest") or digest)
+    if not digest:
+        raise ToolFailed(
+            f"{doing}: it ended without a digest", hint="run it again; see: journalctl -u docker"
+        )
+    return digest
+
+
+def load(engine: Engine, archive: BinaryIO, report: Reporter) -> tuple[str, ...]:
+    """Load a docker archive from `archive`; returns the names, or ids, of what was in it.
+
+    Raises
+    ------
+    ToolFailed : it is no image archive, or it is cut short, or there is no space.
+    """
+    doing = "load an archive"
+    report.stage(doing)
+    found: list[str] = []
+    with translated(doing), engine.patient() as api:
+        for event in checked(api.load_image(archive), doing=doing):  # type: ignore[no-untyped-call]
+            said = str(event.get("stream") or "").strip()
+            report.line(said)
+            head, colon, name = said.partition(": ")
+            if colon and head.startswith("Loaded image"):
+                found.append(name)
+    if not found:
+        raise ToolFailed(f"{doing}: the engine found no image in it", hint="check it: imgkit verify FILE")
+    return tuple(found)
+
+
+def full_platform(platform: str) -> str:
+    """``linux/arm64`` of ``arm64``, ``linux/arm64`` or ``linux/arm64/v8``."""
+    parts = platform.split("/")
+    return f"linux/{parts[0]}" if len(parts) == 1 else "/".join(parts[:2])
+
+
+def add_tag(engine: Engine, image: str, ref: str) -> None:
+    """Give the local image `image` the further name `ref`, where a tag moves from its old image."""
+    check_name(ref)
+    name, tag = _split(ref)
+    with translated(f"tag {image} as {ref}", name=image):
+        engine.api.tag(image, name, tag)
+
+
+def _split(ref: str) -> tuple[str, str]:
+    name = repository(ref)
+    # Without a tag the SDK would push every tag of the repository.
+    return name, ref[len(name) + 1 :] or "latest"

@@ -1,0 +1,281 @@
+"""The rules applied to a recipe's tree: texts by the table, and what concerns several values at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from imgkit_builder.recipe import secrets
+from imgkit_builder.recipe.nodes import Entry, Items, Node, Scalar, Table, children, kind
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
+from imgkit_builder.recipe.rules import ANY, KEY_RULES, PLATFORMS, TEXT_RULES, printable
+
+Checked = set[KeyPath]
+"""Places that have a problem already: the type check says nothing about them again."""
+
+_EXPOSED = "everybody who can pull the image can read it; pass it when the job starts"
+
+
+def normalise(tree: Table, found: Collector) -> Table:
+    """The short forms of YAML (``platform: arm64``, ``constraints: keep``) as the model has them."""
+    image = tree.entries.get("image")
+    if image is None or not isinstance(image.value, Table):
+        return tree
+    entries: dict[str, Entry] = {}
+    for key, entry in image.value.entries.items():
+        path: KeyPath = ("image", key)
+        if key == "platforms":
+            found.error(
+                entry.key, ("image", "platform"), "is called `platform`", "one name or a list of them"
+            )
+        elif key == "platform":
+            entries["platforms"] = Entry(key=entry.key, value=_platforms(entry.value))
+        elif key == "constraints":
+            value = _constraints(entry.value, found, path)
+            if value is not None:
+                entries[key] = Entry(key=entry.key, value=value)
+        else:
+            entries[key] = entry
+    whole = Entry(key=image.key, value=Table(position=image.value.position, entries=entries))
+    return Table(position=tree.position, entries={**tree.entries, "image": whole})
+
+
+def _platforms(value: Node) -> Node:
+    items = value.items if isinstance(value, Items) else (value,)
+    return Items(position=value.position, items=tuple(_platform(item) for item in items))
+
+
+def _platform(value: Node) -> Node:
+    if isinstance(value, Scalar) and value.type == "text" and f"linux/{value.text}" in PLATFORMS:
+        return Scalar(position=value.position, text=f"linux/{value.text}")
+    return value
+
+
+def _constraints(value: Node, found: Collector, path: KeyPath) -> Node | None:
+    if isinstance(value, Scalar) and value.text in ("keep", "ignore"):
+        return Table(position=value.position, entries={"policy": Entry(key=value.position, value=value)})
+    allowed = "allowed: keep, ignore, {drop: [NAME, ...]}"
+    if not isinstance(value, Table):
+        said = f"{value.text!r} is not a policy" if isinstance(value, Scalar) else f"not {kind(value)}"
+        found.error(value.position, path, said, allowed)
+        return None
+    others = [(key, entry) for key, entry in value.entries.items() if key != "drop"]
+    for key, entry in others:
+        found.error(entry.key, (*path, key), "unknown key", allowed)
+    drop = value.entries.get("drop")
+    if drop is None and others:
+        return None
+    if drop is None or (isinstance(drop.value, Items) and not drop.value.items):
+        found.error(value.position, path, "drops nothing", allowed)
+        return None
+    policy = Scalar(position=value.position, text="drop")
+    return Table(
+        position=value.position,
+        entries={"policy": Entry(key=value.position, value=policy), "drop": drop},
+    )
+
+
+def check(tree: Table, found: Collector) -> Checked:
+    """Apply every rule; the paths with a problem come back."""
+    bad: Checked = set()
+    for path, node, key in walk(tree):
+        if isinstance(path[-1], str) and key is not None:
+            bad |= _key(path, key, found)
+        if isinstance(node, Scalar):
+            bad |= _scalar(path, node, found)
+    _together(tree, found, bad)
+    return bad
+
+
+def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node, Position | None]]:
+    """Every node below `node` with its path, and the position of its key where it has one."""
+    for part, child in children(node):
+        below = (*path, part)
+        key = node.entries[str(part)].key if isinstance(node, Table) else None
+        yield below, child, key
+        yield from walk(child, below)
+
+
+def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
+    return len(path) == len(pattern) and all(
+        want in (ANY, part) for part, want in zip(path, pattern, strict=True)
+    )
+
+
+def _key(path: KeyPath, position: Position, found: Collector) -> Checked:
+    name, bad = str(path[-1]), set()
+    faults = list(printable(name))
+    if not faults:
+        faults = [fault for pattern, rule in KEY_RULES if _matches(path, pattern) for fault in rule(name)]
+    for what, hint in faults:
+        found.error(position, path, what, hint)
+        bad.add(path)
+    return bad
+
+
+def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
+    if node.type == "nothing":
+        what = f"{node.text} is read as no value" if node.text else "has no value"
+        hint = f'quote it if it is text: "{node.text}"' if node.text else "give it one or remove the key"
+        found.error(node.position, path, what, hint)
+        return {path}
+    if node.type != "text":
+        return set()
+    # Texts written with | or > end in a line break: of these two it is stripped, elsewhere it would be kept.
+    ends_freely = path == ("description",) or _matches(path, ("image", "run", ANY))
+    faults = list(printable(node.text.rstrip("\n") if ends_freely else node.text))
+    if not faults:
+        faults = [
+            fault for pattern, rule in TEXT_RULES if _matches(path, pattern) for fault in rule(node.text)
+        ]
+    for what, hint in faults:
+        found.error(node.position, path, what, hint)
+    if not faults:
+        _suspicious(path, node, found)
+    return {path} if faults else set()
+
+
+def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
+    in_env = path[:-1] in (("image", "env"), ("system", "env"), ("image", "labels"))
+    holds = secrets.in_value(node.text)
+    if holds:
+        found.warn(node.position, path, f"this looks like {holds}", _EXPOSED)
+    elif in_env and secrets.in_name(str(path[-1]), node.text):
+        found.warn(node.position, path, "this looks like a secret", _EXPOSED)
+    if path[:-1] == ("image", "env") and re.search(r"\$\{?[A-Za-z_]", node.text):
+        found.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
+
+
+def _together(tree: Table, found: Collector, bad: Checked) -> None:
+    """Rules over several values."""
+    for path, node, _ in walk(tree):
+        if _matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
+            _pip_step(path, node, found)
+        elif path == ("image", "platforms") and isinstance(node, Items):
+            _platform_list(path, node, found, bad)
+        elif path == ("system", "runtime") and isinstance(node, Table):
+            _runtime(path, node, found)
+        elif _matches(path, ("system", ANY, ANY)) and isinstance(node, Scalar) and node.type == "integer":
+            _least(path, node, found, bad)
+        elif _matches(path, ("image", "copy", ANY, "source")) and isinstance(node, Scalar):
+            _inside(path, node, found, folder_allowed=True, bad=bad)
+        elif _matches(path, ("image", "pip", ANY, "requirements")) and isinstance(node, Scalar):
+            file = _inside(path, node, found, folder_allowed=False, bad=bad)
+            if file is not None:
+                _requirements(file, path, found)
+
+
+def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:
+    stated = [key for key in ("packages", "requirements") if key in step.entries]
+    if len(stated) != 1:
+        what = f"needs exactly one of packages, requirements; it has {'both' if stated else 'neither'}"
+        found.error(step.position, path, what, "write two steps" if stated else "add packages: [NAME]")
+    for key in ("packages", "options"):
+        entry = step.entries.get(key)
+        if entry is None or not isinstance(entry.value, Items):
+            continue
+        items = entry.value.items
+        if key == "packages" and not items:
+            found.error(entry.value.position, (*path, key), "is empty", "remove the step")
+        first = items[0] if items else None
+        if key == "options" and isinstance(first, Scalar) and first.text and not first.text.startswith("-"):
+            what = f"{first.text!r} is not an option"
+            found.error(
+                first.position, (*path, key, 0), what, "options begin with -; packages go to `packages`"
+            )
+
+
+def _platform_list(path: KeyPath, node: Items, found: Collector, bad: Checked) -> None:
+    if not node.items:
+        found.error(node.position, path, "is empty", "allowed: amd64, arm64")
+        bad.add(path)
+    seen: set[str] = set()
+    for index, item in enumerate(node.items):
+        if isinstance(item, Scalar) and item.text in seen:
+            found.error(item.position, (*path, index), f"{item.text} is listed twice", "keep one of them")
+        elif isinstance(item, Scalar):
+            seen.add(item.text)
+
+
+def _runtime(path: KeyPath, node: Table, found: Collector) -> None:
+    what_kind = node.entries.get("kind")
+    if what_kind is None or not isinstance(what_kind.value, Scalar) or "command" in node.entries:
+        return
+    if what_kind.value.text in ("docker", "kubernetes"):
+        example = {"docker": "docker", "kubernetes": "runai"}[what_kind.value.text]
+        what = f"kind {what_kind.value.text} needs `command`: its default, singularity, is of another kind"
+        found.error(what_kind.value.position, (*path, "kind"), what, f"for example command: {example}")
+
+
+_LEAST = {"gpus": 0, "cpus": 1, "cpus_per_gpu": 1, "nics": 1, "line_rate_Gbps": 1}
+
+
+def _least(path: KeyPath, node: Scalar, found: Collector, bad: Checked) -> None:
+    least = _LEAST.get(str(path[-1]))
+    if least is not None and re.fullmatch(r"-?[0-9]{1,18}", node.text) and int(node.text) < least:
+        found.error(node.position, path, f"{node.text} is too small", f"at least {least}")
+        bad.add(path)
+
+
+def _inside(
+    path: KeyPath, node: Scalar, found: Collector, *, folder_allowed: bool, bad: Checked
+) -> Path | None:
+    """The file that a value names, if it is there and inside the folder of the file that states it."""
+    if node.type != "text" or path in bad:
+        return None
+    folder = node.position.file.resolve().parent
+    what = hint = ""
+    try:
+        named = folder / node.text
+        target = named.resolve()
+        if not node.text:
+            what, hint = "is empty", "name a file"
+        elif Path(node.text).is_absolute() or node.text.startswith("~"):
+            what, hint = f"{node.text} is not relative", f"paths start at the recipe's folder, {folder}"
+        elif not target.is_relative_to(folder):
+            by = " through a symbolic link" if ".." not in Path(node.text).parts else ""
+            what, hint = f"{node.text} leaves the recipe's folder{by}", f"put it below {folder}"
+        elif not target.exists():
+            there = [entry.name for entry in named.parent.iterdir()] if named.parent.is_dir() else []
+            what = f"there is no {node.text} in {folder}"
+            hint = choices(named.name, there).rpartition("; ")[2] if _near(named.name, there) else "create it"
+        elif target.is_dir() and not folder_allowed:
+            what, hint = f"{node.text} is a folder", "name a file"
+        elif not (target.is_dir() or target.is_file()):
+            what, hint = f"{node.text} is neither a file nor a folder", "name a regular file"
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a circle of links, before Python 3.13
+        what, hint = f"{node.text!r} cannot be looked at: {error}", "name a file in the recipe's folder"
+    if what:
+        found.error(node.position, path, what, hint)
+        bad.add(path)
+        return None
+    return target
+
+
+def _near(name: str, there: list[str]) -> bool:
+    return "did you mean" in choices(name, there)
+
+
+def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
+    """Lines that name further files: only this one goes into the image."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        found.error(Position(file=file, line=1, column=1), path, f"cannot be read: {error}")
+        return
+    found.lines[file] = lines
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if re.match(r"(?:-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/)", text):
+            place = Position(file=file, line=number, column=len(line) - len(line.lstrip()) + 1)
+            found.error(
+                place, path, f"{text!r} names a file that is not in the image", "write its lines here"
+            )
+        holds = secrets.in_value(text)
+        if holds:
+            found.warn(Position(file=file, line=number, column=1), path, f"this looks like {holds}", _EXPOSED)

@@ -1,0 +1,102 @@
+"""A recipe told back: every resolved value with the place that states it, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.problems import KeyPath, Position, key_text
+
+SCHEMA = 1
+
+_WORDS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
+"""Fields that YAML writes without their name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One value of a recipe; a default where `position` is None."""
+
+    key: str
+    value: str | int | None
+    position: Position | None
+
+
+def values(recipe: Recipe) -> tuple[Value, ...]:
+    """Every value of `recipe` in the order of the reference; an empty list or mapping is one value, None."""
+    return tuple(
+        value
+        for part, content in (("image", recipe.image), ("system", recipe.system))
+        for value in _below((part,), content, recipe.positions)
+    )
+
+
+def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[Value]:
+    parts: list[tuple[str | int, Any]] | None = None
+    if dataclasses.is_dataclass(content):
+        parts = [(known.name, getattr(content, known.name)) for known in dataclasses.fields(content)]
+    elif isinstance(content, Mapping):
+        parts = list(content.items())
+    elif isinstance(content, tuple):
+        parts = list(enumerate(content))
+    if parts:
+        for part, below in parts:
+            if path == ("image", "constraints") and part == "drop" and not below:
+                continue
+            if isinstance(path[-1], int) and below in ((), None):
+                continue  # of a pip step's two alternatives, and of its options, only what there is
+            yield from _below((*path, part), below, positions)
+        return
+    value = None if parts is not None else str(content) if isinstance(content, Path) else content
+    yield Value(key=key_text(_WORDS.get(path, path)), value=value, position=positions.get(path))
+
+
+def to_text(recipe: Recipe) -> str:
+    """A table: key, value, ``file:line``; defaults say so."""
+    head = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    rows = [(row.key, _plain(row.value), _place(row.position)) for row in values(recipe)]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = min(max(len(value) for _, value, _ in rows), 60)
+    lines = [head, f"file    {recipe.file}", f"sha256  {recipe.sha256}", ""]
+    lines += [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
+    return "\n".join(lines)
+
+
+def _plain(value: str | int | None) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _place(position: Position | None) -> str:
+    return f"{position.file.name}:{position.line}" if position else "default"
+
+
+def to_json(recipe: Recipe) -> str:
+    """One object: the resolved parts, and `values` with their places."""
+    rows = [
+        {
+            "key": row.key,
+            "value": row.value,
+            "default": row.position is None,
+            "file": str(row.position.file) if row.position else None,
+            "line": row.position.line if row.position else None,
+            "column": row.position.column if row.position else None,
+        }
+        for row in values(recipe)
+    ]
+    content = {
+        "schema": SCHEMA,
+        "name": recipe.name,
+        "description": recipe.description,
+        "file": str(recipe.file),
+        "sha256": recipe.sha256,
+        "image": dataclasses.asdict(recipe.image),
+        "system": dataclasses.asdict(recipe.system),
+        "values": rows,
+        "warnings": [str(warning) for warning in recipe.warnings],
+    }
+    return json.dumps(content, indent=2, default=str)

@@ -1,0 +1,296 @@
+"""YAML read as a tree in which every key and every value knows its file, line and column.
+
+Only PyYAML's composer runs, never its constructor: no object is built from a tag, so a recipe cannot run
+code, and a scalar keeps the text that was written (``24.10`` would otherwise already be the number 24.1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 10_000
+"""Of one file with its anchors expanded: nine lines of nested aliases can stand for billions of values."""
+
+ScalarType = Literal["text", "integer", "number", "boolean", "nothing", "date"]
+
+_TYPES: Mapping[str, ScalarType] = {
+    "tag:yaml.org,2002:str": "text",
+    "tag:yaml.org,2002:value": "text",  # a plain `=`
+    "tag:yaml.org,2002:int": "integer",
+    "tag:yaml.org,2002:float": "number",
+    "tag:yaml.org,2002:bool": "boolean",
+    "tag:yaml.org,2002:null": "nothing",
+    "tag:yaml.org,2002:timestamp": "date",
+}
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_MERGE = "tag:yaml.org,2002:merge"
+
+_SYNTAX_HINTS = (
+    ("cannot start any token", "quote text that begins with this character"),
+    ("mapping values are not allowed here", 'quote text that holds ": "'),
+    ("could not find expected ':'", "write `key: value`"),
+    ("undefined alias", "text that begins with * must be quoted"),
+    ("expected alphabetic or numeric character", "text that begins with *, & or ! must be quoted"),
+    ("found undefined tag handle", "text that begins with ! must be quoted"),
+    ("unexpected end of stream", "a quote or bracket is not closed"),
+    ("<stream end>", "a quote or bracket is not closed"),
+    ("found another document", "one recipe per file, without a second `---`"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """One value; `text` as written, without quotes."""
+
+    position: Position
+    text: str
+    type: ScalarType = "text"
+    """What YAML takes an unquoted scalar for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """A list."""
+
+    position: Position
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A key's place and its value."""
+
+    key: Position
+    value: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A mapping, in the order of the file."""
+
+    position: Position
+    entries: Mapping[str, Entry]
+
+
+Node = Scalar | Items | Table
+
+
+def children(node: Node) -> tuple[tuple[str | int, Node], ...]:
+    """The parts of a list or table with their keys; none of a scalar."""
+    if isinstance(node, Items):
+        return tuple(enumerate(node.items))
+    if isinstance(node, Table):
+        return tuple((key, entry.value) for key, entry in node.entries.items())
+    return ()
+
+
+def deepest(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
+    """The node at `path`, or the last one above it that exists; with the path that was reached."""
+    node, reached = root, 0
+    for part in path:
+        below = dict(children(node)).get(part)
+        if below is None:
+            break
+        node, reached = below, reached + 1
+    return node, path[:reached]
+
+
+def parse(file: Path, found: Collector) -> Table | None:
+    """Read `file`; every problem goes to `found`, and None comes back where nothing usable is left."""
+    start = Position(file=file, line=1, column=1)
+    text = _read(file, start, found)
+    if text is None:
+        return None
+    # YAML's own line breaks: str.splitlines knows more of them and would shift the numbers.
+    found.lines[file] = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            found.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
+            return None
+        tree = _Converter(file, found).convert(root, ())
+    except yaml.MarkedYAMLError as error:
+        _syntax(error, file, found)
+        return None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = Position(file=file, line=before.count("\n") + 1, column=error.position - before.rfind("\n"))
+        found.error(place, (), f"the character U+{ord_of(error):04X} is not allowed in YAML", "delete it")
+        return None
+    except _TooManyError:
+        found.error(
+            start, (), f"more than {MAX_NODES} values after its anchors are expanded", "recipes are small"
+        )
+        return None
+    except RecursionError:
+        found.error(start, (), "nested too deeply", "recipes need five levels at most")
+        return None
+    if tree is not None and not isinstance(tree, Table):
+        found.error(tree.position, (), f"a recipe is a mapping, not {kind(tree)}", "write `key: value` lines")
+        return None
+    return tree
+
+
+def kind(node: Node) -> str:
+    """What `node` is, in the words of messages."""
+    if isinstance(node, Scalar):
+        article = {"text": "text", "nothing": "empty", "integer": "an integer"}
+        return article.get(node.type, f"a {node.type}")
+    return "a list" if isinstance(node, Items) else "a mapping"
+
+
+def ord_of(error: yaml.reader.ReaderError) -> int:
+    """The code point that the reader refused; PyYAML gives a number or a character."""
+    return error.character if isinstance(error.character, int) else ord(error.character)
+
+
+class _TooManyError(Exception):
+    """The expanded tree is over its limit."""
+
+
+def _read(file: Path, start: Position, found: Collector) -> str | None:
+    try:
+        if not file.is_file():  # a FIFO or /dev/zero would never end
+            found.error(start, (), "not a regular file" if file.exists() else "no such file")
+            return None
+        if file.stat().st_size > MAX_BYTES:
+            found.error(start, (), f"larger than {MAX_BYTES >> 20} MiB", "is this a recipe?")
+            return None
+        data = file.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        found.error(start, (), f"cannot be read: {reason}")
+        return None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line_start = before.rfind(b"\n") + 1
+        place = Position(
+            file=file,
+            line=before.count(b"\n") + 1,
+            column=len(before[line_start:].decode("utf-8", "replace")) + 1,
+        )
+        found.lines[file] = data.decode("utf-8", "replace").split("\n")
+        found.error(place, (), f"not UTF-8: byte 0x{data[error.start]:02x}", "save the file as UTF-8")
+        return None
+
+
+def _syntax(error: yaml.MarkedYAMLError, file: Path, found: Collector) -> None:
+    what = " ".join(part for part in (error.context, error.problem) if part)
+    # What is missing at the file's end is looked for where it was opened.
+    marks = (error.problem_mark, error.context_mark)
+    mark = next(
+        (mark for mark in (marks[::-1] if "end" in what and "stream" in what else marks) if mark), None
+    )
+    place = Position(file=file, line=mark.line + 1 if mark else 1, column=mark.column + 1 if mark else 1)
+    if "'\\t'" in what:
+        _tabs(place, file, found)
+        return
+    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in what), "")
+    said = what.replace("'<stream end>'", "the end of the file")
+    found.error(place, (), f"not YAML: {said}", hint)
+
+
+def _tabs(place: Position, file: Path, found: Collector) -> None:
+    """YAML's scanner stops at the first tab; tell of the other indented lines too."""
+    what, hint = "a tab: YAML is indented with spaces only", "replace it with spaces"
+    found.error(place, (), what, hint)
+    for number, line in enumerate(found.lines[file], start=1):
+        tab = re.match("[ ]*\t", line)
+        if tab and number > place.line:
+            found.error(Position(file=file, line=number, column=tab.end()), (), what, hint)
+
+
+class _Converter:
+    """From PyYAML's nodes to ours: anchors and merge keys expanded, keys checked."""
+
+    def __init__(self, file: Path, found: Collector) -> None:
+        self._file, self._found = file, found
+        self._count = 0
+        self._open: set[int] = set()
+
+    def convert(self, node: yaml.Node, path: KeyPath) -> Node | None:
+        """Our node, or None after a problem was noted."""
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise _TooManyError
+        position = self._position(node)
+        if id(node) in self._open:
+            self._found.error(position, path, "this anchor holds itself", "write the values out")
+            return None
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag in _TYPES:
+                return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
+        elif node.tag in _COLLECTIONS:
+            self._open.add(id(node))
+            try:
+                if isinstance(node, yaml.MappingNode):
+                    return Table(position=position, entries=self._entries(node, path))
+                below = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
+                return Items(position=position, items=tuple(item for item in below if item is not None))
+            finally:
+                self._open.discard(id(node))
+        tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
+        self._found.error(
+            position, path, f"the tag {tag} is not allowed", "text that begins with ! must be quoted"
+        )
+        return None
+
+    def _entries(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Entry]:
+        stated: dict[str, Entry] = {}
+        seen: dict[str, int] = {}
+        merged: dict[str, Entry] = {}
+        for key, value in node.value:
+            place = self._position(key)
+            if key.tag == _MERGE:
+                self._merge(value, path, merged)
+                continue
+            if not isinstance(key, yaml.ScalarNode) or _TYPES.get(key.tag) != "text":
+                self._bad_key(key, place, path)
+                continue
+            below = (*path, str(key.value))
+            if key.value in seen:
+                what = f"stated twice; the first is on line {seen[key.value]}"
+                self._found.error(place, below, what, "keep one of them")
+                continue
+            seen[key.value] = place.line
+            child = self.convert(value, below)
+            if child is not None:
+                if child == Scalar(position=child.position, text="", type="nothing"):
+                    # YAML puts an absent value onto whatever follows; its key is where the user looks.
+                    child = Scalar(position=place, text="", type="nothing")
+                stated[key.value] = Entry(key=place, value=child)
+        # Explicit keys win over merged ones wherever the merge key stands.
+        return {**{key: entry for key, entry in merged.items() if key not in seen}, **stated}
+
+    def _merge(self, value: yaml.Node, path: KeyPath, merged: dict[str, Entry]) -> None:
+        """A ``<<`` key: one mapping or a list of them, the first having precedence."""
+        for source in value.value if isinstance(value, yaml.SequenceNode) else (value,):
+            table = self.convert(source, path)
+            if isinstance(table, Table):
+                for key, entry in table.entries.items():
+                    merged.setdefault(key, entry)
+            elif table is not None:
+                self._found.error(table.position, path, f"<< merges mappings, not {kind(table)}")
+
+    def _bad_key(self, key: yaml.Node, place: Position, path: KeyPath) -> None:
+        if isinstance(key, yaml.ScalarNode) and key.tag in _TYPES:
+            said = kind(Scalar(position=place, text=key.value, type=_TYPES[key.tag]))
+            what = f"YAML reads the key {key.value} as {said}" if key.value else "a key is missing"
+            self._found.error(place, path, what, f'quote it: "{key.value}"' if key.value else "")
+        else:
+            self._found.error(place, path, "a key must be text", "write `key: value`")
+
+    def _position(self, node: yaml.Node) -> Position:
+        mark = node.start_mark
+        return Position(file=self._file, line=mark.line + 1, column=mark.column + 1)

@@ -1,0 +1,125 @@
+"""What is wrong with a recipe, and exactly where: positions, problems, and all of them as one error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from imgkit_entrypoints.errors import UsageError
+
+KeyPath = tuple[str | int, ...]
+"""Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
+
+YAML_NAMES = {"platforms": "platform"}
+"""Fields of the model that have another name in YAML, where one value may stand for a list of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a value stands; `line` and `column` count from 1, in characters."""
+
+    file: Path
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{shown(self.file)}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One finding in a recipe."""
+
+    position: Position
+    key: str
+    """Dotted, for example ``image.pip[0].packages[2]``; empty where the file as a whole is meant."""
+    what: str
+    hint: str = ""
+    """What is allowed and what was probably meant."""
+    source: str = ""
+    """The line at `position`."""
+
+    def __str__(self) -> str:
+        text = f"{self.position}: {self.key}: {self.what}" if self.key else f"{self.position}: {self.what}"
+        if self.hint:
+            text += f"; {self.hint}"
+        if not self.source.strip():
+            return text
+        # The caret line repeats tabs, so that the caret stands below its character whatever a tab's width.
+        before = "".join("\t" if char == "\t" else " " for char in self.source[: self.position.column - 1])
+        return f"{text}\n    {self.source}\n    {before}^"
+
+
+class RecipeErrors(UsageError):
+    """A recipe that cannot be used; `problems` holds everything that is wrong with it, in file order."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        first = self.problems[0]
+        super().__init__(first.what, where=str(first.position), hint=first.hint or None)
+
+    def __str__(self) -> str:
+        texts = [str(problem) for problem in self.problems]
+        return texts[0] if len(texts) == 1 else "\n".join([f"{len(texts)} problems in the recipe:", *texts])
+
+
+@dataclass(slots=True, kw_only=True)
+class Collector:
+    """Gathers what is found while a recipe is read, so that one run tells everything."""
+
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    lines: dict[Path, list[str]] = field(default_factory=dict)
+    """Source lines of the files read so far."""
+
+    def error(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
+        """Note something that makes the recipe unusable."""
+        self.errors.append(self._problem(position, path, what, hint))
+
+    def warn(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
+        """Note something that the user should look at."""
+        self.warnings.append(self._problem(position, path, what, hint))
+
+    def _problem(self, position: Position, path: KeyPath, what: str, hint: str) -> Problem:
+        lines = self.lines.get(position.file, [])
+        source = lines[position.line - 1] if position.line <= len(lines) else ""
+        return Problem(position=position, key=key_text(path), what=what, hint=hint, source=source)
+
+
+def shown(file: Path) -> Path:
+    """`file` relative to the working directory where it lies below it, else as it is."""
+    try:
+        return file.relative_to(Path.cwd())
+    except (ValueError, OSError):
+        return file
+
+
+def key_text(path: KeyPath) -> str:
+    """The dotted form in the words of the YAML file: ``image.pip[0].packages[2]``."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{YAML_NAMES.get(part, part)}" if text else YAML_NAMES.get(part, part)
+    return text
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """The word of `allowed` that was probably meant, or an empty string."""
+    by_lower = {name.lower(): name for name in allowed}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else ""
+
+
+def choices(word: str, allowed: Iterable[str]) -> str:
+    """``allowed: b, a, c; did you mean b?``: sorted, the nearest first."""
+    names = sorted(allowed)
+    near = nearest(word, names)
+    if near:
+        names.remove(near)
+        names.insert(0, near)
+    text = f"allowed: {', '.join(names)}"
+    return f"{text}; did you mean {near}?" if near else text

@@ -1,0 +1,254 @@
+"""What a value's text must be like, beyond its type: a table from the place in a recipe to its rule.
+
+A rule is a generator of faults, each a sentence and a hint; it never sees its place. Rules look at the tree,
+not at built values, so that one wrong neighbour hides nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.reference import BadReference, parse
+
+Fault = tuple[str, str]
+Rule = Callable[[str], Iterator[Fault]]
+
+PLATFORMS = ("linux/amd64", "linux/arm64")
+JOB_FIELDS = ("account", "name", "qos", "time")
+"""Of `Queue`: those that a job may have to state."""
+
+TUNING = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
+"""Variables that a user must be able to change per run."""
+
+_PLATFORM_ALIASES = {
+    "x86_64": "amd64",
+    "x86-64": "amd64",
+    "x64": "amd64",
+    "aarch64": "arm64",
+    "arm64/v8": "arm64",
+}
+_OWN_LABELS = ("title", "version", "created", "revision", "base.name", "base.digest")
+
+_APT = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9-]+)?(?:=[A-Za-z0-9.+:~-]+|/[a-z0-9.-]+)?")
+_ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
+_TIME = re.compile(r"(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?")
+_PIP_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_BY_NAME = "name the package, and its index in `options`: [--index-url, URL]; or use `requirements`"
+_PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
+
+
+def printable(text: str) -> Iterator[Fault]:
+    """No line break and no control character: values end up on one line of a Dockerfile or a job script."""
+    bad = re.search(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]", text)
+    if bad and bad.group() in "\n\r\x85\u2028\u2029":
+        hint = (
+            "write >- instead of | or >"
+            if text.strip().count("\n") == 0
+            else "write it on one line, commands joined with &&"
+        )
+        yield "holds a line break", hint
+    elif bad:
+        yield f"holds the control character U+{ord(bad.group()):04X}", "delete it"
+
+
+def image_reference(text: str) -> Iterator[Fault]:
+    """A base that Docker can resolve and that is pinned by tag or digest."""
+    try:
+        reference = parse(text)
+    except BadReference as bad:
+        yield bad.what, bad.hint
+        return
+    if not reference.tag and not reference.digest:
+        yield f"{text} has neither tag nor digest", f"write {text}:TAG; without one it changes by itself"
+
+
+def platform(text: str) -> Iterator[Fault]:
+    """An architecture that imgkit builds for."""
+    if text not in PLATFORMS:
+        short = text.removeprefix("linux/")
+        names = [name.removeprefix("linux/") for name in PLATFORMS]
+        alias = _PLATFORM_ALIASES.get(short.lower())
+        hint = f"allowed: {', '.join(names)}; did you mean {alias}?" if alias else choices(short, names)
+        yield f"{text!r} is not supported", hint
+
+
+def apt_package(text: str) -> Iterator[Fault]:
+    """A Debian package name, with version if need be."""
+    if not _APT.fullmatch(text):
+        hint = "write NAME or NAME=VERSION, one package per item"
+        if text.startswith("-"):
+            hint = "options are not possible; imgkit sets --no-install-recommends itself"
+        elif text.lower() != text and _APT.fullmatch(text.lower()):
+            hint = f"package names are lower-case: {text.lower()}"
+        yield f"{text!r} is not a Debian package", hint
+
+
+def pip_package(text: str) -> Iterator[Fault]:
+    """A PEP 508 requirement by name; options, URLs and paths have other places."""
+    if text.startswith("-"):
+        yield f"{text!r} is an option", "put it into `options` of this step, one word per item"
+        return
+    if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
+        yield (
+            f"{text!r} is a URL or a path",
+            _BY_NAME,
+        )
+        return
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        yield f"{text!r} is not a pip requirement", "write NAME, NAME==VERSION or 'NAME>=1,<2'"
+        return
+    if requirement.url:
+        yield f"{text!r} names a URL", _BY_NAME
+
+
+def pip_option(text: str) -> Iterator[Fault]:
+    """One word of a pip command line that needs no file of the host."""
+    word = text.partition("=")[0]
+    if word in _PIP_FILES or re.match(r"-[rce].", text):
+        where = "`image.constraints`" if word in ("-c", "--constraint") else "`requirements`"
+        yield f"{text!r} names a file that is not in the image", f"use {where}"
+    elif text.startswith("-") and re.search(r"\s", text):
+        yield f"{text!r} is more than one word", f"write {', '.join(text.split())} as separate items"
+    elif not text:
+        yield "is empty", "remove it"
+
+
+def pip_name(text: str) -> Iterator[Fault]:
+    """A bare package name."""
+    if not _PIP_NAME.fullmatch(text):
+        yield f"{text!r} is not a package name", "write the name alone, without a version"
+
+
+def image_env_name(text: str) -> Iterator[Fault]:
+    """A variable that may be baked."""
+    yield from env_name(text)
+    if text.startswith(TUNING):
+        yield (
+            "tuning is not baked: under apptainer a baked variable wins over the user's exported one",
+            f"move it to system.env: {{{text}: ...}}",
+        )
+    elif text == "PIP_CONSTRAINT":
+        yield "would take away the protection of the base's torch", "use image.constraints"
+
+
+def env_name(text: str) -> Iterator[Fault]:
+    """A shell variable's name."""
+    if not _ENV.fullmatch(text):
+        yield f"{text!r} is not a variable name", "allowed: letters, digits and _, not beginning with a digit"
+
+
+def label_name(text: str) -> Iterator[Fault]:
+    """A label that imgkit does not write itself."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", text):
+        yield f"{text!r} is not a label name", "allowed: letters, digits and . _ - /"
+    elif text.startswith("imgkit."):
+        yield "labels that begin with imgkit. are written by imgkit", "choose another prefix"
+    elif text.removeprefix("org.opencontainers.image.") in _OWN_LABELS and text.startswith("org."):
+        yield "this label is written by imgkit", "leave it out"
+
+
+def image_path(text: str) -> Iterator[Fault]:
+    """An absolute directory in the image."""
+    if not text.startswith("/"):
+        yield f"{text!r} is not absolute", f"write /{text}" if text else "write /workspace"
+    elif not _IMAGE_PATH.fullmatch(text):
+        yield f"{text!r} holds a blank, quote, variable or wildcard", "choose a plain path"
+    elif ".." in text.split("/"):
+        yield f"{text!r} goes up by ..", "write the path out"
+
+
+def copy_target(text: str) -> Iterator[Fault]:
+    """An absolute directory in the image that is the user's to fill."""
+    faults = list(image_path(text))
+    yield from faults
+    if not faults and re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
+        yield f"{text} is not yours to fill", "the default is /workspace"
+
+
+def shell_command(text: str) -> Iterator[Fault]:
+    """One line for the shell, in the form that the classic builder knows."""
+    if not text.strip():
+        yield "is empty", "remove it"
+    elif text.lstrip().startswith("--"):
+        yield "begins like an option of RUN (--mount and its kin need BuildKit)", "write a shell command"
+    elif text.rstrip().endswith("\\"):
+        yield "ends with a backslash, which would swallow the next instruction", "remove it"
+
+
+def walltime(text: str) -> Iterator[Fault]:
+    """A duration as Slurm and PBS read it; empty is "not set"."""
+    if text and not _TIME.fullmatch(text):
+        yield f"{text!r} is not a duration", 'write "HH:MM:SS"'
+
+
+def job_field(text: str) -> Iterator[Fault]:
+    """A field of `Queue`."""
+    if text not in JOB_FIELDS:
+        yield f"{text!r} is not a field of a job", choices(text, JOB_FIELDS)
+
+
+def bind(text: str) -> Iterator[Fault]:
+    """``SRC[:DEST[:ro]]``."""
+    parts = text.split(":")
+    if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or "," in text:
+        yield f"{text!r} is not a bind", "write /SRC, /SRC:/DEST or /SRC:/DEST:ro"
+    elif len(parts) == 3 and parts[2] not in ("ro", "rw"):
+        yield f"{parts[2]!r} is not a bind option", choices(parts[2], ("ro", "rw"))
+
+
+def word(text: str) -> Iterator[Fault]:
+    """A program, module or host: not empty, no blank."""
+    if not text or re.search(r"\s", text):
+        yield f"{text!r} is not one word", "write it without blanks"
+
+
+def host(text: str) -> Iterator[Fault]:
+    """``[USER@]HOST`` as ssh takes it; empty is "not set"."""
+    if text and not re.fullmatch(r"(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        yield f"{text!r} is not a host", "write HOST or USER@HOST; the folder goes to `directory`"
+
+
+def not_empty(text: str) -> Iterator[Fault]:
+    """Anything but nothing."""
+    if not text.strip():
+        yield "is empty", "remove it"
+
+
+ANY = "*"
+"""Any key or index in a pattern."""
+
+TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("image", "base"), image_reference),
+    (("image", "platforms", ANY), platform),
+    (("image", "apt", ANY), apt_package),
+    (("image", "pip", ANY, "packages", ANY), pip_package),
+    (("image", "pip", ANY, "options", ANY), pip_option),
+    (("image", "constraints", "drop", ANY), pip_name),
+    (("image", "copy", ANY, "target"), copy_target),
+    (("image", "copy", ANY, "ignore", ANY), not_empty),
+    (("image", "run", ANY), shell_command),
+    (("image", "workdir"), image_path),
+    (("system", "runtime", "command"), word),
+    (("system", "runtime", "modules", ANY), word),
+    (("system", "runtime", "options", ANY), not_empty),
+    (("system", "runtime", "binds", ANY), bind),
+    (("system", "queue", "time"), walltime),
+    (("system", "queue", "required", ANY), job_field),
+    (("system", "queue", "options", ANY), not_empty),
+    (("system", "queue", "sif", ANY), not_empty),
+    (("system", "queue", "chunk", ANY), word),
+    (("system", "transfer", "host"), host),
+)
+
+KEY_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("image", "env", ANY), image_env_name),
+    (("image", "labels", ANY), label_name),
+    (("system", "env", ANY), env_name),
+)

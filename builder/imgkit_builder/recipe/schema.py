@@ -1,0 +1,114 @@
+"""The JSON Schema of a recipe file, for editors: made from the dataclasses and their docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from typing import Any
+
+from imgkit_builder.recipe import model
+from imgkit_builder.recipe.rules import JOB_FIELDS, PLATFORMS
+from imgkit_builder.recipe.typecheck import Document
+from imgkit_entrypoints import system
+
+_PLATFORM = {"enum": sorted([*PLATFORMS, *(name.removeprefix("linux/") for name in PLATFORMS)])}
+
+
+def to_json() -> str:
+    """The schema, JSON Schema draft 2020-12."""
+    from pydantic import TypeAdapter
+
+    schema = TypeAdapter(Document).json_schema()
+    definitions = schema["$defs"]
+    for name, described in _docstrings().items():
+        for field, text in described.items():
+            if name in definitions and field in definitions[name]["properties"]:
+                definitions[name]["properties"][field]["description"] = text
+    _as_written(schema, definitions)
+    _tidy(schema)
+    return json.dumps(
+        {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "imgkit recipe",
+            **schema,
+            "description": "One file: what the image holds, and what is known of the system it is for.",
+        },
+        indent=2,
+    )
+
+
+def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Where YAML differs from the values that are made of it."""
+    image = definitions["Image"]
+    described = image["properties"].pop("platforms")["description"]
+    image["properties"]["platform"] = {
+        "description": described.removeprefix("In YAML ``platform``: "),
+        "default": "amd64",
+        "anyOf": [_PLATFORM, {"type": "array", "items": _PLATFORM, "minItems": 1, "uniqueItems": True}],
+    }
+    image["properties"]["constraints"] = {
+        "description": image["properties"]["constraints"]["description"],
+        "default": "keep",
+        "anyOf": [
+            {"enum": ["keep", "ignore"]},
+            {
+                "type": "object",
+                "properties": {"drop": {"type": "array", "items": {"type": "string"}, "minItems": 1}},
+                "required": ["drop"],
+                "additionalProperties": False,
+            },
+        ],
+    }
+    del definitions["Constraints"]
+    definitions["PipStep"]["oneOf"] = [{"required": ["packages"]}, {"required": ["requirements"]}]
+    definitions["PipStep"]["properties"]["requirements"] = {
+        "type": "string",
+        "description": definitions["PipStep"]["properties"]["requirements"]["description"],
+    }
+    definitions["Queue"]["properties"]["required"]["items"] = {"enum": list(JOB_FIELDS)}
+    schema["properties"]["extends"] = {
+        "type": "string",
+        "description": "A shipped recipe's name, or a path relative to this file, that this one starts from.",
+    }
+    # What is missing here may be stated by the recipe that this one extends.
+    image.pop("required")
+    schema.pop("required")
+    schema["anyOf"] = [
+        {"required": ["extends"]},
+        {"required": ["image"], "properties": {"image": {"required": ["base"]}}},
+    ]
+
+
+def _docstrings() -> dict[str, dict[str, str]]:
+    """Class to field to the string below it."""
+    found: dict[str, dict[str, str]] = {}
+    for module in (model, system):
+        for owner in ast.parse(inspect.getsource(module)).body:
+            if not isinstance(owner, ast.ClassDef):
+                continue
+            for before, after in zip(owner.body, owner.body[1:], strict=False):
+                if (
+                    isinstance(before, ast.AnnAssign)
+                    and isinstance(before.target, ast.Name)
+                    and isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                ):
+                    text = inspect.cleandoc(str(after.value.value)).replace("\n", " ")
+                    found.setdefault(owner.name, {})[before.target.id] = text
+    return found
+
+
+def _tidy(node: Any) -> None:
+    """Without pydantic's titles, which repeat the keys, and without null, which no recipe may state."""
+    if isinstance(node, dict):
+        if isinstance(node.get("title"), str):
+            del node["title"]
+        if {"type": "null"} in node.get("anyOf", ()):
+            node.update(next(kind for kind in node.pop("anyOf") if kind != {"type": "null"}))
+            node.pop("default", None)
+        for below in node.values():
+            _tidy(below)
+    elif isinstance(node, list):
+        for below in node:
+            _tidy(below)

@@ -1,0 +1,33 @@
+"""Values that look like secrets: whoever can pull an image can read them, also those deleted later."""
+
+from __future__ import annotations
+
+import re
+
+_NAME = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW(?:OR)?D|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
+)
+_HARMLESS = re.compile(r"|/.*|\$.*|[\d.]+|true|false|yes|no|on|off", re.IGNORECASE)
+"""Values that a variable called so may well have: nothing, a path, another variable, a number, a switch."""
+
+_VALUES = (
+    (re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_\w{40}"), "a GitHub token"),
+    (re.compile(r"\bglpat-[\w-]{20}"), "a GitLab token"),
+    (re.compile(r"\bhf_[A-Za-z0-9]{30}"), "a Hugging Face token"),
+    (re.compile(r"\bsk-[A-Za-z0-9_-]{32}"), "an API key"),
+    (re.compile(r"\bnvapi-[\w-]{40}"), "an NVIDIA API key"),
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "an AWS access key"),
+    (re.compile(r"\bxox[abprs]-[\w-]{10}"), "a Slack token"),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"), "a private key"),
+    (re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/$@]+@"), "a URL with a password"),
+)
+
+
+def in_name(name: str, value: str) -> bool:
+    """Whether a variable called `name` with this value is probably a secret."""
+    return bool(_NAME.search(name)) and not _HARMLESS.fullmatch(value)
+
+
+def in_value(value: str) -> str:
+    """What secret `value` holds, in words; empty where it holds none that is known."""
+    return next((words for pattern, words in _VALUES if pattern.search(value)), "")

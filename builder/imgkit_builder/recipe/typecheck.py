@@ -1,0 +1,195 @@
+"""Types, unknown keys and missing keys: checked by pydantic, told in the words of the recipe's file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from imgkit_builder.recipe.check import Checked
+from imgkit_builder.recipe.model import STRICT, Image
+from imgkit_builder.recipe.nodes import Items, Node, Scalar, Table, deepest, kind
+from imgkit_builder.recipe.problems import YAML_NAMES, Collector, KeyPath, choices, key_text, nearest
+from imgkit_entrypoints.system import SystemFacts
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
+
+
+_ALIASES = {
+    "apptainer": "singularity",
+    "k8s": "kubernetes",
+    "podman": "docker",
+    "ib": "infiniband",
+    "rdma": "roce",
+    "cxi": "slingshot",
+    "ethernet": "tcp",
+    "openmpi": "mpi",
+    "mpirun": "mpi",
+    "torque": "pbs",
+}
+"""Other names of what a field allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A recipe file, as pydantic checks it."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    description: str = ""
+    image: Image
+    system: SystemFacts = field(default_factory=SystemFacts)
+
+
+def typecheck(tree: Table, bad: Checked, found: Collector, *, whole: bool) -> Document | None:
+    """The values of `tree`; None after a problem.
+
+    `bad` are the places whose problem was told already; with `whole` false a parent could not be read, and
+    what is missing here may be stated there.
+    """
+    from pydantic import ValidationError
+
+    # JSON mode: strict about text and numbers, while lists are good for tuples and text for paths.
+    try:
+        return _adapter().validate_json(json.dumps(_data(tree)))
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            place = detail["loc"]
+            if detail["type"] == "missing" and not whole:
+                continue
+            if detail["type"] == "value_error" and any(path[: len(place)] == place for path in bad):
+                continue  # the dataclass's own check of what a rule has told already
+            if place not in bad:
+                _explain(tree, detail, found)
+        return None
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Document]:
+    """Built once: it costs more than a recipe does."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Document)
+
+
+def _data(node: Node) -> Any:
+    """JSON data; what YAML takes for something it is not becomes a number that no field accepts."""
+    if isinstance(node, Table):
+        return {key: _data(entry.value) for key, entry in node.entries.items()}
+    if isinstance(node, Items):
+        return [_data(item) for item in node.items]
+    if node.type == "text":
+        return node.text
+    if node.type == "integer" and _is_decimal(node.text):
+        return int(node.text)
+    return node.text.lower() in ("true", "yes", "on") if node.type == "boolean" else 0.5
+
+
+def _is_decimal(text: str) -> bool:
+    """YAML's integers also are 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800)."""
+    return bool(re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", text))
+
+
+def _explain(tree: Table, detail: ErrorDetails, found: Collector) -> None:
+    """One pydantic error in the words of the file."""
+    path: KeyPath = detail["loc"]
+    node, reached = deepest(tree, path)
+    error_type = detail["type"]
+    if error_type == "missing":
+        found.error(node.position, path, "is missing", _missing_hint(path))
+    elif error_type == "unexpected_keyword_argument":
+        above, _ = deepest(tree, path[:-1])
+        assert isinstance(above, Table)  # noqa: S101 - only a mapping can have a key too many
+        found.error(above.entries[str(path[-1])].key, path, "unknown key", _key_hint(path))
+    elif isinstance(node, Scalar) and node.type not in ("text", "nothing") and reached == path:
+        found.error(node.position, path, *_misread(node, error_type))
+    elif error_type == "literal_error" and isinstance(node, Scalar):
+        allowed = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+        meant = _ALIASES.get(node.text.lower(), node.text)
+        found.error(node.position, path, f"{node.text!r} is not known", choices(meant, allowed))
+    else:
+        found.error(node.position, path, *_wrong_type(node, error_type, detail["msg"]))
+
+
+def _misread(node: Scalar, error_type: str) -> tuple[str, str]:
+    """What YAML made of a scalar without quotes, and how to keep the text."""
+    if error_type.startswith("int"):
+        if node.type == "integer":
+            return f"YAML reads {node.text} as {_became(node)}", "write plain decimal digits"
+        return f"must be an integer, not {kind(node)}", ""
+    if error_type in ("string_type", "path_type", "literal_error"):
+        return f"must be text, but YAML reads {node.text} as {_became(node)}", f'quote it: "{node.text}"'
+    return _wrong_type(node, error_type, "")
+
+
+def _became(node: Scalar) -> str:
+    """``the number 24.1`` for 24.10; without the value where it is the text that was written."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(node.text)
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return kind(node)
+    said = str(value).lower() if isinstance(value, bool) else str(value)
+    return kind(node) if said == node.text or node.type == "date" else f"the {node.type} {said}"
+
+
+def _wrong_type(node: Node, error_type: str, message: str) -> tuple[str, str]:
+    wanted = {
+        "string_type": ("text", ""),
+        "path_type": ("a path", ""),
+        "int_type": ("an integer", "write plain decimal digits, without quotes"),
+        "tuple_type": ("a list", "write - ITEM lines, or [ITEM, ITEM]"),
+        "dataclass_type": ("a mapping", "write `key: value` lines below it"),
+        "dict_type": ("a mapping", "write NAME: VALUE lines below it"),
+        "mapping_type": ("a mapping", "write NAME: VALUE lines below it"),
+    }.get(error_type)
+    if wanted is None:
+        return message, ""
+    return f"must be {wanted[0]}, not {kind(node)}", wanted[1]
+
+
+def _missing_hint(path: KeyPath) -> str:
+    return "a recipe needs at least `image: {base: NAME:TAG}`" if len(path) < 3 else f"add `{path[-1]}: ...`"
+
+
+def _key_hint(path: KeyPath) -> str:
+    """Where a key that is not known here was meant to be."""
+    name = str(path[-1])
+    allowed = _fields(path[:-1])
+    hint = choices(name, allowed)
+    if nearest(name, allowed):
+        return hint
+    elsewhere = [place for place in places() if place[-1] == name]
+    return f"{hint}; did you mean {key_text(elsewhere[0])}?" if elsewhere else hint
+
+
+def _fields(path: KeyPath) -> tuple[str, ...]:
+    """Keys that YAML may have at `path`."""
+    wanted = tuple(part for part in path if not isinstance(part, int))
+    names = tuple(YAML_NAMES.get(place[-1], place[-1]) for place in places() if place[:-1] == wanted)
+    return (*names, "extends") if not path else names
+
+
+def places() -> list[tuple[str, ...]]:
+    """Every key of a recipe as a path without indices, from the dataclasses."""
+
+    def below(owner: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+        places = []
+        hints = typing.get_type_hints(owner)
+        for known in dataclasses.fields(owner):
+            place = (*path, known.name)
+            places.append(place)
+            for candidate in (hints[known.name], *typing.get_args(hints[known.name])):
+                if dataclasses.is_dataclass(candidate):
+                    places.extend(below(candidate, place))
+        return places
+
+    return below(Document, ())

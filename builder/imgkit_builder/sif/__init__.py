@@ -1,0 +1,1 @@
+"""Docker and OCI images to .sif files: the conversions, their checks, and a reader of the format."""

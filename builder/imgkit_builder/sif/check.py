@@ -1,0 +1,132 @@
+"""A new .sif is believed only after a look: runtimes have written 40 KB of nothing and said "complete"."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder import manifest
+from imgkit_builder.sif import image
+from imgkit_builder.sif.image import SifImage, Squashfs
+from imgkit_builder.sif.job import Job
+from imgkit_builder.sif.layout import ImageConfig
+from imgkit_builder.sif.runtime import exec_arguments
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
+
+EMPTY_IMAGE = "Architecture not recognized"
+"""The runtime's words for a root without programs; it goes on and exits 0."""
+_LEAST_SHARE = 200
+"""A root partition below 1/200 of its layers is no compression but loss (text packs to about 1/5)."""
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "riscv64": "riscv64"}
+_QEMU = {"amd64": "x86_64", "arm64": "aarch64", "ppc64le": "ppc64le", "riscv64": "riscv64"}
+
+
+def structure(
+    path: Path, *, config: ImageConfig | None, layer_bytes: int | None
+) -> tuple[SifImage, Squashfs]:
+    """Header, root partition, architecture and size, without running anything.
+
+    Raises
+    ------
+    CheckFailed : with what is wrong.
+    """
+    sif = image.read(path)
+    root, superblock = sif.root, image.squashfs(sif)
+    if root is None or superblock is None:
+        raise CheckFailed("the runtime made a .sif without a squashfs root partition", where=str(path))
+    if superblock.used_bytes > root.size_bytes:
+        raise CheckFailed(
+            f"its root partition has {root.size_bytes} of {superblock.used_bytes} bytes: cut short",
+            where=str(path),
+        )
+    if layer_bytes is not None and root.size_bytes < layer_bytes // _LEAST_SHARE:
+        raise CheckFailed(
+            f"its root partition has {root.size_bytes} bytes, the layers {layer_bytes}: files are missing",
+            where=str(path),
+            hint="the runtime did not read the image's layers; try a newer one, or --from daemon",
+        )
+    if config is not None and config.arch not in (sif.arch, root.arch):
+        raise CheckFailed(f"it is marked {sif.arch}, the image is {config.arch}", where=str(path))
+    return sif, superblock
+
+
+def host_arch() -> str:
+    """``amd64`` style name of this machine."""
+    machine = platform.machine()
+    return _MACHINES.get(machine, machine)
+
+
+def can_execute(arch: str, root: Path = Path("/")) -> bool:
+    """Whether programs of `arch` run here: natively, or by a binfmt_misc handler of qemu."""
+    if arch == host_arch():
+        return True
+    handler = root / "proc/sys/fs/binfmt_misc" / f"qemu-{_QEMU.get(arch, arch)}"
+    try:
+        return handler.read_text(encoding="ascii", errors="replace").startswith("enabled")
+    except OSError:
+        return False
+
+
+def content(job: Job, config: ImageConfig | None, *, execute: bool) -> None:
+    """Labels, the baked manifest, and that a program in the new .sif runs.
+
+    Raises
+    ------
+    CheckFailed : a label or the manifest is missing or differs.
+    ToolFailed : nothing can be executed in it.
+    """
+    labels, path = dict(config.labels) if config else {}, job.work.part
+    if labels:
+        _check_labels(_labels(job, path), labels, path)
+    if not execute:
+        return
+    baked = "imgkit.version" in labels
+    argv = ("cat", manifest.MANIFEST_JSON) if baked else ("true",)
+    try:
+        found = job.run(*exec_arguments(path, argv))
+    except ToolFailed as error:
+        raise ToolFailed(
+            f"{argv[0]!r} does not run in the new .sif: {error.what}",
+            hint=f"{error.hint}\nwhere containers cannot start at all (no user namespaces): --no-test;\n"
+            "where zstd squashfs cannot be mounted: --compression gzip",
+        ) from error
+    if baked:
+        _check_manifest(found, labels, path)
+
+
+def _labels(job: Job, path: Path) -> dict[str, Any]:
+    output = job.run("inspect", "--labels", "--json", path)
+    try:
+        # Warnings of the runtime come before, on the same stream.
+        answer, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
+        return dict(answer["data"]["attributes"]["labels"] or {})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckFailed(f"its labels cannot be read: {error!r}", where=str(path)) from error
+
+
+def _check_labels(found: Mapping[str, Any], expected: Mapping[str, str], path: Path) -> None:
+    for name, value in sorted(expected.items()):
+        if str(found.get(name, "")) != value:
+            raise CheckFailed(
+                f"its label {name} is {found.get(name)!r}, in the image {value!r}",
+                where=str(path),
+                hint="labels say what a .sif was made from; the runtime lost them",
+            )
+
+
+def _check_manifest(output: str, labels: Mapping[str, str], path: Path) -> None:
+    try:
+        baked = manifest.from_json(output[output.index("{") :])
+    except (ValueError, ImgkitError) as error:
+        raise CheckFailed(
+            f"{manifest.MANIFEST_JSON} in it cannot be read: {error}", where=str(path)
+        ) from error
+    expected = labels.get("imgkit.recipe.sha256", baked.recipe_sha256)
+    if baked.recipe_sha256 != expected:
+        raise CheckFailed(
+            f"{manifest.MANIFEST_JSON} in it is of recipe {baked.recipe_sha256}, its label says {expected}",
+            where=str(path),
+        )

@@ -1,0 +1,329 @@
+"""Any source to a checked .sif at its final name: the order of the steps, whatever the way of the files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import disk_usage
+
+from imgkit_builder import __version__, files
+from imgkit_builder.report import Reporter
+from imgkit_builder.sif import check, fast, image, layout, limits, squash, streams
+from imgkit_builder.sif.image import IMGKIT_OBJECT, Record, SifImage
+from imgkit_builder.sif.job import Clock, Job, cache_flags, folder_name
+from imgkit_builder.sif.layout import ImageConfig
+from imgkit_builder.sif.options import Archive, Converted, EngineImage, OciFolder, Options, Registry, Source
+from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file
+from imgkit_builder.sif.squash import Compression
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+
+SPACE_FACTOR = 2.5
+"""Peak of the temporary files over the image's size."""
+PACKED_SHARE = 0.5
+"""A .sif over the image's size, generously: 0.26 to 0.4 was seen."""
+_UNPACKED_FACTOR = 3.0
+"""Guess for a compressed archive."""
+_RECORD_WORDS = ("sif", "add", "--datatype", "6", "--filename", IMGKIT_OBJECT)
+_LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What is known of the image once the part file is there."""
+
+    name: str
+    config: ImageConfig | None
+    layer_bytes: int | None
+
+
+def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
+    """Convert `source` to the .sif `target`, which afterwards is whole and checked, or as it was before.
+
+    Raises
+    ------
+    UsageError : the target is a file of another kind, no temporary folder, an archive of several images.
+    ToolMissing : no runtime; for the fast way also mksquashfs 4.5; for zstd archives the zstd program.
+    ToolFailed : the runtime failed; quotes its last lines and names the log.
+    CheckFailed : no space, a damaged source, or a result that is not the image.
+    """
+    target = target.absolute()
+    _check_target(target, force=options.force)
+    tool = find_runtime(options.runtime, module_hint=options.module_hint)
+    compression = squash.choose(tool.capabilities, options.compression, direct=options.direct)
+    known = _known_config(source)
+    if known and (done := _up_to_date(target, known, tool, compression, options)):
+        return done
+    if compression.note:
+        report.note(compression.note)
+    base = tmp_base(target, options.tmpdir)
+    _check_space(source, target, base, direct=options.direct)
+    with _no_space(base), workspace(target, base) as work, log_file(target.stem) as log:
+        job = Job(
+            tool=tool, options=options, compression=compression, work=work, clock=Clock(report), log=log
+        )
+        if isinstance(source, EngineImage) and options.direct:
+            _tell_arch(source.config, report)
+            fast.make(job, source)
+            made = _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
+        elif isinstance(source, Registry):
+            _build(job, _build_source(tool, source))
+            made = _Made(name=source.reference, config=None, layer_bytes=None)
+        else:
+            made = _lay_out(source, job)
+            config = made.config
+            if config and not known and (done := _up_to_date(target, config, tool, compression, options)):
+                return done
+            if config:
+                _tell_arch(config, report)
+            _build(job, _build_source(tool, source, made.name))
+        return _finish(job, made, target)
+
+
+def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
+    """The commands that `convert` would run, for people; the temporary names are made up.
+
+    Raises
+    ------
+    UsageError, ToolMissing : as `convert`, as far as that shows before the work.
+    """
+    target = target.absolute()
+    _check_target(target, force=options.force)
+    tool = find_runtime(options.runtime, module_hint=options.module_hint)
+    compression = squash.choose(tool.capabilities, options.compression, direct=options.direct)
+    part = target.with_name(f".{target.name}.TOKEN.part")
+    lines = [f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN"]
+    if isinstance(source, EngineImage) and options.direct:
+        squashed = shlex.join(fast.squash_argv(Path("root.sqfs"), compression, source.config.created))
+        lines += [f"docker export CONTAINER-OF-{source.name} | {squashed}"]
+        lines += [f"{tool.path} sif new {part}", f"{tool.path} sif add ... {part} root.sqfs"]
+    else:
+        words = _build_words(tool, compression, part, _build_source(tool, source))
+        if not isinstance(source, Registry):
+            lines.append("# lay out the image as an OCI folder with uncompressed layers")
+        lines.append(shlex.join([str(tool.path), *words]))
+    if tool.capabilities.edits_sif:
+        lines.append(shlex.join([str(tool.path), *_RECORD_WORDS, str(part), f"{IMGKIT_OBJECT}.json"]))
+    return (*lines, f"mv {part} {target}")
+
+
+def _lay_out(source: Archive | OciFolder | EngineImage, job: Job) -> _Made:
+    """An OCI folder in the workspace, under the name of the image."""
+    folder, clock = job.work.folder / "layout", job.clock
+    if isinstance(source, Archive):
+        clock.stage(f"read {source.path.name}")
+        laid = layout.from_archive(source.path, folder, clock)
+    elif isinstance(source, OciFolder):
+        clock.stage(f"read {source.path.name}")
+        laid = layout.from_folder(source.path, folder, clock)
+    else:
+        clock.stage(f"save {source.name} from the engine")
+        with source.save() as chunks:
+            laid = layout.from_chunks(
+                chunks, folder, name=source.name, report=clock, expected_bytes=source.size_bytes
+            )
+    name = _name(source, laid.names)
+    folder.rename(job.work.folder / folder_name(name))
+    return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
+
+
+def _name(source: Archive | OciFolder | EngineImage, names: tuple[str, ...]) -> str:
+    if isinstance(source, EngineImage):
+        return source.name
+    return names[0] if names else source.path.name.split(".tar", 1)[0]
+
+
+def _build_words(
+    tool: RuntimeTool, compression: Compression, part: Path, source: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Arguments of the runtime; the last word of `source` is the image, those before are options."""
+    options = list(cache_flags(tool))
+    if compression.options:
+        options += ["--mksquashfs-args", squash.arguments_for_runtime(compression, limits.gather())]
+    return ("build", "--force", *options, *source[:-1], str(part), source[-1])
+
+
+def _build(job: Job, source: tuple[str, ...]) -> None:
+    """``singularity build`` into the part file."""
+    job.clock.stage(f"build with {job.tool}")
+    output = job.run(*_build_words(job.tool, job.compression, job.work.part, source))
+    if check.EMPTY_IMAGE in output:
+        raise ToolFailed(
+            f"{job.tool} found no programs in the image ({check.EMPTY_IMAGE!r}): it did not read the layers",
+            hint=f"another version of it, or --from daemon on the build host; the full log: {job.log.name}",
+        )
+    if not job.work.part.exists():
+        raise ToolFailed(f"{job.tool} ended well and wrote no file", hint=f"the full log: {job.log.name}")
+
+
+def _build_source(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tuple[str, ...]:
+    if not isinstance(source, Registry):
+        return (f"oci:{folder_name(name)}",)
+    host = source.reference.split("/", 1)[0].rsplit(":", 1)[0]
+    plain = host in _LOCAL_REGISTRIES and tool.capabilities.no_https
+    return (*(("--no-https",) if plain else ()), f"docker://{source.reference}")
+
+
+def _finish(job: Job, made: _Made, target: Path) -> Converted:
+    """Check, describe, publish."""
+    part, clock = job.work.part, job.clock
+    clock.stage("check")
+    sif, _ = check.structure(part, config=made.config, layer_bytes=made.layer_bytes)
+    record = _record(job, made, image.root_sha256(part, advance=clock.advance))
+    if job.tool.capabilities.edits_sif:
+        data = job.work.folder / f"{IMGKIT_OBJECT}.json"
+        data.write_text(
+            json.dumps({"schema": 1, **asdict(record)}, indent=1, sort_keys=True), encoding="utf-8"
+        )
+        job.run(*_RECORD_WORDS, part, data)
+        if image.read(part).record != record:
+            raise ToolFailed(
+                f"{job.tool} sif add did not write what it was given", hint="report this, please"
+            )
+    else:
+        clock.note(f"{job.tool} has no `sif add`: the file carries no record of its image id and layers")
+    _check_content(job, made, sif)
+    clock.stage("make durable")
+    files.publish(part, target)
+    clock.finish()
+    return Converted(
+        path=target,
+        size_bytes=target.stat().st_size,
+        arch=sif.arch,
+        record=record,
+        up_to_date=False,
+        stages=tuple(clock.stages),
+        log=Path(job.log.name),
+    )
+
+
+def _check_content(job: Job, made: _Made, sif: SifImage) -> None:
+    runs_here = check.can_execute(sif.arch)
+    if job.options.test and not runs_here:
+        job.clock.note(f"not executed: the image is {sif.arch}, this machine {check.host_arch()}")
+    check.content(job, made.config, execute=job.options.test and runs_here)
+
+
+def _record(job: Job, made: _Made, root_sha256: str) -> Record:
+    config = made.config
+    return Record(
+        image_id=config.image_id if config else "",
+        diff_ids=config.diff_ids if config else (),
+        root_sha256=root_sha256,
+        runtime=str(job.tool),
+        compression=str(job.compression),
+        route=_route(job.options),
+        imgkit=__version__,
+        source=made.name,
+    )
+
+
+def _route(options: Options) -> str:
+    return "export" if options.direct else "layers"
+
+
+def _up_to_date(
+    target: Path, config: ImageConfig, tool: RuntimeTool, compression: Compression, options: Options
+) -> Converted | None:
+    """The result without work, where `target` is already what would be made, down to its bytes."""
+    if options.force or not image.is_sif(target):
+        return None
+    try:
+        sif = image.read(target)
+        record = sif.record
+        wanted = (config.image_id, str(tool), str(compression), _route(options))
+        if record is None or (record.image_id, record.runtime, record.compression, record.route) != wanted:
+            return None
+        if image.root_sha256(target) != record.root_sha256:
+            return None
+    except CheckFailed:
+        return None
+    return Converted(
+        path=target,
+        size_bytes=sif.size_bytes,
+        arch=sif.arch,
+        record=record,
+        up_to_date=True,
+        stages=(),
+        log=None,
+    )
+
+
+def _known_config(source: Source) -> ImageConfig | None:
+    """The image configuration where it is to be had without reading layers."""
+    if isinstance(source, EngineImage):
+        return source.config
+    return layout.peek(source.path) if isinstance(source, Archive) else None
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    if target.is_dir():
+        raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.sif")
+    if not target.parent.is_dir():
+        raise UsageError(
+            f"there is no folder {target.parent}", where=str(target), hint=f"mkdir -p {target.parent}"
+        )
+    if target.exists() and not force and not image.is_sif(target):
+        raise UsageError(
+            "the target exists and is no .sif; an older .sif would be replaced",
+            where=str(target),
+            hint="another name with -o, or --force",
+        )
+
+
+def _tell_arch(config: ImageConfig, report: Reporter) -> None:
+    if config.arch != check.host_arch():
+        report.note(
+            f"the image is {config.arch}, this machine {check.host_arch()}: converted all the same, "
+            f"for a machine that is {config.arch}"
+        )
+
+
+def source_bytes(source: Source) -> int | None:
+    """Size of the uncompressed image, estimated where it is compressed; None where unknown."""
+    if isinstance(source, EngineImage):
+        return source.size_bytes
+    if isinstance(source, OciFolder):
+        return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
+    if isinstance(source, Archive):
+        size = source.path.stat().st_size
+        return size if streams.kind(source.path) == "plain" else int(size * _UNPACKED_FACTOR)
+    return None
+
+
+def _check_space(source: Source, target: Path, base: Path, *, direct: bool) -> None:
+    size = source_bytes(source)
+    if size is None:
+        return
+    packed = int(size * PACKED_SHARE)
+    needs = {base: packed if direct else int(size * SPACE_FACTOR)}
+    if base.stat().st_dev == target.parent.stat().st_dev:
+        needs[base] += packed
+    else:
+        needs[target.parent] = packed
+    for folder, needed in needs.items():
+        free = disk_usage(folder).free
+        if free < needed:
+            raise CheckFailed(
+                f"{free / 1e9:.1f} GB are free, an image of {size / 1e9:.1f} GB needs {needed / 1e9:.1f}",
+                where=str(folder),
+                hint="--tmpdir DIR on a larger disk" if folder == base else "-o FILE.sif on a larger disk",
+            )
+
+
+@contextlib.contextmanager
+def _no_space(base: Path) -> Iterator[None]:
+    """A full disk or quota as the error it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ToolFailed(
+            f"no space left: {error.strerror}", where=str(base), hint="--tmpdir DIR on a larger disk"
+        ) from error

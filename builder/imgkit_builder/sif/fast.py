@@ -1,0 +1,306 @@
+"""The way of ``--from daemon``: the engine's export stream into mksquashfs, no archive, no unpacking.
+
+The stream is a container's file system, so three things are made right on the way. What a container has and
+an image has not (``.dockerenv``, empty ``etc/hosts``, ...) goes; the runtime's own files (``.singularity.d``,
+...) are added, taken from a build of an image with the same configuration and no files, which takes 0.1 s;
+and symlinks with a pax header are rewritten, because mksquashfs 4.5.1 drops the leading ``/``, ``./`` and
+``../`` of such targets.
+
+Docker makes its files whether the image has them or not, so the image's own content of those few is lost in
+the stream; docs/sif.md lists what can differ from the default way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from imgkit_builder.sif import image, layout, limits, squash, squashfs
+from imgkit_builder.sif.image import ARCHS, DataType
+from imgkit_builder.sif.job import Job, cache_flags, folder_name
+from imgkit_builder.sif.options import EngineImage
+from imgkit_builder.sif.squash import Compression
+from imgkit_builder.sif.tarstream import (
+    DIRECTORY,
+    END,
+    REGULAR,
+    SYMLINK,
+    Member,
+    TarStream,
+    gnu_link_header,
+    pax_header,
+    ustar_header,
+)
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+
+_META = ".singularity.d"
+_MARK = ".dockerenv"
+_EMPTY_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
+_FOLDERS = frozenset({"dev/pts", "dev/shm"})
+_TOUCHED = frozenset({"dev", "etc", "proc", "sys", "dev/pts", "dev/shm"})
+"""Folders whose times the engine changes by making its files."""
+_MARK_WINDOW_S = 5
+# Not %A and %B: they depend on the locale.
+_WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July", "August"),
+    *("September", "October", "November", "December"),
+)
+_BUFFER_BYTES = 1 << 20
+
+
+def make(job: Job, source: EngineImage) -> None:
+    """Write the .sif of `source` to the job's part file.
+
+    Raises
+    ------
+    ToolMissing : no mksquashfs that reads a tar, or a runtime without ``sif new/add``.
+    ToolFailed : a step failed.
+    """
+    if not job.tool.capabilities.edits_sif:
+        raise ToolMissing(
+            f"{job.tool} has no `sif add`, which --from daemon needs", hint="leave out --from daemon"
+        )
+    squash.tar_reader()
+    job.clock.stage("prepare the runtime's own files")
+    box, skeleton = _prepare(job, source)
+    job.clock.stage("export and squash")
+    root = job.work.folder / "root.sqfs"
+    epoch = _epoch(source.config.created)
+    argv = squash_argv(root, job.compression, source.config.created)
+    job.log.write(f"$ docker export | {' '.join(argv)}\n")
+    with _squashing(argv, job) as sink, source.export() as chunks:
+        rewrite(
+            chunks, sink, box, epoch=epoch, advance=lambda done: job.clock.advance(done, source.size_bytes)
+        )
+    squashfs.set_root_time(root, epoch)
+    job.clock.stage("assemble")
+    _assemble(job, skeleton, root, source.config.arch)
+    root.unlink()
+
+
+def squash_argv(root: Path, compression: Compression, created: str) -> list[str]:
+    """The mksquashfs that reads the stream.
+
+    Raises
+    ------
+    ToolMissing : none here that reads a tar.
+    """
+    epoch = str(_epoch(created))
+    return [
+        *(str(squash.tar_reader()), "-", str(root), "-tar", "-noappend", "-quiet", "-no-progress"),
+        *compression.options,
+        *limits.gather().mksquashfs_options(),
+        # A tar has no entry for the root itself: without these / gets mode 0777 and the time of now.
+        *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
+        *("-root-time", epoch, "-mkfs-time", epoch),
+        # Inodes as they are, for squashfs.set_root_time; costs 0.3 % of size.
+        "-noI",
+    ]
+
+
+def _prepare(job: Job, source: EngineImage) -> tuple[Path, Path]:
+    """The runtime's files for an image of this configuration: as a folder, and as the objects of a .sif."""
+    place = job.work.folder / "empty"
+    # The same name as on the default way: it ends in a label.
+    name = layout.empty(source.config, place / folder_name(source.name)).name
+    box, skeleton = job.work.folder / "box", job.work.folder / "skeleton.sif"
+    job.run("build", "--force", *cache_flags(job.tool), "--sandbox", box, f"oci:{name}", folder=place)
+    job.run("build", "--force", *cache_flags(job.tool), skeleton, f"oci:{name}", folder=place)
+    if not (box / _META).is_dir():
+        raise ToolFailed(
+            f"{job.tool} made no {_META} of an image without files", hint="leave out --from daemon"
+        )
+    _fix_labels(box / _META / "labels.json", source)
+    return box, skeleton
+
+
+def _fix_labels(path: Path, source: EngineImage) -> None:
+    # The image's own time instead of now: then the same image gives the same root partition, bit for bit.
+    when = datetime.datetime.fromtimestamp(_epoch(source.config.created), tz=datetime.timezone.utc)
+    date = rf'\g<1>"{_WEEKDAYS[when.weekday()]}_{when:%d}_{_MONTHS[when.month - 1]}_{when:%Y_%H:%M:%S_UTC}"'
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r'("org\.label-schema\.build-date": )"[^"]*"', date, text), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _squashing(argv: list[str], job: Job) -> Iterator[IO[bytes]]:
+    """mksquashfs with its standard input open; on leaving it has ended well, or was ended.
+
+    Raises
+    ------
+    ToolFailed : it failed.
+    """
+    # It refuses -mkfs-time beside this variable.
+    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    with tempfile.TemporaryFile() as messages:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=messages,
+            stderr=messages,
+            bufsize=_BUFFER_BYTES,
+            env=env,
+            start_new_session=True,
+        )
+        assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
+        broken = False
+        try:
+            try:
+                yield process.stdin
+                process.stdin.close()
+            except BrokenPipeError:
+                broken = True
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            # Its buffer cannot be written any more, and closing would try to.
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            raise
+        messages.seek(0)
+        text = messages.read().decode("utf-8", "replace").strip()
+    job.log.write(text + "\n")
+    for line in text.splitlines():
+        job.clock.line(line)
+    if code != 0 or broken:
+        job.log.flush()
+        raise ToolFailed(
+            f"mksquashfs failed with exit code {code}",
+            hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {job.log.name}",
+        )
+
+
+def rewrite(
+    chunks: Iterator[bytes],
+    sink: IO[bytes],
+    box: Path,
+    *,
+    epoch: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Copy an export stream to `sink` without the engine's own files and with those of `box`.
+
+    Raises
+    ------
+    CheckFailed : the stream is damaged or cut short.
+    """
+    own = _tree(box)
+    seen: set[str] = set()
+    mark_s: int | None = None
+    stream = TarStream(chunks, name="docker export")
+    for member in stream:
+        if member.name == _MARK:
+            mark_s = member.mtime_s
+        if _is_engines(member, mark_s) or _is_replaced(member, own):
+            continue
+        if member.name in own:
+            seen.add(member.name)
+        sink.write(_headers(member, mark_s, epoch))
+        for piece in stream.padded_body():
+            sink.write(piece)
+        advance(stream.position)
+    stream.drain()
+    for name, path in own.items():
+        if name not in seen:
+            _append(sink, name, path, epoch)
+    sink.write(END)
+
+
+def _tree(box: Path) -> dict[str, Path]:
+    """Everything in `box` by name, parents first."""
+    return {path.relative_to(box).as_posix(): path for path in sorted(box.rglob("*"))}
+
+
+def _near(member: Member, mark_s: int | None) -> bool:
+    """Made together with the container, by the time of its mark, the first member of every docker export."""
+    return mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
+
+
+def _is_engines(member: Member, mark_s: int | None) -> bool:
+    """Whether the engine made it when it made the container."""
+    if member.name == _MARK:
+        return True
+    if member.name in _EMPTY_FILES:
+        return member.kind == REGULAR and member.size_bytes == 0 and member.mode & 0o777 == 0o755
+    if member.name == "etc/mtab":
+        return member.kind == SYMLINK and member.link == "/proc/mounts" and _near(member, mark_s)
+    return member.name in _FOLDERS and member.kind == DIRECTORY and _near(member, mark_s)
+
+
+def _is_replaced(member: Member, own: Mapping[str, Path]) -> bool:
+    """A file of the runtime that the image holds already (it was made from a .sif): the new one is right."""
+    return member.name.startswith(f"{_META}/") and member.kind != DIRECTORY and member.name in own
+
+
+def _headers(member: Member, mark_s: int | None, epoch: int) -> bytes:
+    header, extended = member.header, member.extended
+    if member.name in _TOUCHED and member.kind == DIRECTORY and _near(member, mark_s):
+        header = _with_mtime(header, epoch)
+    if member.kind == SYMLINK and "linkpath" in member.pax:
+        rest = {key: value for key, value in member.pax.items() if key != "linkpath"}
+        target = gnu_link_header(member.pax["linkpath"])
+        extended = (pax_header(rest) if rest else b"") + target
+    return extended + header
+
+
+def _with_mtime(header: bytes, mtime_s: int) -> bytes:
+    changed = bytearray(header)
+    changed[136:148] = b"%011o\0" % mtime_s
+    changed[148:156] = b" " * 8
+    changed[148:156] = b"%06o\0 " % sum(changed)
+    return bytes(changed)
+
+
+def _append(sink: IO[bytes], name: str, path: Path, epoch: int) -> None:
+    found, raw = path.lstat(), os.fsencode(name)
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISDIR(found.st_mode):
+        sink.write(ustar_header(name=raw + b"/", kind=DIRECTORY, mode=mode, mtime_s=epoch))
+    elif stat.S_ISLNK(found.st_mode):
+        link = os.fsencode(path.readlink())
+        sink.write(ustar_header(name=raw, kind=SYMLINK, mode=0o777, mtime_s=epoch, link=link))
+    elif stat.S_ISREG(found.st_mode):
+        data = path.read_bytes()
+        sink.write(ustar_header(name=raw, kind=REGULAR, mode=mode, size_bytes=len(data), mtime_s=epoch))
+        sink.write(data + bytes(-len(data) % 512))
+
+
+def _assemble(job: Job, skeleton: Path, root: Path, arch: str) -> None:
+    """A .sif as the runtime makes it: its own data objects first, then the root partition."""
+    part = job.work.part
+    job.run("sif", "new", part)
+    parsed = image.read(skeleton)
+    for number, descriptor in enumerate(parsed.descriptors):
+        if descriptor.datatype not in (DataType.DEFFILE, DataType.JSON):
+            continue
+        data = job.work.folder / f"object-{number}"
+        data.write_bytes(image.data(parsed, descriptor))
+        kind = str(descriptor.datatype - DataType.DEFFILE + 1)
+        words = ["sif", "add", "--datatype", kind, "--groupid", "1"]
+        job.run(*words, "--filename", descriptor.name or "deffile", part, data)
+    job.run(
+        *("sif", "add", "--datatype", "4", "--parttype", "2", "--partfs", "1"),
+        *("--partarch", str(ARCHS.index(arch)), "--groupid", "1", "--filename", "root.sqfs", part, root),
+    )
+
+
+def _epoch(created: str) -> int:
+    """Seconds since 1970 of the image's creation; 0 where it has none."""
+    match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
+    if match is None:
+        return 0
+    try:
+        when = datetime.datetime(*map(int, match.groups()), tzinfo=datetime.timezone.utc)  # type: ignore[misc,arg-type]
+    except ValueError:
+        return 0
+    return min(max(int(when.timestamp()), 0), (1 << 32) - 1)

@@ -1,0 +1,290 @@
+"""Read a .sif file: plain struct parsing, so that no singularity is needed to look into one.
+
+The format is the one of https://github.com/apptainer/sif (pkg/sif): a 128-byte global header, a table of
+585-byte descriptors, then the data objects. All integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from imgkit_entrypoints.errors import CheckFailed
+
+MAGIC = b"SIF_MAGIC\0"
+MAGIC_OFFSET = 32
+"""The launch script line comes first."""
+IMGKIT_OBJECT = "imgkit"
+"""Name of the JSON object that imgkit adds."""
+
+_HEADER = struct.Struct("<32s10s3s3s16s8q")
+_DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
+_PARTITION = struct.Struct("<ii3s")
+_SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
+_SQUASHFS_MAGIC = b"hsqs"
+_MAX_DESCRIPTORS = 4096
+_CHUNK_BYTES = 1 << 20
+_MAX_JSON_BYTES = 4 << 20
+
+ARCHS: tuple[str, ...] = (
+    "unknown",
+    "386",
+    "amd64",
+    "arm",
+    "arm64",
+    "ppc64",
+    "ppc64le",
+    "mips",
+    "mipsle",
+    "mips64",
+    "mips64le",
+    "s390x",
+    "riscv64",
+)
+"""Position is the number that a header stores as two digits and that ``sif add --partarch`` takes."""
+
+COMPRESSORS: tuple[str, ...] = ("unknown", "gzip", "lzma", "lzo", "xz", "lz4", "zstd")
+"""Position is the number in a squashfs superblock."""
+
+
+class DataType(IntEnum):
+    """Kinds of data objects that imgkit looks at; the others stay plain numbers."""
+
+    DEFFILE = 0x4001
+    PARTITION = 0x4004
+    JSON = 0x4006
+
+
+class PartitionType(IntEnum):
+    """What a partition is for."""
+
+    SYSTEM = 1
+    PRIMARY = 2
+    DATA = 3
+    OVERLAY = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """One data object."""
+
+    datatype: int
+    id: int
+    group: int
+    offset: int
+    size_bytes: int
+    name: str
+    partition: int = 0
+    """A `PartitionType` number; 0 where the object is no partition."""
+    arch: str = ""
+    """Of a partition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squashfs:
+    """What the superblock of the root partition says."""
+
+    compressor: str
+    block_bytes: int
+    inodes: int
+    used_bytes: int
+    mkfs_time_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """The JSON object ``imgkit`` of a .sif: what it was made from and how."""
+
+    image_id: str
+    """``sha256:...`` of the image configuration; empty where the source does not tell (a registry)."""
+    diff_ids: tuple[str, ...]
+    """``sha256:...`` of each uncompressed layer, lowest first."""
+    root_sha256: str
+    """Hex, of the root partition. The whole file's digest is no identity: headers hold times and a UUID."""
+    runtime: str
+    """``apptainer 1.4.5``."""
+    compression: str
+    """``zstd 3``, ``gzip 6``, or ``runtime`` where the runtime chose."""
+    route: str
+    """``layers`` or ``export``: the way that the files took."""
+    imgkit: str
+    """Version of imgkit."""
+    source: str = ""
+    """Name of the image, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SifImage:
+    """A parsed .sif."""
+
+    path: Path
+    arch: str
+    uuid: str
+    descriptors: tuple[Descriptor, ...]
+    size_bytes: int
+    record: Record | None
+
+    @property
+    def root(self) -> Descriptor | None:
+        """The primary system partition."""
+        for descriptor in self.descriptors:
+            if descriptor.partition == PartitionType.PRIMARY:
+                return descriptor
+        return None
+
+
+def is_sif(path: Path) -> bool:
+    """Whether the file starts like a .sif; False also where it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(MAGIC_OFFSET)
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read(path: Path) -> SifImage:
+    """Parse `path`.
+
+    Raises
+    ------
+    CheckFailed : not a .sif, cut short, or with a table that cannot be true.
+    """
+    try:
+        with path.open("rb") as stream:
+            return _read(path, stream)
+    except FileNotFoundError as error:
+        raise CheckFailed("there is no such file", where=str(path)) from error
+    except OSError as error:
+        raise CheckFailed(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _read(path: Path, stream: BinaryIO) -> SifImage:
+    size = path.stat().st_size
+    raw = stream.read(_HEADER.size)
+    if len(raw) < _HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
+        raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
+    (_, _, _, arch, uuid, _, _, free, total, offset, length, _, _) = _HEADER.unpack(raw)
+    if not 0 <= free <= total <= _MAX_DESCRIPTORS or length < total * _DESCRIPTOR.size:
+        raise CheckFailed(f"its header claims {total} descriptors, {free} free: damaged", where=str(path))
+    stream.seek(offset)
+    table = stream.read(total * _DESCRIPTOR.size)
+    if len(table) < total * _DESCRIPTOR.size:
+        raise CheckFailed(f"cut short within its descriptor table, at {size} bytes", where=str(path))
+    descriptors = tuple(_descriptor(fields) for fields in _DESCRIPTOR.iter_unpack(table) if fields[1])
+    for one in descriptors:
+        end = one.offset + one.size_bytes
+        if one.offset < 0 or one.size_bytes < 0 or end > size:
+            raise CheckFailed(
+                f"data object {one.id} ends at byte {end}, the file at {size}: cut short",
+                where=str(path),
+            )
+    record = next((d for d in descriptors if d.name == IMGKIT_OBJECT and d.datatype == DataType.JSON), None)
+    return SifImage(
+        path=path,
+        arch=_arch(arch),
+        uuid=uuid.hex(),
+        descriptors=descriptors,
+        size_bytes=size,
+        record=_record(path, _data(stream, record)) if record else None,
+    )
+
+
+def _descriptor(fields: tuple[Any, ...]) -> Descriptor:
+    datatype, _, number, group, _, offset, size, _, _, _, _, _, name, extra = fields
+    partition, arch = 0, ""
+    if datatype == DataType.PARTITION:
+        _, partition, code = _PARTITION.unpack_from(extra)
+        arch = _arch(code)
+    return Descriptor(
+        datatype=datatype,
+        id=number,
+        # The four high bits mark "is a group"; tools show the rest.
+        group=group & 0x0FFFFFFF,
+        offset=offset,
+        size_bytes=size,
+        name=name.split(b"\0", 1)[0].decode("utf-8", "replace"),
+        partition=partition,
+        arch=arch,
+    )
+
+
+def _arch(code: bytes) -> str:
+    digits = code.rstrip(b"\0")
+    number = int(digits) if digits.isdigit() else 0
+    return ARCHS[number] if number < len(ARCHS) else "unknown"
+
+
+def _data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
+    stream.seek(descriptor.offset)
+    return stream.read(min(descriptor.size_bytes, _MAX_JSON_BYTES))
+
+
+def data(image: SifImage, descriptor: Descriptor) -> bytes:
+    """Content of a small data object (at most 4 MiB of it)."""
+    with image.path.open("rb") as stream:
+        return _data(stream, descriptor)
+
+
+def _record(path: Path, raw: bytes) -> Record:
+    try:
+        values = json.loads(raw)
+        if values.pop("schema") != 1:
+            raise CheckFailed(
+                "its imgkit object is of a later version", where=str(path), hint="update imgkit"
+            )
+        values["diff_ids"] = tuple(values["diff_ids"])
+        return Record(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
+
+
+def squashfs(image: SifImage) -> Squashfs | None:
+    """Superblock of the root partition; None where there is none or it is no squashfs."""
+    root = image.root
+    if root is None or root.size_bytes < _SQUASHFS.size:
+        return None
+    with image.path.open("rb") as stream:
+        stream.seek(root.offset)
+        magic, inodes, time_s, block, _, number, _, _, _, _, _, _, used = _SQUASHFS.unpack(
+            stream.read(_SQUASHFS.size)
+        )
+    if magic != _SQUASHFS_MAGIC:
+        return None
+    return Squashfs(
+        compressor=COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown",
+        block_bytes=block,
+        inodes=inodes,
+        used_bytes=used,
+        mkfs_time_s=time_s,
+    )
+
+
+def root_sha256(path: Path, *, advance: Callable[[int, int | None], None] | None = None) -> str:
+    """Hex digest of the root partition; `advance` is told bytes done and total.
+
+    Raises
+    ------
+    CheckFailed : not a .sif, or without a root partition.
+    """
+    root = read(path).root
+    if root is None:
+        raise CheckFailed("has no root partition", where=str(path))
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(root.offset)
+        while done < root.size_bytes:
+            chunk = stream.read(min(_CHUNK_BYTES, root.size_bytes - done))
+            if not chunk:
+                raise CheckFailed("cut short within its root partition", where=str(path))
+            digest.update(chunk)
+            done += len(chunk)
+            if advance:
+                advance(done, root.size_bytes)
+    return digest.hexdigest()

@@ -1,0 +1,86 @@
+"""One conversion while it runs: what every step needs, handed down as one value."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from imgkit_builder.report import Reporter
+from imgkit_builder.sif.options import Options, Stage
+from imgkit_builder.sif.runtime import RuntimeTool, run, scratch_env
+from imgkit_builder.sif.squash import Compression
+from imgkit_builder.sif.workspace import Workspace
+
+
+@dataclass(slots=True)
+class Clock:
+    """A reporter that passes everything on and keeps the seconds of each stage."""
+
+    report: Reporter
+    stages: list[Stage] = field(default_factory=list)
+    _name: str = ""
+    _began: float = 0.0
+
+    def stage(self, text: str) -> None:
+        """A new stage begins; the one before is over."""
+        self.finish()
+        self._name, self._began = text, time.monotonic()
+        self.report.stage(text)
+
+    def finish(self) -> None:
+        """The last stage is over."""
+        if self._name:
+            self.stages.append(Stage(name=self._name, seconds=time.monotonic() - self._began))
+        self._name = ""
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        """Pass on."""
+        self.report.advance(done_bytes, total_bytes)
+
+    def line(self, text: str) -> None:
+        """Pass on."""
+        self.report.line(text)
+
+    def note(self, text: str) -> None:
+        """Pass on."""
+        self.report.note(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One conversion."""
+
+    tool: RuntimeTool
+    options: Options
+    compression: Compression
+    work: Workspace
+    clock: Clock
+    log: TextIO
+
+    def run(
+        self, *arguments: str | Path, folder: Path | None = None, on_line: Callable[[str], None] | None = None
+    ) -> str:
+        """Run the runtime in the workspace; returns its output."""
+        self.log.write(f"$ {self.tool.path} {' '.join(map(str, arguments))}\n")
+        return run(
+            self.tool,
+            [str(one) for one in arguments],
+            folder=folder or self.work.folder,
+            env=scratch_env(self.work.folder),
+            on_line=on_line or self.clock.line,
+            log=self.log,
+        ).output
+
+
+def cache_flags(tool: RuntimeTool) -> tuple[str, ...]:
+    """Without a cache the runtime keeps no second copy of every layer."""
+    return ("--disable-cache",) if tool.capabilities.disable_cache else ()
+
+
+def folder_name(image: str) -> str:
+    """A folder's name for `image`: the runtime writes it into the label of what the .sif was made from."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", image).strip("._-")[:100] or "image"

@@ -1,0 +1,100 @@
+"""How many processors and how much memory a child may use: mksquashfs looks at the machine, not at the job.
+
+Inside a Slurm or PBS job, or a container, it starts a thread per processor of the whole node and takes a
+quarter of the node's memory, and is killed for it (apptainer issue 2601, singularity issues 5434 and 4397).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED_V1 = 1 << 60
+"""cgroup v1 writes a huge page-rounded number where there is no limit."""
+_LEAST_MEMORY_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What this process may use."""
+
+    processors: int
+    memory_bytes: int | None
+    """Of the control group; None where it sets no limit."""
+
+    @property
+    def mksquashfs_memory_mib(self) -> int | None:
+        """A quarter of the limit, the share mksquashfs takes of a machine by itself; in MiB."""
+        if self.memory_bytes is None:
+            return None
+        return max(self.memory_bytes // 4, _LEAST_MEMORY_BYTES) >> 20
+
+    def mksquashfs_options(self) -> tuple[str, ...]:
+        """``-processors N [-mem MM]``."""
+        options = ["-processors", str(self.processors)]
+        if self.mksquashfs_memory_mib is not None:
+            options += ["-mem", f"{self.mksquashfs_memory_mib}M"]
+        return tuple(options)
+
+
+def gather(root: Path = Path("/")) -> Limits:
+    """Read affinity and the control groups (v1 or v2) of this process below `root`."""
+    try:
+        processors = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        processors = os.cpu_count() or 1
+    memory: int | None = None
+    for folder in _groups(root):
+        quota = _cpu_quota(folder)
+        if quota is not None:
+            processors = min(processors, max(1, int(quota)))
+        limit = _memory_limit(folder)
+        if limit is not None:
+            memory = limit if memory is None else min(memory, limit)
+    return Limits(processors=processors, memory_bytes=memory)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Folders of this process's groups and all their parents: a limit may be set at any level."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        base = mounts if number == "0" and not controllers else mounts / controllers
+        if controllers and not ({"cpu", "memory"} & set(controllers.split(","))):
+            continue
+        group = base / path.lstrip("/")
+        while True:
+            # Inside a container the path is the host's and the folder may not exist; the mount's root does.
+            if group.is_dir():
+                yield group
+            if group == base or ".." in group.parts:
+                break
+            group = group.parent
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    v2 = _text(folder / "cpu.max").split()
+    if len(v2) == 2 and v2[0].isdigit() and v2[1].isdigit() and int(v2[1]):
+        return int(v2[0]) / int(v2[1])
+    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    if quota.isdigit() and period.isdigit() and int(period):
+        return int(quota) / int(period)
+    return None
+
+
+def _memory_limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _text(folder / name)
+        if text.isdigit() and int(text) < _UNLIMITED_V1:
+            return int(text)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

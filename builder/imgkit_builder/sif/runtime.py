@@ -1,0 +1,276 @@
+"""Singularity and Apptainer: find one, probe what it can do, run it. The only importer of spython.
+
+Notes
+-----
+What spython 0.3.14 is used for, and what not (all seen by running it): ``Client.build`` runs sudo by default,
+drops the exit code and returns a stale file as success, and with ``stream=True`` hangs once the runtime wrote
+64 KiB to stderr. ``Client._init_command`` with ``stream_command(output_type="both")`` drains both streams and
+raises on failure. The name ``singularity`` is fixed in it, so a folder with a link of that name goes first on
+PATH.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import importlib.resources
+import locale
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from imgkit_builder import files
+from imgkit_builder.process import Finished
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+
+COMMANDS = ("singularity", "apptainer")
+"""Tried in this order; an Apptainer installs both names."""
+
+_NAME = "singularity"
+"""What spython runs, whatever the runtime is."""
+_FLAVOUR = re.compile(
+    r"^(apptainer|singularity-ce|singularitypro|singularity)\s+version\s+(\S+)", re.IGNORECASE
+)
+_KEPT_LINES = 2000
+_END_GRACE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What the runtime's own help says it can do."""
+
+    mksquashfs_args: bool
+    """``build --mksquashfs-args``: Apptainer from 1.4."""
+    disable_cache: bool
+    no_https: bool
+    edits_sif: bool
+    """``sif new``, ``sif add``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeTool:
+    """A runtime that answered."""
+
+    path: Path
+    flavour: str
+    """``apptainer``, ``singularity-ce``, ``singularitypro`` or ``singularity``."""
+    version: str
+    capabilities: Capabilities
+
+    def __str__(self) -> str:
+        return f"{self.flavour} {self.version}"
+
+
+def find_runtime(command: str | None = None, *, module_hint: str | None = None) -> RuntimeTool:
+    """The runtime `command`, or the first of `COMMANDS` on PATH, with its capabilities probed.
+
+    Parameters
+    ----------
+    command : a name or path; None looks for both names.
+    module_hint : the line that provides the runtime on the system, for example ``module load singularity``.
+
+    Raises
+    ------
+    ToolMissing : nothing found, or what was found is not a Singularity or Apptainer.
+    """
+    names = (command,) if command else COMMANDS
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        load = module_hint or "module avail singularity apptainer   (then: module load ...)"
+        raise ToolMissing(
+            f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
+            hint=f"on a cluster: {load}\n     elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
+        )
+    # Not resolve(): an Apptainer may tell by its own name which files are its.
+    path = Path(found).absolute()
+    answer = _ask(path, "--version")
+    match = _FLAVOUR.match(answer.output.strip())
+    if answer.returncode != 0 or match is None:
+        # Debian's package "singularity" is a game.
+        first = (answer.output.strip().splitlines() or ["(no output)"])[0]
+        raise ToolMissing(
+            f"{path} is no Singularity 3.x or Apptainer: its --version says {first!r}",
+            hint=module_hint or "give the right command: --runtime COMMAND",
+        )
+    build_help, sif_help = _ask(path, "build", "--help").output, _ask(path, "sif", "--help").output
+    return RuntimeTool(
+        path=path,
+        flavour=match[1].lower(),
+        version=match[2],
+        capabilities=Capabilities(
+            mksquashfs_args="--mksquashfs-args" in build_help,
+            disable_cache="--disable-cache" in build_help,
+            no_https="--no-https" in build_help,
+            edits_sif=all(re.search(rf"^\s+{verb}\s", sif_help, re.MULTILINE) for verb in ("new", "add")),
+        ),
+    )
+
+
+def _ask(path: Path, *arguments: str) -> Finished:
+    lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+    code = _stream(path, arguments, folder=Path.cwd(), take=lines.append)
+    return Finished(argv=(str(path), *arguments), returncode=code, output="".join(lines))
+
+
+def run(
+    tool: RuntimeTool,
+    arguments: Sequence[str],
+    *,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+    log: TextIO | None = None,
+) -> Finished:
+    """Run the runtime with `arguments` in `folder`; both streams are drained, each line goes to `on_line`.
+
+    `env` is laid over the environment for the run. A signal that raises (Ctrl-C) first ends the whole group
+    of processes.
+
+    Raises
+    ------
+    ToolFailed : an exit code other than 0; quotes the last lines and names the log.
+    """
+    lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+
+    def take(line: str) -> None:
+        lines.append(line)
+        if log:
+            log.write(line)
+        if on_line:
+            on_line(line.rstrip("\n"))
+
+    with _environment(env or {}):
+        code = _stream(tool.path, arguments, folder=folder or Path.cwd(), take=take)
+    finished = Finished(argv=(str(tool.path), *arguments), returncode=code, output="".join(lines))
+    if code != 0:
+        if log:
+            log.flush()
+        full = f"\nthe full log: {log.name}" if log else ""
+        raise ToolFailed(
+            f"{tool} failed with exit code {code}: {' '.join(finished.argv[:2])}",
+            hint=f"its last lines:\n{finished.tail() or '(it said nothing)'}{full}",
+        )
+    return finished
+
+
+def _stream(path: Path, arguments: Sequence[str], *, folder: Path, take: Callable[[str], None]) -> int:
+    """Run through spython; returns the exit code."""
+    from spython.main import Client
+    from spython.utils import stream_command
+
+    with tempfile.TemporaryDirectory(prefix="imgkit-run-") as scratch:
+        pid_file = Path(scratch) / "pid"
+        words = _supervised(pid_file, folder, (*Client._init_command([]), *arguments))
+        with _environment({"PATH": _path_with(path, Path(scratch))}):
+            try:
+                # The default pattern drops every line with "Progess" in it; this one matches nothing.
+                for line in stream_command(words, output_type="both", no_newline_regexp=r"(?!)"):
+                    take(line)
+            except subprocess.CalledProcessError as error:
+                return int(error.returncode)
+            except BaseException:
+                _end(pid_file)
+                raise
+    return 0
+
+
+def _supervised(pid_file: Path, folder: Path, argv: Sequence[str]) -> list[str]:
+    source = importlib.resources.files(__package__).joinpath("supervisor.py").read_text(encoding="utf-8")
+    encoding = locale.getpreferredencoding(False)
+    return [sys.executable, "-I", "-S", "-c", source, str(pid_file), encoding, str(folder), *argv]
+
+
+def _path_with(path: Path, scratch: Path) -> str:
+    """PATH on which `singularity` is `path`."""
+    first = path.parent
+    if path.name != _NAME:
+        (scratch / _NAME).symlink_to(path)
+        first = scratch
+    return f"{first}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    # spython hands no env on: only os.environ reaches the runtime.
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _end(pid_file: Path) -> None:
+    """End the group that `supervisor` leads, and wait until it is gone."""
+    try:
+        group = int(pid_file.read_text())
+    except (OSError, ValueError):
+        return
+    for number, grace_s in ((signal.SIGTERM, _END_GRACE_S), (signal.SIGKILL, _END_GRACE_S)):
+        end = time.monotonic() + grace_s
+        while time.monotonic() < end:
+            with contextlib.suppress(ChildProcessError):
+                # A dead leader stays a member of its group until it is waited for.
+                os.waitpid(group, os.WNOHANG)
+            try:
+                os.killpg(group, number)
+            except ProcessLookupError:
+                return
+            time.sleep(0.02)
+
+
+def scratch_env(folder: Path) -> dict[str, str]:
+    """TMPDIR and CACHEDIR under both prefixes; equal values of both make no warning (Apptainer 1.0)."""
+    temporary, cache = folder / "tmp", folder / "cache"
+    temporary.mkdir(exist_ok=True)
+    cache.mkdir(exist_ok=True)
+    values = {"TMPDIR": str(temporary)}
+    for prefix in ("APPTAINER", "SINGULARITY"):
+        values[f"{prefix}_TMPDIR"] = str(temporary)
+        values[f"{prefix}_CACHEDIR"] = str(cache)
+    return values
+
+
+def exec_argv(
+    runtime: RuntimeTool, image: Path, argv: Sequence[str], *, nv: bool = False, binds: Sequence[str] = ()
+) -> list[str]:
+    """The words that run `argv` inside `image`."""
+    words = [str(runtime.path), "exec"]
+    if nv:
+        words.append("--nv")
+    for bind in binds:
+        words += ["--bind", bind]
+    return [*words, str(image.absolute()), *argv]
+
+
+def exec_arguments(image: Path, argv: Sequence[str]) -> tuple[str, ...]:
+    """Like `exec_argv`, for `run`; the host's variables stay out and nothing but the image is looked at."""
+    return ("exec", "--cleanenv", str(image.absolute()), *argv)
+
+
+@contextlib.contextmanager
+def log_file(stem: str) -> Iterator[TextIO]:
+    """A fresh log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-PID.log``; in tmp without a usable HOME."""
+    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{os.getpid()}.log"
+    try:
+        folder = files.state_dir() / "sif"
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / name).open("w", encoding="utf-8", errors="replace")
+    except (OSError, RuntimeError):  # RuntimeError: no home folder at all
+        stream = (Path(tempfile.gettempdir()) / name).open("w", encoding="utf-8", errors="replace")
+    with stream:
+        yield stream

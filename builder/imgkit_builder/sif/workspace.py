@@ -1,0 +1,177 @@
+"""Where a conversion works: a folder in tmp and a name beside the target, gone afterwards, come what may.
+
+``kill -9`` leaves three dot-named things: the lock beside the target, the ``.part`` file and the folder in
+tmp. The next run for the same target gets the lock, knows from it that nobody uses them, and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_entrypoints.errors import UsageError
+
+_TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Valid while the context is."""
+
+    folder: Path
+    """In tmp; the runtime's own temporary files go there too."""
+    part: Path
+    """Beside the target, to be renamed to it."""
+
+
+def tmp_base(target: Path, chosen: Path | None) -> Path:
+    """The folder for temporary files: `chosen`, the first variable that is set, or the target's own folder.
+
+    Not /tmp by itself: on many clusters that is memory, and an image needs several times its size.
+    """
+    if chosen is not None:
+        base = chosen
+    else:
+        named = next((value for name in _TMP_VARIABLES if (value := os.environ.get(name))), None)
+        base = Path(named) if named else target.parent
+    base = base.expanduser().absolute()
+    if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"temporary files cannot go to {base}: {'not writable' if base.is_dir() else 'no such folder'}",
+            where="--tmpdir" if chosen is not None else "IMGKIT_TMPDIR, APPTAINER_TMPDIR, TMPDIR",
+            hint="--tmpdir DIR with a folder on a large, local disk",
+        )
+    return base
+
+
+@contextlib.contextmanager
+def workspace(target: Path, base: Path) -> Iterator[Workspace]:
+    """Lock `target`, clean what a killed run of it left, and give a fresh place to work.
+
+    Raises
+    ------
+    UsageError : another process is making `target`, or its folder cannot be written.
+    """
+    key = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:12]
+    token = secrets.token_hex(4)
+    folder = base / f".imgkit-sif.{key}.{token}"
+    part = target.with_name(f".{target.name}.{token}.part")
+    with _locked(target, key, folder):
+        try:
+            folder.mkdir(mode=0o700)
+            yield Workspace(folder=folder, part=part)
+        finally:
+            part.unlink(missing_ok=True)
+            remove_tree(folder)
+
+
+@contextlib.contextmanager
+def _locked(target: Path, key: str, folder: Path) -> Iterator[None]:
+    path = target.with_name(f".{target.name}.lock")
+    descriptor = _open_lock(path, target)
+    try:
+        if _take(descriptor, path, target):
+            _clean(target, key, _read(descriptor))
+        os.ftruncate(descriptor, 0)
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
+        os.pwrite(descriptor, json.dumps(about).encode(), 0)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(path: Path, target: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {target.parent}: {error.strerror}",
+            where=str(target),
+            hint="-o FILE.sif in a folder of yours",
+        ) from error
+
+
+def _take(descriptor: int, path: Path, target: Path) -> bool:
+    """Lock; False where the file system has no locks (then nothing can be called stale)."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        about = _read(descriptor)
+        raise UsageError(
+            f"another imgkit sif makes this file (pid {about.get('pid')} on {about.get('host')})",
+            where=str(target),
+            hint="wait for it, or give another name with -o",
+        ) from error
+    try:
+        same = os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        same = False
+    if not same:
+        # The run that held it has just ended and removed the file that we opened.
+        raise UsageError("another imgkit sif has just made this file", where=str(target), hint="run it again")
+    return True
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    try:
+        values = json.loads(os.pread(descriptor, 1 << 16, 0))
+        return values if isinstance(values, dict) else {}
+    except ValueError:
+        return {}
+
+
+def _clean(target: Path, key: str, about: dict[str, Any]) -> None:
+    """Remove what a killed run left: only names of our making, of our user, the lock may be anybody's."""
+    for part in target.parent.glob(f".{_glob_safe(target.name)}.*.part"):
+        if re.fullmatch(r"[0-9a-f]{8}", part.name.split(".")[-2]) and _ours(part, stat.S_ISREG):
+            part.unlink(missing_ok=True)
+    left = Path(str(about.get("folder", "")))
+    if re.fullmatch(rf"\.imgkit-sif\.{key}\.[0-9a-f]{{8}}", left.name) and _ours(left, stat.S_ISDIR):
+        remove_tree(left)
+
+
+def _glob_safe(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def _ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and is_kind(found.st_mode)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove `folder`; folders in it without permissions, which images have, are opened first."""
+
+    def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
+        with contextlib.suppress(OSError):
+            Path(path).parent.chmod(0o700)
+            if Path(path).is_dir() and not Path(path).is_symlink():
+                Path(path).chmod(0o700)
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                function(path)
+
+    if folder.exists():
+        shutil.rmtree(folder, onerror=open_and_retry)

@@ -1,0 +1,91 @@
+"""What a recipe asks of a machine, also where recipes cannot be read: in the one-file tool on a cluster.
+
+Reading YAML takes PyYAML and pydantic, which are compiled; the one-file tool carries the shipped recipes'
+facts as ``systems.json`` instead. Standard library only, outside of reading a recipe.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from imgkit_entrypoints import system as systems
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import SystemFacts
+
+SCHEMA = 1
+SYSTEMS_JSON = "systems.json"
+"""Beside this module, in the one-file tool only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The parts of a recipe that matter on the machine it is for."""
+
+    name: str
+    system: SystemFacts
+    platforms: tuple[str, ...]
+    """``linux/amd64``; the first is the default."""
+
+    @property
+    def module_line(self) -> str:
+        """``module load ...`` of its runtime; empty where the recipe names no module."""
+        modules = self.system.runtime.modules
+        return f"module load {' '.join(modules)}" if modules else ""
+
+
+def find(ref: str) -> Target:
+    """The recipe `ref`, a shipped name or, outside the one-file tool, a path.
+
+    Raises
+    ------
+    UsageError : no such recipe, a wrong one, or a path in the one-file tool.
+    """
+    bundled = importlib.resources.files("imgkit_builder").joinpath(SYSTEMS_JSON)
+    if not bundled.is_file():
+        from imgkit_builder.recipe.load import load
+
+        recipe = load(ref)
+        return Target(name=recipe.name, system=recipe.system, platforms=recipe.image.platforms)
+    known = {target.name: target for target in from_json(bundled.read_text(encoding="utf-8"))}
+    if ref not in known:
+        raise UsageError(
+            f"the one-file imgkit does not know the recipe {ref!r}",
+            hint=f"it carries: {', '.join(sorted(known))}; recipe files are read by an installed imgkit",
+        )
+    return known[ref]
+
+
+def shipped() -> tuple[Target, ...]:
+    """Every shipped recipe, in the order of names."""
+    import imgkit_recipes
+
+    return tuple(find(name) for name in imgkit_recipes.recipe_names())
+
+
+def to_json(targets: Sequence[Target]) -> str:
+    """Deterministic text of `SYSTEMS_JSON`."""
+    entries = {
+        target.name: {
+            "platforms": list(target.platforms),
+            "system": json.loads(systems.to_json(target.system)),
+        }
+        for target in targets
+    }
+    return json.dumps({"schema": SCHEMA, "recipes": entries}, indent=1, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> tuple[Target, ...]:
+    """Read what `to_json` wrote."""
+    entries: dict[str, Any] = json.loads(text)["recipes"]
+    return tuple(
+        Target(
+            name=name,
+            system=systems.from_json(json.dumps(entry["system"])),
+            platforms=tuple(entry["platforms"]),
+        )
+        for name, entry in entries.items()
+    )

@@ -1,0 +1,140 @@
+"""Which tests can run here: every marker is a capability that is probed, never assumed from a version.
+
+``IMGKIT_REQUIRE=docker,singularity`` (``ci/check`` sets it in CI) makes a missing capability a failure: a
+test that did not run can never pass for one that did.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STANDIN = "imgkit.local/standin:24.03"
+STANDIN_NOTORCH = "imgkit.local/standin:24.03-notorch"
+STANDIN_ARM64 = "imgkit.local/standin:24.03-arm64"
+STANDIN_ARM64_NOTORCH = "imgkit.local/standin:24.03-arm64-notorch"
+
+
+def probe(argv: Sequence[str | Path]) -> str | None:
+    """None if the command succeeds, else its last line (or why it could not be run)."""
+    try:
+        done = subprocess.run(
+            [str(word) for word in argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+    return lines[-1]
+
+
+def _docker() -> str | None:
+    reason = probe(["docker", "version", "--format", "{{.Server.Version}}"])
+    return reason and f"no Docker engine answers ({reason}); as root: ci/lab/engine start"
+
+
+def _singularity() -> str | None:
+    command = shutil.which("singularity") or shutil.which("apptainer")
+    if command is None:
+        return "neither singularity nor apptainer is on PATH; as root: ci/lab/install-singularity"
+    reason = probe([command, "--version"])
+    return reason and f"{command} does not run ({reason}); as root: ci/lab/install-singularity --force"
+
+
+def _qemu() -> str | None:
+    reason = probe([ROOT / "ci/lab/binfmt", "status", "arm64"])
+    return reason and "arm64 programs do not run here; as root: ci/lab/binfmt register"
+
+
+def _cluster() -> str | None:
+    if os.geteuid() != 0:
+        return "the virtual cluster needs root"
+    places = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    programs = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ip")
+    lacking = [name for name in programs if shutil.which(name, path=places) is None]
+    return f"not installed: {', '.join(lacking)}; ci/check installs them" if lacking else None
+
+
+def _torch_arm64() -> str | None:
+    wanted = os.environ.get("IMGKIT_TEST_TORCH_ARM64") == "1"
+    return None if wanted else "takes minutes under qemu; asked for by IMGKIT_TEST_TORCH_ARM64=1"
+
+
+CAPABILITIES: dict[str, Callable[[], str | None]] = {
+    name: functools.cache(function)
+    for name, function in {
+        "docker": _docker,
+        "singularity": _singularity,
+        "qemu": _qemu,
+        "cluster": _cluster,
+        "torch_arm64": _torch_arm64,
+    }.items()
+}
+"""Marker to the probe that says why it is not there; None means that it is."""
+
+
+def required() -> frozenset[str]:
+    """The capabilities whose absence is a failure."""
+    names = frozenset(re.findall(r"[\w-]+", os.environ.get("IMGKIT_REQUIRE", "")))
+    if unknown := names - set(CAPABILITIES):
+        raise pytest.UsageError(
+            f"IMGKIT_REQUIRE: unknown {sorted(unknown)}; there are {sorted(CAPABILITIES)}"
+        )
+    return names
+
+
+def missing(name: str, reason: str) -> None:
+    """Skip the running test, or fail it where `name` is required."""
+    if name in required():
+        pytest.fail(f"{name} is required by IMGKIT_REQUIRE: {reason}", pytrace=False)
+    pytest.skip(f"{name}: {reason}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    required()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, capability in CAPABILITIES.items():
+        if item.get_closest_marker(name) and (reason := capability()):
+            missing(name, reason)
+
+
+def _standin(name: str, *options: str) -> str:
+    if reason := probe(["docker", "image", "inspect", name]):
+        missing("docker", f"{reason}; it is made by: ci/lab/base-image {' '.join(options)}".rstrip())
+    return name
+
+
+@pytest.fixture(scope="session")
+def standin() -> str:
+    """Name of the local stand-in base with CPU torch, for this machine's architecture."""
+    return _standin(STANDIN)
+
+
+@pytest.fixture(scope="session")
+def standin_notorch() -> str:
+    """Name of the small local stand-in base without torch."""
+    return _standin(STANDIN_NOTORCH, "--no-torch")
+
+
+@pytest.fixture(scope="session")
+def standin_arm64_notorch() -> str:
+    """Name of the local arm64 stand-in base without torch; tests that run it are marked ``qemu`` too."""
+    return _standin(STANDIN_ARM64_NOTORCH, "--arch arm64", "--no-torch")
+
+
+@pytest.fixture(scope="session")
+def standin_arm64() -> str:
+    """Name of the local arm64 stand-in base with torch; only for tests marked ``torch_arm64``."""
+    return _standin(STANDIN_ARM64, "--arch arm64")

@@ -1,0 +1,251 @@
+"""An engine in memory: Docker's HTTP API on a unix socket; records requests, replays what it is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_builder.context import BuildContext, pack
+from imgkit_builder.engine import Engine
+from imgkit_builder.manifest import Base
+from imgkit_builder.recipe import Recipe
+from imgkit_builder.recipe.load import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One answer. `chunks` makes it a stream; `dies` cuts the connection behind them, as a kill does."""
+
+    status: int = 200
+    data: Any = None
+    chunks: Sequence[bytes] | None = None
+    dies: bool = False
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request as it came."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    body: bytes
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+@dataclass
+class FakeEngine:
+    """Routes and records; a later route wins over an earlier one. Its static methods make replies."""
+
+    socket: Path
+    image_id: str = "sha256:" + "a" * 64
+    routes: list[tuple[str, str, Reply | Callable[[Request], Reply]]] = field(default_factory=list)
+    seen: list[Request] = field(default_factory=list)
+
+    @staticmethod
+    def events(*items: dict[str, Any], dies: bool = False, delay_s: float = 0) -> Reply:
+        """A stream of JSON events, one a chunk."""
+        chunks = [json.dumps(item).encode() + b"\r\n" for item in items]
+        return Reply(chunks=chunks, dies=dies, delay_s=delay_s)
+
+    @staticmethod
+    def raw(*chunks: bytes, dies: bool = False, delay_s: float = 0) -> Reply:
+        """A stream of bytes."""
+        return Reply(chunks=chunks, dies=dies, delay_s=delay_s)
+
+    @staticmethod
+    def error(message: str) -> dict[str, Any]:
+        """The in-band event of a failure."""
+        return {"errorDetail": {"message": message}, "error": message}
+
+    @staticmethod
+    def refused(status: int, message: str, *, delay_s: float = 0) -> Reply:
+        """A failure that comes before any stream."""
+        return Reply(status=status, data={"message": message}, delay_s=delay_s)
+
+    def image(
+        self,
+        *,
+        identifier: str = "",
+        tags: Sequence[str] = (),
+        arch: str = "amd64",
+        labels: dict[str, str] | None = None,
+        digests: Sequence[str] = (),
+    ) -> Reply:
+        """What the engine says of a local image."""
+        config = {"Labels": labels, "Env": ["PATH=/usr/bin", "A=b=c"], "Entrypoint": None, "Cmd": ["sh"]}
+        data = {
+            "Id": identifier or self.image_id,
+            "RepoTags": list(tags),
+            "RepoDigests": list(digests),
+            "Architecture": arch,
+            "Os": "linux",
+            "Size": 1000,
+            "Config": config,
+            "RootFS": {"Type": "layers", "Layers": ["sha256:1", "sha256:2"]},
+        }
+        return Reply(data=data)
+
+    def on(self, method: str, path: str, reply: Reply | Callable[[Request], Reply]) -> None:
+        """Answer requests whose path matches the pattern `path` in full."""
+        self.routes.insert(0, (method, path, reply))
+
+    def on_image(self, name: str, reply: Reply) -> None:
+        """Answer the inspection of one image."""
+        self.on("GET", f"/images/{re.escape(name)}/json", reply)
+
+    def answer(self, request: Request) -> Reply:
+        self.seen.append(request)
+        for method, path, reply in self.routes:
+            if method == request.method and re.fullmatch(path, request.path):
+                return reply(request) if callable(reply) else reply
+        return self.refused(500, f"the fake engine has no route for {request}")
+
+    def requests(self, pattern: str) -> list[Request]:
+        """Those that match, in order."""
+        return [one for one in self.seen if re.search(pattern, str(one))]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def _handle(self) -> None:
+        parts = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        path = re.sub(r"^/v1\.\d+", "", unquote(parts.path))
+        reply = self.server.engine.answer(
+            Request(method=self.command, path=path, query=query, body=self._body())
+        )
+        time.sleep(reply.delay_s)
+        if reply.chunks is not None:
+            self._stream(reply)
+            return
+        text = b"" if reply.data is None else json.dumps(reply.data).encode()
+        self.send_response(reply.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = do_DELETE = do_HEAD = _handle
+
+    def _stream(self, reply: Reply) -> None:
+        self.send_response(reply.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for chunk in reply.chunks or ():
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+            self.wfile.flush()
+        if reply.dies:
+            self.close_connection = True
+            return
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a unix socket's client has no address to print."""
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    engine: FakeEngine
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: clients that hang up are what some tests are about."""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
+    """A running fake engine that ``DOCKER_HOST`` points to; its state and cache folders are fresh."""
+    found = FakeEngine(socket=tmp_path / "docker.sock")
+    found.on("GET", "/version", Reply(data={"ApiVersion": "1.41", "Os": "linux", "Arch": "amd64"}))
+    found.on("GET", "/info", Reply(data={"OperatingSystem": "Debian", "Runtimes": {"runc": {}}}))
+    found.on("GET", "/images/.+/json", FakeEngine.refused(404, "No such image"))
+    found.on("POST", "/images/.+/tag", Reply(status=201))
+    found.on("POST", "/containers/create", Reply(status=201, data={"Id": "c" * 12, "Warnings": []}))
+    found.on("GET", "/containers/.+/json", Reply(data={"Config": {"Tty": False}}))
+    found.on("POST", "/containers/.+/start", Reply(status=204))
+    found.on("DELETE", "/containers/.+", Reply(status=204))
+    with _Server(str(found.socket), _Handler) as server:
+        server.engine = found
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{found.socket}")
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+        yield found
+        server.shutdown()
+
+
+@pytest.fixture
+def engine(fake: FakeEngine) -> Iterator[Engine]:
+    """A real connection to the fake engine."""
+    with engines.connect(timeout_s=5) as found:
+        yield found
+
+
+@pytest.fixture
+def container_says(fake: FakeEngine) -> Callable[[str, int], None]:
+    """Make every container print a text and end with a code."""
+
+    def says(text: str, code: int = 0) -> None:
+        frame = struct.pack(">BxxxL", 1, len(text.encode())) + text.encode()
+        fake.on("POST", "/containers/.+/wait", Reply(data={"StatusCode": code}))
+        fake.on("GET", "/containers/.+/logs", Reply(chunks=[frame] if text else []))
+
+    return says
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A small recipe whose failing step stands in line 6."""
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        "description: small\n"
+        "image:\n"
+        '  base: "registry.test/base:1"\n'
+        "  platform: [linux/amd64, linux/arm64]\n"
+        "  run:\n"
+        "    - make things\n"
+    )
+    return load(file)
+
+
+@pytest.fixture
+def base() -> Base:
+    """The recipe's base as it would be resolved."""
+    return Base(name="registry.test/base:1", id="sha256:" + "b" * 64, platform="linux/amd64")
+
+
+@pytest.fixture
+def context(recipe: Recipe, base: Base) -> BuildContext:
+    """What would be sent for the recipe."""
+    return pack(recipe, base=base, platform="linux/amd64", revision="")

@@ -1,0 +1,175 @@
+"""The base: local without a network, of the right architecture, never a stand-in by accident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_builder.engine import Engine
+from imgkit_builder.manifest import Base
+from imgkit_builder.recipe import Recipe
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+
+NAME = "registry.test/base:1"
+STANDIN = "imgkit.local/standin:24.03"
+ENABLED = "enabled\ninterpreter /usr/bin/qemu-aarch64-static\nflags: {flags}\noffset 0\n"
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of the arm64 binfmt handler, on a machine that has none."""
+    monkeypatch.setattr("imgkit_builder.engine.base.BINFMT", tmp_path)
+    return tmp_path / "qemu-aarch64"
+
+
+def test_local_base_needs_no_network(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    digest = "registry.test/base@sha256:" + "d" * 64
+    fake.on_image(NAME, fake.image(tags=[NAME], digests=["mirror.test/x@sha256:" + "e" * 64, digest]))
+    found = engines.resolve_base(engine, recipe)
+    assert (found.id, found.digest, found.platform) == (fake.image_id, digest, "linux/amd64")
+    assert found.env == {"PATH": "/usr/bin", "A": "b=c"}
+    assert not fake.requests("/images/create")
+
+
+def test_absent_base_is_pulled_for_platform(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    def arrives(_: object) -> Any:
+        fake.on_image(NAME, fake.image(tags=[NAME]))
+        return fake.events({"status": "Downloaded newer image"})
+
+    fake.on("POST", "/images/create", arrives)
+    assert engines.resolve_base(engine, recipe).digest == ""
+    (request,) = fake.requests("/images/create")
+    assert request.query == {"fromImage": "registry.test/base", "tag": "1", "platform": "linux/amd64"}
+
+
+def test_pull_option_fetches_local_base(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    fake.on_image(NAME, fake.image(tags=[NAME]))
+    fake.on("POST", "/images/create", fake.events({"status": "Image is up to date"}))
+    engines.resolve_base(engine, recipe, pull=True)
+    assert fake.requests("/images/create")
+
+
+def test_unreachable_registry_names_recipe_line(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    fake.on("POST", "/images/create", fake.refused(500, "dial tcp: lookup registry.test: no such host"))
+    with pytest.raises(ToolFailed, match="no such host") as caught:
+        engines.resolve_base(engine, recipe)
+    assert caught.value.where == "small.yaml:3"
+    assert "--base" in str(caught.value.hint)
+
+
+def test_other_architecture_is_refused(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    fake.on_image(NAME, fake.image(tags=[NAME], arch="arm64"))
+    with pytest.raises(UsageError, match="is linux/arm64, the build is for linux/amd64") as caught:
+        engines.resolve_base(engine, recipe)
+    assert caught.value.where == "small.yaml:4"
+    assert f"docker pull --platform linux/amd64 {NAME}" in str(caught.value.hint)
+
+
+def test_unknown_platform_lists_allowed(engine: Engine, recipe: Recipe) -> None:
+    with pytest.raises(UsageError, match="not for 'linux/riscv64'") as caught:
+        engines.resolve_base(engine, recipe, platform="linux/riscv64")
+    assert "linux/amd64, linux/arm64" in str(caught.value.hint)
+
+
+def test_engines_own_platform_is_preferred(recipe: Recipe) -> None:
+    assert engines.choose_platform(recipe, wanted=None, host="linux/arm64") == "linux/arm64"
+    assert engines.choose_platform(recipe, wanted=None, host="linux/s390x") == "linux/amd64"
+    assert engines.choose_platform(recipe, wanted="arm64", host="linux/amd64") == "linux/arm64"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "is missing"),
+        ("disabled\n", "switched off"),
+        (ENABLED.format(flags="P"), "without F"),
+    ],
+)
+def test_no_emulator_stops_before_pulling(
+    fake: Any, engine: Engine, recipe: Recipe, handler: Path, content: str | None, reason: str
+) -> None:
+    if content is not None:
+        handler.write_text(content)
+    with pytest.raises(ToolMissing, match=reason) as caught:
+        engines.resolve_base(engine, recipe, platform="linux/arm64")
+    assert "qemu-user-static" in str(caught.value.hint)
+    assert not fake.requests("/images/create")
+
+
+def test_emulator_lets_arm64_pass(fake: Any, engine: Engine, recipe: Recipe, handler: Path) -> None:
+    handler.write_text(ENABLED.format(flags="POF"))
+    fake.on_image(NAME, fake.image(tags=[NAME], arch="arm64"))
+    assert engines.resolve_base(engine, recipe, platform="arm64").platform == "linux/arm64"
+
+
+def test_docker_desktop_has_own_emulator(fake: Any, engine: Engine, recipe: Recipe, handler: Path) -> None:
+    fake.on("GET", "/info", fake.events({}))
+    fake.on("GET", "/info", type(fake.image())(data={"OperatingSystem": "Docker Desktop"}))
+    fake.on_image(NAME, fake.image(tags=[NAME], arch="arm64"))
+    assert engines.resolve_base(engine, recipe, platform="arm64").platform == "linux/arm64"
+
+
+def test_standin_needs_to_be_named(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    fake.on_image(NAME, fake.image(tags=[NAME], labels={"imgkit.standin": "1"}))
+    with pytest.raises(UsageError, match="is a stand-in") as caught:
+        engines.resolve_base(engine, recipe)
+    assert f"--base {NAME}" in str(caught.value.hint)
+    assert engines.resolve_base(engine, recipe, override=NAME).standin
+
+
+def test_absent_standin_is_never_pulled(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    with pytest.raises(UsageError, match="no stand-in") as caught:
+        engines.resolve_base(engine, recipe, override=STANDIN)
+    assert "ci/lab/base-image" in str(caught.value.hint)
+    assert not fake.requests("/images/create")
+
+
+def test_bad_base_name_asks_nothing(fake: Any, engine: Engine, recipe: Recipe) -> None:
+    with pytest.raises(UsageError, match="holds a blank") as caught:
+        engines.resolve_base(engine, recipe, override="a b")
+    assert caught.value.where == "--base"
+    assert not fake.requests("/images/")
+
+
+SEEN = (
+    'banner\nIMGKIT-SEEN {"machine": "x86_64", "python": "3.10.12", "torch": "2.3.0a0", "torch_error": "", '
+    '"cuda": "12.4", "nccl": "2.20.5", "pip_conflicts": ["a needs b"], "files": {}}\n'
+)
+
+
+def test_probe_runs_the_base_once(
+    fake: Any, engine: Engine, base: Base, container_says: Callable[[str, int], None]
+) -> None:
+    container_says(SEEN, 0)
+    first = engines.probe(engine, base)
+    assert (first.torch, first.cuda, first.nccl, first.pip_conflicts) == (
+        "2.3.0a0",
+        "12.4",
+        "2.20.5",
+        ("a needs b",),
+    )
+    assert engines.probe(engine, base) == first
+    (request,) = fake.requests("POST /containers/create")
+    assert '"NetworkMode": "none"' in request.body.decode()
+    assert '"Entrypoint": ["python3"]' in request.body.decode()
+    assert fake.requests("DELETE /containers/imgkit-run")
+
+
+def test_base_that_cannot_run_is_said(
+    fake: Any, engine: Engine, base: Base, container_says: Callable[[str, int], None]
+) -> None:
+    container_says("exec /usr/bin/python3: exec format error\n", 1)
+    assert "no emulator" in engines.probe(engine, base).skipped
+    container_says(SEEN, 0)
+    assert engines.probe(engine, base).torch == "2.3.0a0"
+
+
+def test_base_without_python_is_said(fake: Any, engine: Engine, base: Base) -> None:
+    message = 'OCI runtime create failed: exec: "python3": executable file not found in $PATH'
+    fake.on("POST", "/containers/.+/start", fake.refused(400, message))
+    assert engines.probe(engine, base).skipped == "the base has no python3"
+    assert fake.requests("DELETE /containers/imgkit-run")

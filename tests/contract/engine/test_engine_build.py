@@ -1,0 +1,263 @@
+"""Builds: each way to fail has its type, its place in the recipe and its log; the tag moves last."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_builder.context import BuildContext
+from imgkit_builder.engine import Engine
+from imgkit_builder.report import Silent
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+
+TAG = "small:latest"
+
+
+def build(engine: Engine, context: BuildContext, **options: Any) -> engines.Built:
+    return engines.build(engine, context, tag=TAG, report=Silent(), **options)
+
+
+@pytest.fixture
+def step(context: BuildContext) -> int:
+    """Number of the step that the recipe's line 6 made."""
+    lines = [line for line in context.dockerfile.splitlines() if line and line[0].isupper()]
+    return next(number for number, line in enumerate(lines, 1) if line.startswith("RUN make things"))
+
+
+@pytest.fixture
+def succeeds(fake: Any) -> None:
+    """A build that ends well."""
+    fake.on(
+        "POST",
+        "/build",
+        fake.events(
+            {"stream": "Step 1/2 : FROM registry.test/base:1\n"},
+            {"stream": "\x1b[91mwarning: red\x1b[0m\n"},
+            {"aux": {"ID": fake.image_id}},
+            {"stream": "Successfully built aaaa\n"},
+        ),
+    )
+    fake.on_image(fake.image_id, fake.image())
+    fake.on_image(TAG, fake.image(tags=[TAG]))
+
+
+def test_failing_run_names_recipe_line(fake: Any, engine: Engine, context: BuildContext, step: int) -> None:
+    fake.on(
+        "POST",
+        "/build",
+        fake.events(
+            {"stream": f"Step {step}/9 : RUN make things"},
+            {"stream": "\n"},
+            {"stream": " ---> Running in 0123456789ab\n"},
+            {"stream": "\x1b[91mmake: *** No rule\x1b[0m\n"},
+            {"stream": "Removing intermediate container 0123456789ab\n"},
+            fake.error("The command '/bin/sh -c make things' returned a non-zero code: 2"),
+        ),
+    )
+    with pytest.raises(ToolFailed, match="non-zero code: 2") as caught:
+        build(engine, context)
+    assert caught.value.where == "small.yaml:6"
+    assert "make: *** No rule\n" in str(caught.value.hint)
+    log = Path(str(caught.value.hint).partition("full log: ")[2].partition(",")[0])
+    assert "make: *** No rule" in log.read_text()
+    assert "\x1b" not in log.read_text()
+    assert (log.parent / "Dockerfile").read_text().startswith(context.dockerfile.rstrip())
+    assert not fake.requests("/tag")
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "advice"),
+    [
+        (
+            'Get "https://registry.test/v2/": dial tcp: lookup registry.test on 10.0.0.1:53: no such host',
+            ToolFailed,
+            "does not reach the registry",
+        ),
+        ("manifest for registry.test/base:1 not found: manifest unknown", UsageError, "check the name"),
+        ("pull access denied for base, repository does not exist", UsageError, "check the name"),
+        ("write /x: no space left on device", ToolFailed, "docker system df"),
+        ("COPY failed: file not found in build context: stat nope", ToolFailed, "full log"),
+        (
+            "the --mount option requires BuildKit. Refer to https://docs.docker.com",
+            ToolFailed,
+            "full log",
+        ),
+        ("exec /bin/sh: exec format error", ToolFailed, "qemu-user-static"),
+    ],
+)
+def test_in_band_error_is_typed(
+    fake: Any, engine: Engine, context: BuildContext, message: str, kind: type, advice: str
+) -> None:
+    fake.on(
+        "POST",
+        "/build",
+        fake.events({"stream": "Step 1/9 : FROM registry.test/base:1\n"}, fake.error(message)),
+    )
+    with pytest.raises(kind, match=r"step 1/9") as caught:
+        build(engine, context)
+    assert advice in str(caught.value)
+
+
+def test_full_disk_inside_run_is_recognised(
+    fake: Any, engine: Engine, context: BuildContext, step: int
+) -> None:
+    fake.on(
+        "POST",
+        "/build",
+        fake.events(
+            {"stream": f"Step {step}/9 : RUN make things\n"},
+            {"stream": "cc: cannot write: No space left on device\n"},
+            fake.error("The command '/bin/sh -c make things' returned a non-zero code: 1"),
+        ),
+    )
+    with pytest.raises(ToolFailed) as caught:
+        build(engine, context)
+    assert "docker system df" in str(caught.value.hint)
+
+
+def test_parse_error_names_recipe_line(fake: Any, engine: Engine, context: BuildContext) -> None:
+    line = next(
+        number
+        for number, text in enumerate(context.dockerfile.splitlines(), 1)
+        if text.startswith("RUN make things")
+    )
+    message = f"dockerfile parse error line {line}: unknown instruction: FORM"
+    fake.on("POST", "/build", fake.refused(400, message))
+    with pytest.raises(ToolFailed, match="unknown instruction") as caught:
+        build(engine, context)
+    assert caught.value.where == "small.yaml:6"
+
+
+def test_engine_500_is_quoted(fake: Any, engine: Engine, context: BuildContext) -> None:
+    fake.on("POST", "/build", fake.refused(500, "Cannot locate specified Dockerfile: Dockerfile"))
+    with pytest.raises(ToolFailed, match="Cannot locate specified Dockerfile"):
+        build(engine, context)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["cut", "closed in good order"])
+def test_dying_engine_is_no_success(
+    fake: Any, engine: Engine, context: BuildContext, step: int, dies: bool
+) -> None:
+    running = {"stream": " ---> Running in 0123456789ab\n"}
+    fake.on(
+        "POST", "/build", fake.events({"stream": f"Step {step}/9 : RUN make things\n"}, running, dies=dies)
+    )
+    with pytest.raises(ToolFailed, match="connection to the engine broke") as caught:
+        build(engine, context)
+    assert caught.value.where == "small.yaml:6"
+    assert "journalctl -u docker" in str(caught.value.hint)
+    # The engine may be alive and only the connection gone: its container must not stay.
+    assert fake.requests("DELETE /containers/0123456789ab")
+    assert not fake.requests("/tag")
+
+
+def test_half_an_event_is_a_broken_connection(fake: Any, engine: Engine, context: BuildContext) -> None:
+    fake.on("POST", "/build", fake.raw(b'{"stream": "Step 1/9 : FROM x\\n"}\r\n{"stre', dies=True))
+    with pytest.raises(ToolFailed, match="broke"):
+        build(engine, context)
+
+
+def test_wrong_architecture_keeps_old_tag(
+    fake: Any, engine: Engine, context: BuildContext, succeeds: None
+) -> None:
+    fake.on_image(fake.image_id, fake.image(arch="arm64"))
+    with pytest.raises(ToolFailed, match="built linux/arm64 where linux/amd64"):
+        build(engine, context)
+    assert not fake.requests("/tag")
+
+
+def test_refused_image_keeps_old_tag(
+    fake: Any, engine: Engine, context: BuildContext, succeeds: None
+) -> None:
+    def accept(image: engines.ImageInfo) -> None:
+        raise CheckFailed(f"{image.id} is not good")
+
+    with pytest.raises(CheckFailed):
+        build(engine, context, accept=accept)
+    assert not fake.requests("/tag")
+
+
+@pytest.mark.usefixtures("succeeds")
+def test_bad_tag_stops_before_building(fake: Any, engine: Engine, context: BuildContext) -> None:
+    with pytest.raises(UsageError, match="capital letters"):
+        engines.build(engine, context, tag="UPPER:1", report=Silent())
+    assert not fake.requests("/build")
+
+
+@pytest.mark.usefixtures("succeeds")
+def test_tag_is_the_last_change(fake: Any, engine: Engine, context: BuildContext) -> None:
+    built = build(engine, context)
+    assert built.image.id == fake.image_id
+    assert built.image.env == {"PATH": "/usr/bin", "A": "b=c"}
+    changes = [str(one) for one in fake.seen if one.method != "GET"]
+    assert changes == ["POST /build", f"POST /images/{fake.image_id}/tag"]
+    assert "warning: red" in built.log.read_text()
+
+
+@pytest.mark.usefixtures("succeeds")
+def test_request_removes_containers_and_pulls_nothing(
+    fake: Any, engine: Engine, context: BuildContext
+) -> None:
+    build(engine, context, no_cache=True)
+    (request,) = fake.requests("POST /build")
+    wanted = {"rm": "True", "forcerm": "True", "pull": "False", "nocache": "True", "platform": "linux/amd64"}
+    assert {key: request.query.get(key) for key in wanted} == wanted
+    assert "t" not in request.query
+
+
+@pytest.mark.usefixtures("succeeds")
+def test_sent_tar_is_context_plus_labels(fake: Any, engine: Engine, context: BuildContext) -> None:
+    build(engine, context)
+    (request,) = fake.requests("POST /build")
+    with tarfile.open(fileobj=io.BytesIO(request.body)) as tar, context.open() as plain:
+        assert request.body.endswith(plain.read())
+        sent = tar.extractfile(request.query["dockerfile"])
+        assert sent is not None
+        *head, last = sent.read().decode().splitlines()
+    assert head == context.dockerfile.rstrip("\n").splitlines()
+    assert last.startswith("LABEL ")
+    assert f'"imgkit.context.sha256"="{context.sha256}"' in last
+
+
+def created(fake: Any) -> str:
+    body = fake.requests("POST /build")[-1].body.decode("latin-1")
+    return str(body.partition('"org.opencontainers.image.created"="')[2].partition('"')[0])
+
+
+@pytest.mark.usefixtures("succeeds")
+def test_same_context_keeps_created_label(fake: Any, engine: Engine, context: BuildContext) -> None:
+    labels = {
+        "imgkit.context.sha256": context.sha256,
+        "org.opencontainers.image.created": "2001-02-03T04:05:06Z",
+    }
+    fake.on_image(TAG, fake.image(tags=[TAG], labels=labels))
+    build(engine, context)
+    assert created(fake) == "2001-02-03T04:05:06Z"
+    build(engine, context, no_cache=True)
+    assert created(fake) != "2001-02-03T04:05:06Z"
+
+
+@pytest.mark.usefixtures("succeeds")
+def test_source_date_epoch_decides_created(
+    fake: Any, engine: Engine, context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    build(engine, context)
+    assert created(fake) == "1970-01-02T00:00:00Z"
+
+
+def test_interrupt_removes_running_container(fake: Any, engine: Engine, context: BuildContext) -> None:
+    class Impatient(Silent):
+        def line(self, text: str) -> None:
+            if "Running in" in text:
+                raise KeyboardInterrupt
+
+    fake.on("POST", "/build", fake.events({"stream": " ---> Running in 0123456789ab\n"}))
+    with pytest.raises(KeyboardInterrupt):
+        engines.build(engine, context, tag=TAG, report=Impatient())
+    assert fake.requests("DELETE /containers/0123456789ab")

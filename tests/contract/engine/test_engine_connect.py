@@ -1,0 +1,68 @@
+"""Reaching the engine: every way in which there is none."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+
+
+def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("imgkit_builder.engine.connection.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
+    monkeypatch.setattr("docker.constants.DEFAULT_UNIX_SOCKET", f"http+unix://{tmp_path}/docker.sock")
+    with pytest.raises(ToolMissing, match="no Docker engine answers") as caught:
+        engines.connect()
+    assert "systemctl start docker" in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_missing_socket_names_rootless_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/other.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "docker.sock").touch()
+    with pytest.raises(ToolMissing) as caught:
+        engines.connect()
+    assert caught.value.where == "DOCKER_HOST"
+    assert f"export DOCKER_HOST=unix://{tmp_path}/docker.sock" in str(caught.value.hint)
+
+
+def test_closed_tcp_port_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{reserved.getsockname()[1]}")
+        with pytest.raises(ToolMissing, match="no Docker engine answers"):
+            engines.connect()
+
+
+def test_garbage_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "garbage")
+    with pytest.raises(UsageError, match="not an engine's address") as caught:
+        engines.connect()
+    assert "unix:///" in str(caught.value.hint)
+
+
+def test_silent_engine_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(tmp_path / "mute.sock"))
+        mute.listen()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/mute.sock")
+        with pytest.raises(ToolFailed, match="did not answer"):
+            engines.connect(timeout_s=0.3)
+
+
+def test_denied_socket_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may open every socket, so the system call itself refuses here.
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
+    monkeypatch.setattr("docker.transport.unixconn.UnixHTTPConnection.connect", refuse)
+    with pytest.raises(ToolMissing, match="no permission") as caught:
+        engines.connect()
+    assert "usermod -aG docker" in str(caught.value.hint)

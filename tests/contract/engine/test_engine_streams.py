@@ -1,0 +1,123 @@
+"""Saving and exporting: whole or an error, without a time limit, with nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_builder.engine import Engine
+from imgkit_builder.report import Silent
+from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+TAG = "small:latest"
+WHOLE = (b"x" * 512, bytes(512), bytes(512))
+
+
+@pytest.fixture(autouse=True)
+def local(fake: Any) -> None:
+    """The image is here, under its tag and its id."""
+    fake.on_image(TAG, fake.image(tags=["other:1", TAG]))
+    fake.on_image(fake.image_id, fake.image(tags=[TAG]))
+
+
+def save(engine: Engine, name: str = TAG) -> bytes:
+    with engines.save_stream(engine, name) as chunks:
+        return b"".join(chunks)
+
+
+def test_save_asks_for_exactly_one_tag(fake: Any, engine: Engine) -> None:
+    fake.on("GET", "/images/.+/get", fake.raw(*WHOLE))
+    assert save(engine) == b"".join(WHOLE)
+    # An image asked for by id keeps its name too.
+    save(engine, fake.image_id)
+    assert [one.path for one in fake.requests("/get")] == [f"/images/{TAG}/get"] * 2
+
+
+def test_staging_may_take_longer_than_an_answer(fake: Any) -> None:
+    fake.on("GET", "/images/.+/get", fake.raw(*WHOLE, delay_s=0.6))
+    with engines.connect(timeout_s=0.3) as engine:
+        assert len(save(engine)) == 1536
+
+
+def test_stalled_answer_is_no_read_timeout(fake: Any) -> None:
+    fake.on("GET", "/images/.+/json", fake.refused(404, "late", delay_s=0.8))
+    with engines.connect(timeout_s=0.3) as engine:
+        start = time.monotonic()
+        with pytest.raises(ToolFailed, match="did not answer in time"):
+            engines.inspect(engine, "slow")
+        assert time.monotonic() - start < 10
+
+
+def test_error_behind_the_data_is_raised(fake: Any, engine: Engine) -> None:
+    message = b'{"errorDetail":{"message":"no space left on device"},"error":"no space left on device"}\n'
+    fake.on("GET", "/images/.+/get", fake.raw(b"x" * 512, message))
+    with pytest.raises(ToolFailed, match="no space left") as caught:
+        save(engine)
+    assert "docker system df" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["cut", "closed in good order"])
+def test_short_archive_is_no_success(fake: Any, engine: Engine, dies: bool) -> None:
+    fake.on("GET", "/images/.+/get", fake.raw(b"x" * 512, bytes(512), dies=dies))
+    with pytest.raises(ToolFailed, match=r"broke|ended before the archive"):
+        save(engine)
+
+
+def test_save_of_absent_image_names_pull(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="no image 'nope:1'") as caught:
+        save(engine, "nope:1")
+    assert "imgkit pull nope:1" in str(caught.value.hint)
+
+
+def test_image_gone_before_the_save(fake: Any, engine: Engine) -> None:
+    # Measured: here the engine says NotFound, not ImageNotFound.
+    fake.on("GET", "/images/.+/get", fake.refused(404, "reference does not exist"))
+    with pytest.raises(UsageError, match="no image"):
+        save(engine)
+
+
+def test_users_own_error_is_left_alone(fake: Any, engine: Engine) -> None:
+    fake.on("GET", "/images/.+/get", fake.raw(*WHOLE))
+    with pytest.raises(OSError, match="disk of the user"), engines.save_stream(engine, TAG):
+        raise OSError(28, "disk of the user")
+
+
+def test_export_creates_and_removes_unstarted(fake: Any, engine: Engine) -> None:
+    fake.on("GET", "/containers/.+/export", fake.raw(*WHOLE))
+    with engines.export_stream(engine, TAG) as chunks:
+        assert b"".join(chunks) == b"".join(WHOLE)
+    names = [one.path.split("/")[2] for one in fake.requests(r"(GET|DELETE) /containers/imgkit-export")]
+    assert len(names) == 2
+    assert len(set(names)) == 1
+    assert not fake.requests("/start")
+    assert f'"Image": "{fake.image_id}"' in fake.requests("/containers/create")[0].body.decode()
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt(), OSError(28, "full")])
+def test_export_container_goes_on_errors(fake: Any, engine: Engine, trouble: BaseException) -> None:
+    fake.on("GET", "/containers/.+/export", fake.raw(*WHOLE))
+    with pytest.raises(type(trouble)), engines.export_stream(engine, TAG):
+        raise trouble
+    assert fake.requests("DELETE /containers/imgkit-export")
+
+
+def test_export_cut_short_is_raised(fake: Any, engine: Engine) -> None:
+    fake.on("GET", "/containers/.+/export", fake.raw(b"x" * 512, dies=True))
+    with pytest.raises(ToolFailed), engines.export_stream(engine, TAG) as chunks:
+        list(chunks)
+    assert fake.requests("DELETE /containers/imgkit-export")
+
+
+def test_staging_is_told(fake: Any, engine: Engine) -> None:
+    told: list[str] = []
+
+    class Recorder(Silent):
+        def stage(self, text: str) -> None:
+            told.append(text)
+
+    fake.on("GET", "/images/.+/get", fake.raw(*WHOLE))
+    with engines.save_stream(engine, TAG, report=Recorder()):
+        assert told == [f"the engine is staging {TAG}"]

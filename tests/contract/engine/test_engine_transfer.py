@@ -1,0 +1,160 @@
+"""Push, pull and load: what the engine says in band is an exception here."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_builder.engine import Engine
+from imgkit_builder.report import Silent
+from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+REF = "registry.test:5000/group/small:1"
+UNREACHABLE = 'Get "https://registry.test/v2/": dial tcp: lookup registry.test: no such host'
+DIGEST = "sha256:" + "d" * 64
+
+
+class Recorder(Silent):
+    """Keeps the last byte counts."""
+
+    done: tuple[int, int | None] = (0, None)
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        self.done = (done_bytes, total_bytes)
+
+
+@pytest.fixture
+def local(fake: Any) -> None:
+    """The image is here."""
+    fake.on_image(REF, fake.image(tags=[REF]))
+
+
+@pytest.mark.usefixtures("local")
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        (UNREACHABLE, "does not reach the registry"),
+        ("denied: requested access to the resource is denied", "docker login registry.test:5000"),
+        ("unauthorized: authentication required", "docker login registry.test:5000"),
+        ("x509: certificate signed by unknown authority", "/etc/docker/certs.d"),
+        ("http: server gave HTTP response to HTTPS client", "insecure-registries"),
+        ("blob upload unknown", "blob upload unknown"),
+    ],
+)
+def test_failed_push_is_raised(fake: Any, engine: Engine, message: str, advice: str) -> None:
+    fake.on("POST", "/images/.+/push", fake.events({"status": "The push refers to"}, fake.error(message)))
+    with pytest.raises(ToolFailed) as caught:
+        engines.push(engine, REF, Silent())
+    assert advice in str(caught.value)
+
+
+@pytest.mark.usefixtures("local")
+def test_push_without_digest_is_no_success(fake: Any, engine: Engine) -> None:
+    fake.on("POST", "/images/.+/push", fake.events({"status": "The push refers to"}))
+    with pytest.raises(ToolFailed, match="without a digest"):
+        engines.push(engine, REF, Silent())
+
+
+@pytest.mark.usefixtures("local")
+def test_push_returns_digest_and_counts_bytes(fake: Any, engine: Engine) -> None:
+    fake.on(
+        "POST",
+        "/images/.+/push",
+        fake.events(
+            {"status": "Preparing", "progressDetail": {}, "id": "one"},
+            {"status": "Pushing", "progressDetail": {"current": 10, "total": 40}, "id": "one"},
+            {"status": "Pushing", "progressDetail": {"current": 7, "total": 5}, "id": "two"},
+            {"status": "Pushed", "progressDetail": {}, "id": "two"},
+            {"progressDetail": {}, "aux": {"Tag": "1", "Digest": DIGEST, "Size": 528}},
+        ),
+    )
+    report = Recorder()
+    assert engines.push(engine, REF, report) == DIGEST
+    assert report.done == (17, 47)
+    (request,) = fake.requests("/push")
+    assert (request.path, request.query) == ("/images/registry.test:5000/group/small/push", {"tag": "1"})
+
+
+def test_push_of_absent_image_asks_nothing(fake: Any, engine: Engine) -> None:
+    with pytest.raises(UsageError, match="has no image"):
+        engines.push(engine, REF, Silent())
+    assert not fake.requests("/push")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "advice"),
+    [
+        (404, f"manifest for {REF} not found: manifest unknown", UsageError, "check the name"),
+        (404, "pull access denied for x, repository does not exist", UsageError, "check the name"),
+        (500, UNREACHABLE, ToolFailed, "does not reach the registry"),
+        (500, "toomanyrequests: You have reached your pull rate limit", ToolFailed, "docker login"),
+    ],
+)
+def test_refused_pull_is_typed(
+    fake: Any, engine: Engine, status: int, message: str, kind: type, advice: str
+) -> None:
+    fake.on("POST", "/images/create", fake.refused(status, message))
+    with pytest.raises(kind) as caught:
+        engines.pull(engine, REF, None, Silent())
+    assert advice in str(caught.value)
+
+
+@pytest.mark.usefixtures("local")
+@pytest.mark.parametrize("message", ["failed to register layer: no space left on device", "unexpected EOF"])
+def test_pull_failing_midway_gives_no_stale_image(fake: Any, engine: Engine, message: str) -> None:
+    fake.on("POST", "/images/create", fake.events({"status": "Downloading", "id": "x"}, fake.error(message)))
+    with pytest.raises(ToolFailed, match=message):
+        engines.pull(engine, REF, None, Silent())
+
+
+@pytest.mark.usefixtures("local")
+def test_dying_engine_breaks_a_pull(fake: Any, engine: Engine) -> None:
+    fake.on("POST", "/images/create", fake.events({"status": "Downloading", "id": "x"}, dies=True))
+    with pytest.raises(ToolFailed, match="broke"):
+        engines.pull(engine, REF, None, Silent())
+
+
+@pytest.mark.usefixtures("local")
+def test_pull_of_other_platform_is_refused(fake: Any, engine: Engine) -> None:
+    fake.on("POST", "/images/create", fake.events({"status": "Downloaded newer image"}))
+    with pytest.raises(UsageError, match="has none for arm64"):
+        engines.pull(engine, REF, "arm64", Silent())
+    assert engines.pull(engine, REF, "linux/amd64", Silent()).platform == "linux/amd64"
+
+
+def test_pull_by_digest_asks_for_it(fake: Any, engine: Engine) -> None:
+    ref = f"registry.test/small@{DIGEST}"
+    fake.on("POST", "/images/create", fake.events({"status": "Downloaded newer image"}))
+    fake.on_image(ref, fake.image(digests=[ref]))
+    assert engines.pull(engine, ref, None, Silent()).digest == ref
+    (request,) = fake.requests("/images/create")
+    assert request.query == {"tag": DIGEST, "fromImage": "registry.test/small"}
+
+
+def test_pull_may_take_longer_than_an_answer(fake: Any) -> None:
+    fake.on("POST", "/images/create", fake.events({"status": "Downloaded"}, delay_s=0.6))
+    fake.on_image(REF, fake.image(tags=[REF]))
+    with engines.connect(timeout_s=0.3) as engine:
+        assert engines.pull(engine, REF, None, Silent()).id == fake.image_id
+
+
+def test_broken_archive_is_not_loaded(fake: Any, engine: Engine) -> None:
+    message = "Error processing tar file(exit status 1): archive/tar: invalid tar header"
+    fake.on("POST", "/images/load", fake.events(fake.error(message)))
+    with pytest.raises(ToolFailed, match="invalid tar header"):
+        engines.load(engine, io.BytesIO(b"no tar"), Silent())
+
+
+def test_archive_without_image_is_not_loaded(fake: Any, engine: Engine) -> None:
+    fake.on("POST", "/images/load", fake.events({"stream": "ok\n"}))
+    with pytest.raises(ToolFailed, match="no image in it"):
+        engines.load(engine, io.BytesIO(bytes(1024)), Silent())
+
+
+def test_load_names_what_came(fake: Any, engine: Engine) -> None:
+    fake.on("POST", "/images/load", fake.events({"stream": f"Loaded image: {REF}\n"}))
+    assert engines.load(engine, io.BytesIO(bytes(1024)), Silent()) == (REF,)
+    assert fake.requests("/images/load")[0].body == bytes(1024)

@@ -1,0 +1,41 @@
+# cpu for linux/amd64, rendered by imgkit for Docker's classic builder. Edit cpu.yaml, not this text.
+# The comment above each instruction names the recipe line behind it; `imgkit:` marks imgkit's own steps.
+
+# cpu.yaml:5
+FROM python:3.11-slim-bookworm
+
+# imgkit: what the base has of torch and NCCL, as a constraint of every pip step below
+RUN mkdir -p /opt/imgkit \
+    && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
+    && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
+
+# cpu.yaml:10
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --index-url https://download.pytorch.org/whl/cpu \
+        'torch>=2.3' \
+        numpy
+
+# imgkit: packages of the host's ~/.local stay out
+ENV PYTHONNOUSERSITE="1"
+
+# imgkit: the default folder
+WORKDIR "/workspace"
+
+# imgkit: the entry points, cut out of the imgkit that makes this image, so that both are of one version
+COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
+# imgkit: no index and no dependencies; reinstalled by force because a changed wheel can bear the same version
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
+    python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
+        /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
+
+# imgkit: facts of the system and provenance; late, because they change with every commit
+COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
+
+# imgkit: what this image is
+LABEL org.opencontainers.image.title="cpu" \
+    org.opencontainers.image.version="VERSION" \
+    org.opencontainers.image.description="CPU only, for a laptop or CI" \
+    imgkit.recipe="cpu" \
+    imgkit.recipe.sha256="SHA256" \
+    imgkit.version="VERSION"

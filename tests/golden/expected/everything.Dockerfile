@@ -1,0 +1,81 @@
+# everything for linux/amd64, rendered by imgkit for Docker's classic builder. Edit everything.yaml, not this text.
+# The comment above each instruction names the recipe line behind it; `imgkit:` marks imgkit's own steps.
+
+# base-of-everything.yaml:3
+FROM nvcr.io/nvidia/pytorch:25.05-py3
+
+# base-of-everything.yaml:5, everything.yaml:7-8
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        git \
+        vim=2:9.0.1378-2 \
+        less \
+    && apt-get clean \
+    && rm -rf /var/lib/apt/lists/*
+
+# imgkit: what the base has of torch and NCCL, as a constraint of every pip step below
+RUN mkdir -p /opt/imgkit \
+    && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
+    && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
+
+# everything.yaml:14
+RUN if [ -n "${PIP_CONSTRAINT:-}" ]; then \
+        sed -E '/^(flash[-_.]+attn|typing[-_.]+extensions)([^A-Za-z0-9._-]|$)/Id' "$PIP_CONSTRAINT" > /opt/imgkit/base-constraint.txt; \
+    else : > /opt/imgkit/base-constraint.txt; fi
+
+# everything.yaml:10
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        'numpy>=1.26,<3' \
+        'accelerate[rich]'
+
+# everything.yaml:11
+COPY ["imgkit/requirements-1.txt", "/opt/imgkit/requirements-1.txt"]
+# everything.yaml:11
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --no-build-isolation \
+        --requirement /opt/imgkit/requirements-1.txt
+
+# everything.yaml:16-17
+ENV PYTHONNOUSERSITE="1" \
+    GREETING="it's \"\$HOME\" \\ # grüße" \
+    HF_HOME="/scratch/hf cache"
+
+# everything.yaml:22
+WORKDIR "/workspace/code"
+
+# everything.yaml:19
+RUN python3 -c 'print("hello")' > /dev/null
+
+# everything.yaml:20
+RUN ["/bin/sh", "-c", "[ -n \"$HF_HOME\" ]"]
+
+# everything.yaml:21
+RUN ["/bin/sh", "-c", "cat /etc/os-release > /dev/null # <<EOF"]
+
+# imgkit: the entry points, cut out of the imgkit that makes this image, so that both are of one version
+COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
+# imgkit: no index and no dependencies; reinstalled by force because a changed wheel can bear the same version
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
+    python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
+        /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
+
+# everything.yaml:24
+COPY ["copy/0/", "/workspace/code/"]
+
+# everything.yaml:27
+COPY ["copy/1/", "/opt/tools/"]
+
+# imgkit: facts of the system and provenance; late, because they change with every commit
+COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
+
+# everything.yaml:30-31
+LABEL org.opencontainers.image.title="everything" \
+    org.opencontainers.image.version="VERSION" \
+    org.opencontainers.image.description="every field of the image part" \
+    org.opencontainers.image.authors="A \"B\" C\$" \
+    team="images" \
+    imgkit.recipe="everything" \
+    imgkit.recipe.sha256="SHA256" \
+    imgkit.version="VERSION"

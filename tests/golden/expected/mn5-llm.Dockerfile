@@ -1,0 +1,47 @@
+# mn5-llm for linux/amd64, rendered by imgkit for Docker's classic builder. Edit mn5-llm.yaml, not this text.
+# The comment above each instruction names the recipe line behind it; `imgkit:` marks imgkit's own steps.
+
+# mn5.yaml:8
+FROM nvcr.io/nvidia/pytorch:24.03-py3
+
+# imgkit: what the base has of torch and NCCL, as a constraint of every pip step below
+RUN mkdir -p /opt/imgkit \
+    && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
+    && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
+
+# mn5-llm.yaml:10
+COPY ["imgkit/requirements-0.txt", "/opt/imgkit/requirements-0.txt"]
+# mn5-llm.yaml:10
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --requirement /opt/imgkit/requirements-0.txt
+
+# mn5-llm.yaml:12
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --no-build-isolation \
+        flash-attn==2.5.5
+
+# imgkit: packages of the host's ~/.local stay out
+ENV PYTHONNOUSERSITE="1"
+
+# imgkit: the default folder
+WORKDIR "/workspace"
+
+# imgkit: the entry points, cut out of the imgkit that makes this image, so that both are of one version
+COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
+# imgkit: no index and no dependencies; reinstalled by force because a changed wheel can bear the same version
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
+    python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
+        /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
+
+# imgkit: facts of the system and provenance; late, because they change with every commit
+COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
+
+# imgkit: what this image is
+LABEL org.opencontainers.image.title="mn5-llm" \
+    org.opencontainers.image.version="VERSION" \
+    org.opencontainers.image.description="the MareNostrum 5 hands-on's full stack for language models" \
+    imgkit.recipe="mn5-llm" \
+    imgkit.recipe.sha256="SHA256" \
+    imgkit.version="VERSION"

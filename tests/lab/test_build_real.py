@@ -1,0 +1,316 @@
+"""Builds, tests, pushes and interrupted runs on a real engine; gated by the marker ``docker``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder import engine as engines
+from imgkit_builder.report import Silent
+from imgkit_entrypoints.errors import UsageError
+
+pytestmark = pytest.mark.docker
+
+PREFIX = "imgkit-test-build"
+IMGKIT = (sys.executable, "-m", "imgkit_builder")
+
+
+def docker(*words: str) -> str:
+    return subprocess.run(["docker", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def containers() -> set[str]:
+    return set(docker("ps", "--all", "--quiet", "--no-trunc").split())
+
+
+def until(condition: Callable[[], Any], *, within_s: float = 30) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fresh state and cache folders, for this process and for those that it starts."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def write(home: Path) -> Iterator[Callable[..., Path]]:
+    """``write("name", "RUN text")``: a recipe file; images of its name are removed at the end."""
+    names: list[str] = []
+
+    def make(name: str, *run: str, base: str = "registry.invalid/base:1", extra: str = "") -> Path:
+        steps = "".join(f"    - {json.dumps(step)}\n" for step in run)
+        text = f"description: test\nimage:\n  base: {base}\n{extra}" + (f"  run:\n{steps}" if run else "")
+        file = home / f"{PREFIX}-{name}.yaml"
+        file.write_text(text)
+        names.append(file.stem)
+        return file
+
+    yield make
+    for name in names:
+        subprocess.run(["docker", "rmi", "--force", f"{name}:latest"], capture_output=True, check=False)
+
+
+def imgkit(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*IMGKIT, *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def build(file: Path, base: str, *options: str) -> dict[str, Any]:
+    done = imgkit("build", file, "--base", base, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_build_is_tested_labelled_and_repeatable(
+    write: Callable[..., Path], standin_notorch: str, home: Path
+) -> None:
+    file = write("small", "echo hello > /hello")
+    first = build(file, standin_notorch)
+    assert first["standin"] is True
+    assert {one["verdict"] for one in first["checks"]} <= {"ok", "skip"}
+    assert {one["name"] for one in first["checks"]} >= {"arch", "python", "pip", "manifest", "dist-env"}
+    labels = first["labels"]
+    assert labels["org.opencontainers.image.title"] == file.stem
+    assert labels["org.opencontainers.image.base.name"] == standin_notorch
+    # A base that saw no registry is known by its id.
+    assert labels["org.opencontainers.image.base.digest"] == first["base"]["id"]
+    assert labels["imgkit.recipe"] == file.stem
+    assert {"imgkit.recipe.sha256", "imgkit.version", "imgkit.context.sha256", "imgkit.standin"} <= set(
+        labels
+    )
+    assert {f"org.opencontainers.image.{name}" for name in ("version", "created", "revision")} <= set(labels)
+    log = Path(first["log"])
+    assert "Successfully built" in log.read_text()
+    assert (log.parent / "Dockerfile").read_text().count("LABEL") >= 1
+
+    time.sleep(1.1)  # the label `created` counts seconds
+    again = build(file, standin_notorch)
+    assert again["id"] == first["id"]
+    fresh = build(file, standin_notorch, "--no-cache", "--no-test")
+    assert fresh["id"] != first["id"]
+
+    shown = engines.image_facts(f"{file.stem}:latest").to_text()
+    assert shown.startswith("STAND-IN")
+    baked = docker("run", "--rm", "--entrypoint", "cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
+    assert json.loads(baked)["base"]["probe"]["python"]
+    assert json.loads(baked)["base"]["digest"] == ""
+
+
+def test_torch_of_the_base_is_checked(write: Callable[..., Path], standin: str) -> None:
+    found = build(write("torch"), standin)
+    (torch,) = (one for one in found["checks"] if one["name"] == "torch")
+    assert torch["verdict"] == "ok"
+    assert torch["found"][0].isdigit()
+
+
+def test_step_that_breaks_the_image_keeps_old_tag(write: Callable[..., Path], standin_notorch: str) -> None:
+    good = build(write("breaks"), standin_notorch)
+    bad = imgkit(
+        "build",
+        write(
+            "breaks",
+            "rm -f $(command -v pip) && echo 'raise SystemExit(3)' > "
+            "$(python3 -c 'import json; print(json.__file__)')",
+        ),
+        "--base",
+        standin_notorch,
+    )
+    assert bad.returncode in (1, 4)
+    assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-breaks:latest") == good["id"]
+
+
+def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_notorch: str) -> None:
+    before = containers()
+    file = write("fails", "echo fine", "echo why-it-failed >&2; exit 7")
+    done = imgkit("build", file, "--base", standin_notorch)
+    assert done.returncode == 4
+    assert f"{file.name}:6: step " in done.stderr
+    assert "\nwhy-it-failed\n" in done.stderr
+    assert "returned a non-zero code: 7" in done.stderr
+    assert containers() <= before
+    assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_build_leaves_no_container(
+    write: Callable[..., Path], standin_notorch: str, number: signal.Signals
+) -> None:
+    before = containers()
+    file = write(f"ends-{number.value}", "sleep 300")
+    process = subprocess.Popen(
+        [*IMGKIT, "build", str(file), "--base", standin_notorch],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # A shell that starts a program in the background may have it ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    sleeping = ["ps", "--no-trunc", "--quiet", "--filter", "ancestor=" + standin_notorch]
+    try:
+        assert until(
+            lambda: set(docker(*sleeping).split()) - before and "sleep 300" in docker("ps", "--no-trunc")
+        )
+        process.send_signal(number)
+        process.wait(timeout=30)
+        assert process.returncode in (130, -number)
+        assert until(lambda: containers() <= before), "the build's container is still there"
+    finally:
+        process.kill()
+    assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("what", ["export", "run"])
+def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, what: str) -> None:
+    program = f"""
+import os, signal, sys, threading
+from imgkit_builder import engine as engines
+def die():
+    print("now", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+with engines.connect() as engine:
+    if {what!r} == "export":
+        with engines.export_stream(engine, {standin_notorch!r}) as chunks:
+            next(chunks)
+            die()
+    threading.Timer(2, die).start()
+    engines.run(engine, {standin_notorch!r}, ["sleep", "300"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "now\n")
+    mine = ("ps", "--all", "--quiet", "--filter", f"label=imgkit.purpose={what}")
+    assert until(lambda: not docker(*mine)), "the container is still there"
+
+
+def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:
+    done = imgkit("build", write("standin", base=standin_notorch))
+    assert done.returncode == 2
+    assert f"--base {standin_notorch}" in done.stderr
+
+
+def test_other_architecture_is_refused_early(
+    write: Callable[..., Path], standin_notorch: str, home: Path
+) -> None:
+    file = write("arch", "true", extra="  platform: linux/arm64\n")
+    done = imgkit("build", file, "--base", standin_notorch)
+    assert done.returncode == 2
+    assert "is linux/amd64, the build is for linux/arm64" in done.stderr
+    assert not (home / "state" / "imgkit" / "builds").exists()
+
+
+def test_unreachable_registry_is_said(write: Callable[..., Path]) -> None:
+    file = write("far")
+    done = imgkit("build", file)
+    assert done.returncode == 4
+    assert f"{file.name}:3: pull registry.invalid/base:1" in done.stderr
+
+
+@pytest.mark.qemu
+def test_arm64_is_built_and_tested_by_emulator(
+    write: Callable[..., Path], standin_arm64_notorch: str
+) -> None:
+    file = write("arm", extra="  platform: linux/arm64\n")
+    found = build(file, standin_arm64_notorch)
+    assert found["platform"] == "linux/arm64"
+    assert ("arch", "aarch64") in {(one["name"], one["found"]) for one in found["checks"]}
+
+
+def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: str) -> None:
+    from imgkit_builder.engine.labels import instruction
+
+    value = 'a "b" $HOME \\n ${x} é = end\\'
+    text = f"FROM {standin_notorch}\n" + instruction({"k": value})
+    done = subprocess.run(
+        ["docker", "build", "--quiet", "--tag", f"{PREFIX}-label", "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "DOCKER_BUILDKIT": "0"},
+    )
+    try:
+        labels = json.loads(docker("inspect", "--format", "{{json .Config.Labels}}", done.stdout.strip()))
+    finally:
+        docker("rmi", f"{PREFIX}-label")
+    assert labels["k"] == value
+
+
+def test_stream_of_a_real_save_is_whole(home: Path, standin_notorch: str) -> None:
+    import tarfile
+
+    with engines.connect() as engine, engines.save_stream(engine, standin_notorch) as chunks:
+        path = home / "x.tar"
+        with path.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+    with tarfile.open(path) as tar:
+        member = tar.extractfile("manifest.json")
+        assert member is not None
+        (only,) = json.load(member)
+    assert only["RepoTags"] == [standin_notorch]
+
+
+@pytest.fixture
+def registry(home: Path) -> Iterator[str]:
+    """``127.0.0.1:PORT`` of a registry of our own."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("docker-registry is not installed: apt-get install docker-registry")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    config = home / "registry.yml"
+    config.write_text(
+        "version: 0.1\nlog: {level: error}\n"
+        f"storage: {{filesystem: {{rootdirectory: {home}/registry}}}}\nhttp: {{addr: '{address}'}}\n"
+    )
+    with subprocess.Popen([program, "serve", str(config)], stderr=subprocess.DEVNULL) as server:
+        host, port = address.split(":")
+
+        def answers() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex((host, int(port))) == 0
+
+        assert until(answers)
+        yield address
+        server.terminate()
+
+
+def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
+    (home / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    local, ref = f"{PREFIX}-tiny:latest", f"{registry}/group/tiny:1"
+    docker("build", "--quiet", "--tag", local, str(home))
+    try:
+        pushed = imgkit("push", local, ref, "--json")
+        assert pushed.returncode == 0, pushed.stderr
+        digest = json.loads(pushed.stdout)["digest"]
+        docker("rmi", ref)
+        pulled = imgkit("pull", f"{registry}/group/tiny@{digest}")
+        assert pulled.returncode == 0, pulled.stderr
+        assert digest in pulled.stdout
+        with engines.connect() as engine:
+            with pytest.raises(UsageError, match="no such image"):
+                engines.pull(engine, f"{registry}/group/tiny:absent", None, Silent())
+            with pytest.raises(UsageError, match="has none for linux/arm64"):
+                engines.pull(engine, ref, "linux/arm64", Silent())
+    finally:
+        for name in (local, ref, f"{registry}/group/tiny@{digest}"):
+            subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)

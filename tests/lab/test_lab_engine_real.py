@@ -1,0 +1,122 @@
+"""``ci/lab/engine`` for real, on a second engine beside the one that the tests use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENGINE = Path(__file__).resolve().parents[2] / "ci/lab/engine"
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("dockerd", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None,
+        reason="starting an engine needs root and dockerd",
+    ),
+]
+
+
+def engine(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    argv = [str(ENGINE), verb, "--private", str(folder)]
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90)
+
+
+def answers(folder: Path) -> bool:
+    env = {**os.environ, "DOCKER_HOST": f"unix://{folder}/docker.sock"}
+    return subprocess.run(["docker", "version"], env=env, capture_output=True, timeout=30).returncode == 0
+
+
+def processes(folder: Path) -> list[str]:
+    """Command lines that name this engine's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if entry.name.isdigit() and str(folder) in line and "ci/lab/engine" not in line:
+            found.append(line)
+    return found
+
+
+def mounts(folder: Path) -> list[str]:
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [line for line in lines if line.split()[1].replace("\\040", " ").startswith(str(folder))]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    # Short, since a socket's path is limited; with a space, since a checkout's path may have one.
+    folder = Path(f"/tmp/imgkit engine {os.getpid()}")
+    yield folder
+    engine("stop", folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_engine_starts_and_stops_cleanly(place: Path) -> None:
+    assert engine("status", place).returncode == 1
+    started = engine("start", place)
+    assert started.returncode == 0, started.stderr
+    assert answers(place)
+    again = engine("start", place)
+    assert "answers already" in again.stderr
+    stopped = engine("stop", place)
+    assert stopped.returncode == 0, stopped.stderr
+    assert not answers(place)
+    assert processes(place) == []
+    assert mounts(place) == []
+
+
+def test_machines_own_engine_keeps_its_bridge(place: Path) -> None:
+    bridge = Path("/sys/class/net/docker0")
+    before = bridge.exists()
+    engine("start", place)
+    assert bridge.exists() == before
+
+
+def test_stop_leaves_a_foreign_engine(place: Path) -> None:
+    assert engine("start", place).returncode == 0
+    note = place / "started"
+    ours = note.read_text()
+    for foreign in (None, "4194304 1\n"):  # no note of a start; the note of one that is long dead
+        note.unlink() if foreign is None else note.write_text(foreign)
+        assert "nothing to stop" in engine("stop", place).stderr
+        assert answers(place)
+    note.write_text(ours)
+
+
+def test_stop_checks_more_than_the_pid(place: Path) -> None:
+    place.mkdir()
+    bystander = subprocess.Popen(["sleep", "60"])
+    (place / "started").write_text(f"{bystander.pid} 1\n")  # its pid, another one's start time
+    engine("stop", place)
+    time.sleep(0.2)
+    alive = bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+    assert alive
+
+
+def test_stop_cleans_up_after_a_killed_engine(place: Path) -> None:
+    assert engine("start", place).returncode == 0
+    pid = int((place / "started").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+    assert engine("stop", place).returncode == 0
+    assert processes(place) == []
+    assert mounts(place) == []
+
+
+def test_failing_engine_quotes_its_log(place: Path) -> None:
+    place.mkdir()
+    (place / "data").write_text("a file where the engine needs a folder")
+    done = engine("start", place)
+    assert done.returncode == 4
+    assert str(place / "data") in done.stderr
+    assert processes(place) == []

@@ -1,0 +1,78 @@
+"""README's first command, as a newcomer gives it: from elsewhere, in a checkout with a space in its path."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the files that are, or would be, in the repository."""
+    names = subprocess.check_output(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    copy = tmp_path_factory.mktemp("quick start") / "imgkit"
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    yield copy
+    shutil.rmtree(copy)
+
+
+def has_image(name: str) -> bool:
+    return subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode == 0
+
+
+def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [checkout / "ci/quickstart"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "interrupted" in output
+
+
+def test_quickstart_trains_to_a_falling_loss(checkout: Path, tmp_path: Path, standin: str) -> None:
+    had_image = has_image("mn5")
+    try:
+        done = subprocess.run(
+            [checkout / "ci/quickstart"],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+    finally:
+        if not had_image:
+            subprocess.run(["docker", "image", "rm", "mn5"], capture_output=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert f"+ imgkit build mn5 --base {standin}" in done.stdout
+    fell = re.search(r"the loss fell from ([0-9.]+) to ([0-9.]+)", done.stdout)
+    assert fell is not None
+    assert float(fell[2]) < float(fell[1])
+    assert list(tmp_path.iterdir()) == []
+    assert (checkout / "build/quickstart/mn5.sif").is_file()

@@ -1,0 +1,150 @@
+"""Who may import what: read from the sources, and tried in fresh interpreters with the others blocked."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILDER = ROOT / "builder/imgkit_builder"
+RECIPES = ROOT / "recipes/imgkit_recipes"
+ENTRYPOINTS = ROOT / "entrypoints/imgkit_entrypoints"
+
+HEAVY = ("docker", "spython", "jinja2", "torch", "pydantic", "requests", "numpy")
+BUNDLE_MODULES = ("archive", "verify", "doctor", "smoke", "sif", "sidecar", "checks", "process", "files")
+"""What the one-file tool needs on a cluster: pure Python only."""
+
+BLOCKER = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(f"layering: {{name}} must not be imported here")
+        return None
+
+sys.meta_path.insert(0, Blocker())
+{body}
+"""
+
+
+def blocked(names: tuple[str, ...], body: str) -> subprocess.CompletedProcess[str]:
+    """Run `body` in a fresh interpreter in which importing any of `names` fails."""
+    code = BLOCKER.format(blocked=set(names), body=body)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def import_all(names: list[str]) -> str:
+    """Python text that imports the modules of these names."""
+    plain = [name.removesuffix(".__init__") for name in names]
+    return f"import importlib\nfor name in {plain!r}: importlib.import_module(name)"
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Full names of the modules that `path` imports, wherever in the file, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield node.module or "", node.lineno
+
+
+def importers(module: str, *folders: Path) -> set[str]:
+    """Files (relative to the checkout) that import `module` or something in it."""
+    return {
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in files(folder)
+        for name, _ in imports(path)
+        if name == module or name.startswith(module + ".")
+    }
+
+
+def test_only_engine_imports_docker() -> None:
+    found = importers("docker", BUILDER, RECIPES, ENTRYPOINTS)
+    assert found, "the rule below would hold for an empty tree"
+    assert {path for path in found if not path.startswith("builder/imgkit_builder/engine/")} == set()
+
+
+def test_only_the_runtime_imports_spython() -> None:
+    found = importers("spython", BUILDER, RECIPES, ENTRYPOINTS)
+    assert found == {"builder/imgkit_builder/sif/runtime.py"}
+
+
+def test_only_apps_import_torch() -> None:
+    found = importers("torch", BUILDER, RECIPES, ENTRYPOINTS)
+    assert found, "the rule below would hold for an empty tree"
+    assert {path for path in found if "imgkit_entrypoints/apps/" not in path} == set()
+
+
+def test_entrypoints_import_the_standard_library_only() -> None:
+    allowed = sys.stdlib_module_names | {"imgkit_entrypoints"}
+    foreign = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files(ENTRYPOINTS)
+        for name, line in imports(path)
+        if name.split(".")[0] not in allowed | ({"torch"} if "apps" in path.parts else set())
+    ]
+    assert foreign == []
+
+
+def test_dependencies_never_point_back() -> None:
+    assert importers("imgkit_builder", RECIPES, ENTRYPOINTS) == set()
+    assert importers("imgkit_recipes", ENTRYPOINTS) == set()
+    assert importers("imgkit_entrypoints", RECIPES) == set()
+
+
+def test_launcher_starts_without_torch_and_builder() -> None:
+    names = [
+        ".".join(path.relative_to(ENTRYPOINTS.parent).with_suffix("").parts)
+        for path in files(ENTRYPOINTS)
+        if "apps" not in path.parts and path.name != "__main__.py"
+    ]
+    done = blocked(("torch", "imgkit_builder", "imgkit_recipes", "typer", "yaml", *HEAVY), import_all(names))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["sif", "--help"], ["build", "--help"], ["render", "--help"]], ids=" ".join
+)
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    body = f"sys.argv = ['imgkit', *{words!r}]\nfrom imgkit_builder.__main__ import main\nmain()"
+    done = blocked((*HEAVY, "rich.progress"), body)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_recipe_data_imports_nothing_heavy() -> None:
+    done = blocked((*HEAVY, "imgkit_builder", "imgkit_entrypoints", "yaml", "typer"), "import imgkit_recipes")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", BUNDLE_MODULES)
+def test_cluster_side_is_pure_python(module: str) -> None:
+    place = BUILDER / module
+    assert place.is_dir() or place.with_suffix(".py").is_file()
+    names = (
+        [f"imgkit_builder.sif.{path.stem}" for path in files(place)]
+        if place.is_dir()
+        else [f"imgkit_builder.{module}"]
+    )
+    heavy = ("docker", "pydantic", "jinja2", "yaml", "zstandard", "torch", "requests")
+    done = blocked(heavy, import_all(names))
+    assert done.returncode == 0, done.stderr
+
+
+def test_blocker_refuses_what_it_names() -> None:
+    done = blocked(("docker",), "import docker")
+    assert done.returncode == 1
+    assert "layering: docker must not be imported here" in done.stderr

@@ -1,0 +1,111 @@
+"""The distribution as users get it: a wheel, installed (not editable) into a fresh environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"imgkit_builder", "imgkit_recipes", "imgkit_entrypoints"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # From this checkout's files, by the backend that pyproject.toml names.
+    code = f"import hatchling.build as build; print(build.build_wheel({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment that holds the wheel; a path file lends it this one's dependencies."""
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+    python = folder / "bin/python"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=120, capture_output=True)
+    # Nothing is downloaded. The lending folder's own path files (among them the editable install of this
+    # checkout) are not read: Python does that in site folders only.
+    place = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    Path(place.stdout.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_wheel_holds_the_three_packages_only(wheel: Path) -> None:
+    top = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+
+
+def test_wheel_holds_recipes_and_templates(wheel: Path) -> None:
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    data = [
+        path
+        for path in (ROOT / "recipes/imgkit_recipes").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert len(data) > 10
+    missing = {path.relative_to(ROOT / "recipes").as_posix() for path in data} - inside
+    assert missing == set()
+
+
+@pytest.mark.parametrize("name", ["recipes", "builder", "entrypoints", "ci"])
+def test_checkout_folders_are_no_packages(name: str) -> None:
+    # A top-level module `entrypoints` would shadow a real package that Jupyter installs in NGC images.
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_installed_wheel_lists_recipes(installed: Path, tmp_path: Path) -> None:
+    done = run(installed, str(installed / "imgkit"), "list", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "mn5" in done.stdout.split()
+
+
+def test_installed_wheel_renders_as_the_checkout(installed: Path, tmp_path: Path) -> None:
+    done = run(installed, str(installed / "imgkit"), "render", "mn5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    here = run(installed, sys.executable, "-m", "imgkit_builder", "render", "mn5", cwd=tmp_path)
+    assert done.stdout == here.stdout
+    assert "FROM nvcr.io/nvidia/pytorch:24.03-py3" in done.stdout
+
+
+def test_installed_wheel_is_not_the_checkout(installed: Path, tmp_path: Path) -> None:
+    code = "import imgkit_builder, imgkit_entrypoints; print(imgkit_builder.__file__)"
+    done = run(installed, str(installed / "python"), "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert str(ROOT) not in done.stdout
+
+
+def test_unknown_recipe_is_refused(installed: Path, tmp_path: Path) -> None:
+    done = run(installed, str(installed / "imgkit"), "render", "mn55", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mn5" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,55 @@
+"""``tests/conftest.py``: a missing capability skips with the command that helps; where required, it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
+TEST = """
+import pytest
+
+@pytest.mark.docker
+def test_needs_docker():
+    pass
+
+def test_needs_nothing():
+    pass
+"""
+
+
+def pytest_without_docker(folder: Path, require: str) -> subprocess.CompletedProcess[str]:
+    (folder / "tests").mkdir()
+    (folder / "tests/conftest.py").write_text(CONFTEST.read_text())
+    (folder / "tests/test_it.py").write_text(TEST)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    docker\naddopts = -ra\n")
+    env = {**os.environ, "IMGKIT_REQUIRE": require, "DOCKER_HOST": f"unix://{folder}/none.sock"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_missing_docker_skips_with_the_remedy(tmp_path: Path) -> None:
+    done = pytest_without_docker(tmp_path, "")
+    assert done.returncode == 0
+    assert "1 passed, 1 skipped" in done.stdout
+    assert "ci/lab/engine start" in done.stdout
+
+
+def test_missing_docker_fails_where_required(tmp_path: Path) -> None:
+    done = pytest_without_docker(tmp_path, "docker,cluster")
+    assert done.returncode == 1
+    assert "docker is required by IMGKIT_REQUIRE" in done.stdout
+
+
+def test_unknown_requirement_is_refused(tmp_path: Path) -> None:
+    done = pytest_without_docker(tmp_path, "dokcer")
+    assert done.returncode == 4
+    assert "dokcer" in done.stderr

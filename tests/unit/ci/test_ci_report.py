@@ -1,0 +1,60 @@
+"""What ``ci/report`` says of a run, and when it calls a skip a failure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPORT = Path(__file__).resolve().parents[3] / "ci/report"
+
+PASSED = '<testcase classname="tests.a" name="test_one"/>'
+FAILED = '<testcase classname="tests.a" name="test_two"><failure message="no"/></testcase>'
+NO_DOCKER = (
+    '<testcase classname="tests.b" name="{}"><skipped message="docker: no engine answers"/></testcase>'
+)
+UNASKED = '<testcase classname="tests.b" name="t"><skipped message="torch_arm64: takes minutes"/></testcase>'
+
+
+def report(folder: Path, *cases: str, ci: str = "") -> subprocess.CompletedProcess[str]:
+    table = folder / "parts.tsv"
+    table.write_text("lint\t30\t0\ntests: lab\t90\t1\n")
+    results = folder / "lab.xml"
+    results.write_text(f'<testsuites><testsuite name="lab">{"".join(cases)}</testsuite></testsuites>')
+    return subprocess.run(
+        [sys.executable, str(REPORT), str(table), str(results)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CI": ci},
+    )
+
+
+def test_parts_show_minutes_and_failures(tmp_path: Path) -> None:
+    lines = report(tmp_path, PASSED).stdout.splitlines()
+    assert lines[0].split() == ["0.5", "min", "lint", "ok"]
+    assert lines[1].split() == ["1.5", "min", "tests:", "lab", "FAILED", "(1)"]
+
+
+def test_skips_of_one_reason_share_a_line(tmp_path: Path) -> None:
+    done = report(tmp_path, NO_DOCKER.format("t1"), NO_DOCKER.format("t2"))
+    assert "lab: tests.b.t1 and 1 more: docker: no engine answers" in done.stdout
+
+
+def test_total_counts_every_outcome(tmp_path: Path) -> None:
+    done = report(tmp_path, PASSED, FAILED, UNASKED)
+    assert done.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 1 skipped"
+
+
+def test_required_skip_fails_in_ci_only(tmp_path: Path) -> None:
+    assert report(tmp_path, NO_DOCKER.format("t1")).returncode == 0
+    done = report(tmp_path, NO_DOCKER.format("t1"), ci="true")
+    assert done.returncode == 1
+    assert "in CI is a failure: tests.b.t1" in done.stdout
+
+
+@pytest.mark.parametrize(("cases", "code"), [((), 1), ((UNASKED, PASSED), 0)])
+def test_ci_needs_tests_not_every_marker(tmp_path: Path, cases: tuple[str, ...], code: int) -> None:
+    assert report(tmp_path, *cases, ci="true").returncode == code

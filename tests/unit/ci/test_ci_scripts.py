@@ -1,0 +1,102 @@
+"""The command lines of the scripts in ``ci``: help, refusals, and that they say what is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).resolve().parents[3] / "ci"
+SCRIPTS = sorted(
+    str(path.relative_to(CI))
+    for path in (*CI.iterdir(), *CI.glob("lab/*"))
+    if path.is_file() and os.access(path, os.X_OK)
+)
+
+
+def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CI / script), *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+
+
+def test_scripts_are_found() -> None:
+    assert {"check", "quickstart", "lab/base-image", "lab/engine", "lab/cluster"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "report"])
+def test_help_says_how_to_use_it(script: str) -> None:
+    done = run(script, "--help")
+    assert done.returncode == 0
+    assert Path(script).name in done.stdout
+    assert "set -e" not in done.stdout
+
+
+@pytest.mark.parametrize("script", ["check", "quickstart", "lab/base-image", "lab/install-singularity"])
+def test_unknown_option_is_refused(script: str) -> None:
+    done = run(script, "--no-such-option")
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("script", ["lab/engine", "lab/binfmt"])
+def test_unknown_verb_is_refused(script: str) -> None:
+    assert run(script, "explode").returncode == 2
+    assert run(script).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvcr.io/nvidia/pytorch:24.03-py3",
+        "imgkit.local/standin",
+        "imgkit.local/other:24.03",
+        "imgkit.local/standin:",
+    ],
+)
+def test_standin_never_bears_another_name(name: str) -> None:
+    done = run("lab/base-image", name)
+    assert done.returncode == 2
+    assert "imgkit.local/standin:TAG" in done.stderr
+
+
+def test_unknown_architecture_is_refused() -> None:
+    done = run("lab/base-image", "--arch", "s390x")
+    assert done.returncode == 2
+    assert "amd64, arm64" in done.stderr
+
+
+def test_installed_programs_need_no_apt() -> None:
+    done = run("lab/apt-install", "sh:dash", "ls:coreutils")
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_missing_package_without_apt_is_named(tmp_path: Path) -> None:
+    # Only the programs that the script itself starts: no apt-get, as on another distribution.
+    for name in ("bash", "id", "env"):
+        (tmp_path / name).symlink_to(subprocess.check_output(["which", name], text=True).strip())
+    script = (CI / "lab/apt-install").read_text().replace("PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin\n", "")
+    copy = tmp_path / "apt-install"
+    copy.write_text(script)
+    done = subprocess.run(
+        ["bash", str(copy), "dockerd:docker-cli|docker.io", "bash:bash"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path)},
+    )
+    assert done.returncode == 3
+    assert "apt-get install docker-cli" in done.stderr
+    assert "bash" not in done.stderr
+
+
+def test_engine_refuses_a_long_socket_path(tmp_path: Path) -> None:
+    done = run("lab/engine", "status", "--private", str(tmp_path / ("x" * 100)))
+    assert done.returncode == 2
+    assert "too long" in done.stderr

@@ -1,0 +1,130 @@
+"""Small pure parts of the engine: step lines, labels, names, messages, commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+
+import pytest
+
+from imgkit_builder.engine.dockerfile import instruction_lines
+from imgkit_builder.engine.errors import clean, explain, registry_of
+from imgkit_builder.engine.images import repository
+from imgkit_builder.engine.labels import DOCKERFILE, instruction, with_dockerfile
+from imgkit_builder.engine.shell import shell_argv
+from imgkit_builder.engine.show import ImageFacts
+from imgkit_builder.engine.transfer import full_platform
+from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+
+def test_steps_map_to_first_lines() -> None:
+    text = "# c\nARG A=1\nFROM x\n\nRUN a \\\n  # inside\n\n  && b\n# c \\\nCOPY a b\n"
+    assert instruction_lines(text) == (2, 3, 5, 10)
+
+
+def test_empty_dockerfile_has_no_steps() -> None:
+    assert instruction_lines("# only\n\n") == ()
+
+
+def test_label_values_cannot_break_out() -> None:
+    line = instruction({"k": 'a "b" $HOME \\ c\nRUN evil'})
+    assert line == 'LABEL "k"="a \\"b\\" \\$HOME \\\\ c RUN evil"\n'
+
+
+def test_dockerfile_goes_before_the_context() -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        member = tarfile.TarInfo("Dockerfile")
+        member.size = 4
+        tar.addfile(member, io.BytesIO(b"FROM"))
+    stream.seek(0)
+    joined = with_dockerfile(stream, "FROM x\nLABEL a=b\n")
+    # In small reads, as an HTTP library may do.
+    data = b"".join(iter(lambda: joined.read(100), b""))
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        assert tar.getnames() == [DOCKERFILE, "Dockerfile"]
+        file = tar.extractfile(DOCKERFILE)
+        assert file is not None
+        assert file.read() == b"FROM x\nLABEL a=b\n"
+    joined.close()
+    assert stream.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("debian", "debian"),
+        ("debian:12", "debian"),
+        ("host:5000/a/b", "host:5000/a/b"),
+        ("host:5000/a/b:1@sha256:00", "host:5000/a/b"),
+    ],
+)
+def test_repository_leaves_ports_alone(name: str, expected: str) -> None:
+    assert repository(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("debian:12", ""), ("group/x:1", ""), ("nvcr.io/a/b:1", "nvcr.io"), ("localhost/x", "localhost")],
+)
+def test_registry_is_told_from_group(name: str, expected: str) -> None:
+    assert registry_of(name) == expected
+
+
+@pytest.mark.parametrize("text", ["arm64", "linux/arm64", "linux/arm64/v8"])
+def test_platform_spellings_are_one(text: str) -> None:
+    assert full_platform(text) == "linux/arm64"
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("An image does not exist locally with the tag: x", UsageError),
+        ("invalid reference format: repository name must be lowercase", UsageError),
+        ("manifest unknown", UsageError),
+        ("dial tcp 127.0.0.1:5999: connect: connection refused", ToolFailed),
+        ("something new", ToolFailed),
+    ],
+)
+def test_message_decides_the_kind(message: str, kind: type) -> None:
+    error = explain(message, doing="push x", name="x")
+    assert type(error) is kind
+
+
+def test_unknown_message_is_quoted_in_full() -> None:
+    assert "push x: something new" in str(explain("\x1b[91msomething new\x1b[0m", doing="push x"))
+    assert clean("\x1b[91mred\x1b[0m") == "red"
+
+
+def test_shell_asks_for_gpus_only_if_told() -> None:
+    plain = shell_argv("mn5", gpus=False)
+    assert plain[-2:] == ["mn5", "bash"]
+    assert "--gpus" not in plain
+    assert shell_argv("mn5", gpus=True)[-4:] == ["--gpus", "all", "mn5", "bash"]
+
+
+def facts(*, standin: bool) -> ImageFacts:
+    return ImageFacts(
+        id="sha256:1",
+        tags=("mn5:latest",),
+        platform="linux/amd64",
+        size_bytes=5_000_000,
+        digest="",
+        recipe="mn5",
+        base="imgkit.local/standin:24.03",
+        created="",
+        standin=standin,
+        layers=3,
+        labels={"a": "b"},
+    )
+
+
+def test_standin_is_said_first() -> None:
+    assert facts(standin=True).to_text().startswith("STAND-IN")
+    assert "STAND-IN" not in facts(standin=False).to_text()
+
+
+def test_facts_as_json_carry_schema() -> None:
+    data = json.loads(facts(standin=True).to_json())
+    assert (data["schema"], data["standin"], data["labels"]) == (1, True, {"a": "b"})

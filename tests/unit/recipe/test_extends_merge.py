@@ -1,0 +1,179 @@
+"""``extends``: maps merge, lists of packages and steps append, everything else overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imgkit_builder.recipe.extends import APPENDED, ATOMIC, merge
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.nodes import Entry, Items, Node, Scalar, Table
+from imgkit_builder.recipe.problems import KeyPath, Position, RecipeErrors
+
+Write = Callable[..., Path]
+HERE = Position(file=Path("x.yaml"), line=1, column=1)
+
+
+def tree(data: Any, place: Position = HERE) -> Node:
+    if isinstance(data, dict):
+        return Table(
+            position=place,
+            entries={key: Entry(key=place, value=tree(value, place)) for key, value in data.items()},
+        )
+    if isinstance(data, list):
+        return Items(position=place, items=tuple(tree(item, place) for item in data))
+    return Scalar(position=place, text=data)
+
+
+def plain(node: Node) -> Any:
+    if isinstance(node, Table):
+        return {key: plain(entry.value) for key, entry in node.entries.items()}
+    return [plain(item) for item in node.items] if isinstance(node, Items) else node.text
+
+
+def reference(parent: Any, child: Any, path: KeyPath) -> Any:
+    """The rule in its shortest form, on plain data."""
+    if isinstance(parent, dict) and isinstance(child, dict) and path not in ATOMIC:
+        return {
+            key: reference(parent[key], child[key], (*path, key))
+            if key in parent and key in child
+            else child.get(key, parent.get(key))
+            for key in parent | child
+        }
+    if isinstance(parent, list) and isinstance(child, list) and path in APPENDED:
+        return parent + child
+    return child
+
+
+KEYS = st.sampled_from(["image", "system", "apt", "run", "env", "constraints", "runtime", "binds", "drop"])
+DATA = st.recursive(
+    st.sampled_from(["a", "b"]),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=4),
+    max_leaves=12,
+)
+LISTS = st.lists(st.sampled_from(["a", "b"]), max_size=3)
+MAPS = st.dictionaries(KEYS, st.sampled_from(["a", "b"]), max_size=3)
+# Shaped like recipes, so that the special places are met often; any of them may hold something else instead.
+TABLES = st.fixed_dictionaries(
+    {},
+    optional={
+        "image": st.fixed_dictionaries(
+            {}, optional={"apt": LISTS | DATA, "constraints": MAPS | DATA, "env": MAPS | DATA, "drop": LISTS}
+        )
+        | DATA,
+        "system": st.fixed_dictionaries(
+            {}, optional={"runtime": st.fixed_dictionaries({}, optional={"binds": LISTS, "env": MAPS}) | DATA}
+        ),
+        "extra": DATA,
+    },
+)
+
+
+@given(parent=TABLES, child=TABLES)
+def test_merge_agrees_with_the_rule(parent: Any, child: Any) -> None:
+    assert plain(merge(tree(parent), tree(child), ())) == reference(parent, child, ())
+
+
+@given(data=TABLES)
+def test_empty_child_or_parent_changes_nothing(data: Any) -> None:
+    assert plain(merge(tree(data), tree({}), ())) == data
+    assert plain(merge(tree({}), tree(data), ())) == data
+
+
+@given(first=TABLES, second=TABLES, third=TABLES)
+def test_chain_of_tables_is_merged_in_order(first: Any, second: Any, third: Any) -> None:
+    left = merge(merge(tree(first), tree(second), ()), tree(third), ())
+    assert plain(left) == reference(reference(first, second, ()), third, ())
+
+
+@given(parent=TABLES, child=TABLES)
+def test_every_value_keeps_the_place_that_states_it(parent: Any, child: Any) -> None:
+    old, new = Position(file=Path("old"), line=1, column=1), Position(file=Path("new"), line=1, column=1)
+    merged = merge(tree(parent, old), tree(child, new), ())
+
+    def scalars(node: Node) -> list[tuple[str, str]]:
+        if isinstance(node, Scalar):
+            return [(node.text, node.position.file.name)]
+        below = node.items if isinstance(node, Items) else [entry.value for entry in node.entries.values()]
+        return [found for child in below for found in scalars(child)]
+
+    # Told apart by text: the same merge with the parent's and the child's texts marked.
+    def marked(data: Any, mark: str) -> Any:
+        if isinstance(data, dict):
+            return {key: marked(value, mark) for key, value in data.items()}
+        return [marked(item, mark) for item in data] if isinstance(data, list) else mark
+
+    expected = reference(marked(parent, "old"), marked(child, "new"), ())
+    assert [file for _, file in scalars(merged)] == [text for text, _ in scalars(tree(expected))]
+
+
+def test_child_adds_packages_and_overrides_the_rest(write: Write) -> None:
+    write(
+        """
+        description: the parent
+        image:
+          base: python:3.11-slim
+          platform: amd64
+          apt: [git]
+          env: {A: one, B: two}
+          constraints: {drop: [numpy]}
+        system:
+          runtime: {binds: [/a], options: [--nv]}
+          queue: {required: [account, time], options: [--x]}
+        """,
+        "parent.yaml",
+    )
+    recipe = load(
+        write("""
+            extends: parent.yaml
+            image:
+              platform: [arm64]
+              apt: [curl]
+              env: {B: three}
+              constraints: {drop: [scipy]}
+            system:
+              runtime: {binds: [/b]}
+              queue: {required: [time]}
+        """)
+    )
+    assert recipe.name == "mine"
+    assert recipe.description == "the parent"
+    assert recipe.image.base == "python:3.11-slim"
+    assert recipe.image.platforms == ("linux/arm64",)
+    assert recipe.image.apt == ("git", "curl")
+    assert recipe.image.env == {"A": "one", "B": "three"}
+    assert recipe.image.constraints.drop == ("scipy",)
+    assert recipe.system.runtime.binds == ("/a", "/b")
+    assert recipe.system.runtime.options == ("--nv",)
+    assert recipe.system.queue.required == ("time",)
+    assert recipe.system.queue.options == ("--x",)
+    assert recipe.where("image", "apt", 0) == "parent.yaml:6"
+    assert recipe.where("image", "apt", 1) == "mine.yaml:5"
+    assert recipe.where("image", "env", "B") == "mine.yaml:6"
+
+
+def test_chain_may_leave_and_enter_the_shipped(write: Write) -> None:
+    write("extends: mn5\nimage: {apt: [git]}\n", "middle.yaml")
+    recipe = load(write("extends: ./middle.yaml\nimage: {apt: [curl]}\n"))
+    assert recipe.image.apt == ("git", "curl")
+    assert recipe.image.base.startswith("nvcr.io/nvidia/pytorch:")
+
+
+def test_problems_of_parent_and_child_come_together(write: Write) -> None:
+    write("image:\n  base: Python\n  wrong: x\n", "parent.yaml")
+    file = write("extends: parent.yaml\nimage:\n  apt: [Git]\nsystem:\n  scheduler: sge\n")
+    with pytest.raises(RecipeErrors) as caught:
+        load(file)
+    places = [f"{problem.position.file.name}:{problem.position.line}" for problem in caught.value.problems]
+    assert places == ["mine.yaml:3", "mine.yaml:5", "parent.yaml:2", "parent.yaml:3"]
+
+
+def test_child_cannot_hide_a_parents_secret_warning(write: Write) -> None:
+    write("image: {base: 'python:3', env: {MY_TOKEN: abc}}\n", "parent.yaml")
+    (warning,) = load(write("extends: parent.yaml\n")).warnings
+    assert warning.position.file.name == "parent.yaml"

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.model import Constraints, PipStep
+from imgkit_builder.recipe.nodes import MAX_BYTES
+from imgkit_builder.recipe.problems import RecipeErrors
+from imgkit_entrypoints.errors import UsageError
+
+Write = Callable[..., Path]
+SMALLEST = "image: {base: 'python:3.11-slim'}\n"
+
+
+def problems(file: Path | str) -> list[str]:
+    with pytest.raises(RecipeErrors) as caught:
+        load(file)
+    return [str(problem).split("\n")[0].partition("mine.yaml:")[2] for problem in caught.value.problems]
+
+
+# ---- what comes out
+
+
+def test_smallest_recipe_has_defaults(write: Write) -> None:
+    recipe = load(write(SMALLEST))
+    assert recipe.name == "mine"
+    assert recipe.image.platforms == ("linux/amd64",)
+    assert recipe.image.constraints == Constraints(policy="keep")
+    assert recipe.image.workdir == "/workspace"
+    assert recipe.system.scheduler == "standalone"
+    assert recipe.warnings == ()
+    assert ("image", "base") in recipe.positions
+    assert ("image", "workdir") not in recipe.positions
+
+
+def test_short_forms_become_full_values(write: Write) -> None:
+    recipe = load(
+        write("""
+            image:
+              base: python:3.11-slim
+              platform: [arm64, linux/amd64]
+              constraints: {drop: [numpy]}
+        """)
+    )
+    assert recipe.image.platforms == ("linux/arm64", "linux/amd64")
+    assert recipe.image.constraints == Constraints(policy="drop", drop=("numpy",))
+
+
+def test_each_list_item_keeps_its_line(write: Write) -> None:
+    recipe = load(
+        write("""\
+            image:
+              base: python:3.11-slim
+              apt:
+                - git
+                - curl
+        """)
+    )
+    assert recipe.where("image", "apt", 1) == "mine.yaml:5"
+    assert recipe.where("image", "apt", 7) == "mine.yaml:4"  # the list itself, where it begins
+    assert recipe.where("system", "title") == "mine.yaml"
+
+
+def test_paths_are_taken_from_the_stating_file(write: Write) -> None:
+    write("numpy\n", "parent/req.txt")
+    write("x = 1\n", "parent/code/x.py")
+    write(
+        """
+        image:
+          base: python:3.11-slim
+          pip: [{requirements: req.txt}]
+          copy: [{source: code}]
+        """,
+        "parent/parent.yaml",
+    )
+    child = write("extends: parent/parent.yaml\n")
+    recipe = load(child)
+    assert recipe.image.pip == (PipStep(requirements=child.parent / "parent/req.txt"),)
+    assert recipe.image.copy[0].source == child.parent / "parent/code"
+
+
+def test_anchors_and_merge_keys_expand(write: Write) -> None:
+    recipe = load(
+        write("""\
+            image:
+              base: python:3.11-slim
+              env: &common
+                A: one
+                B: two
+              labels:
+                <<: *common
+                B: three
+        """)
+    )
+    assert recipe.image.labels == {"A": "one", "B": "three"}
+    assert recipe.where("image", "labels", "A") == "mine.yaml:4"
+    assert recipe.where("image", "labels", "B") == "mine.yaml:8"
+
+
+def test_quoted_and_tagged_text_stays_text(write: Write) -> None:
+    recipe = load(
+        write("""
+            image:
+              base: python:3.11-slim
+              env: {A: "24.10", B: !!str 3:00:00, C: '0022', D: "yes"}
+        """)
+    )
+    assert recipe.image.env == {"A": "24.10", "B": "3:00:00", "C": "0022", "D": "yes"}
+
+
+def test_windows_line_ends_and_mark_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"\xef\xbb\xbfimage:\r\n  base: python:3.11-slim\r\n  apt: [Git]\r\n")
+    assert problems(file)[0].startswith("3:9: image.apt[0]: 'Git'")
+
+
+def test_column_counts_characters_not_bytes(write: Write) -> None:
+    file = write("image: {base: 'python:3', labels: {été: x, b: 1}}\n")
+    assert [text.partition(" ")[0] for text in problems(file)] == ["1:36:", "1:47:"]
+
+
+# ---- sha256
+
+
+def test_sha256_ignores_comments_and_place(write: Write) -> None:
+    here = load(write(SMALLEST))
+    there = load(write(f"# a comment\n\n{SMALLEST}", "elsewhere/mine.yaml"))
+    assert here.sha256 == there.sha256
+
+
+@pytest.mark.parametrize("change", ["base: python:3.12-slim", "env: {A: y}", "workdir: /x"])
+def test_sha256_follows_every_value(write: Write, change: str) -> None:
+    text = "image:\n  base: python:3.11-slim\n"
+    before = load(write(text))
+    lines = text.splitlines()[:1] + ([] if change.startswith("base") else text.splitlines()[1:])
+    after = load(write("\n".join([*lines, f"  {change}", ""]), "b/mine.yaml"))
+    assert before.sha256 != after.sha256
+
+
+def test_sha256_follows_the_requirements_file(write: Write) -> None:
+    write("numpy\n", "req.txt")
+    file = write("image: {base: 'python:3', pip: [{requirements: req.txt}]}\n")
+    before = load(file)
+    write("numpy==2.0\n", "req.txt")
+    assert load(file).sha256 != before.sha256
+
+
+# ---- warnings
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "HF_TOKEN: abc",
+        "DB_PASSWORD: hunter2",
+        "MY_API_KEY: abc",
+        "AWS_SECRET_ACCESS_KEY: abc",
+        "X: " + "hf_" + "a" * 34,
+        "X: " + "ghp_" + "a" * 36,
+        "X: " + "AKIA" + "A" * 16,
+        "X: https://me:hunter2@x.org",
+    ],
+)
+def test_secret_in_env_is_a_warning(write: Write, entry: str) -> None:
+    recipe = load(write(f"image:\n  base: python:3.11-slim\n  env:\n    {entry}\n"))
+    (warning,) = recipe.warnings
+    assert warning.position.line == 4
+    assert "looks like" in warning.what
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "TOKENIZERS_KIND: fast",
+        "MAX_TOKENS: '4096'",
+        "GOOGLE_APPLICATION_CREDENTIALS: /run/key.json",
+        "URL: https://x.org/a@b",
+    ],
+)
+def test_harmless_name_is_no_warning(write: Write, entry: str) -> None:
+    assert load(write(f"image:\n  base: python:3.11-slim\n  env:\n    {entry}\n")).warnings == ()
+
+
+def test_secret_in_run_and_options_is_a_warning(write: Write) -> None:
+    recipe = load(
+        write("""
+            image:
+              base: python:3.11-slim
+              run: ["curl https://me:hunter2@x.org"]
+              pip:
+                - packages: [x]
+                  options: [--index-url, "https://me:hunter2@x.org/simple"]
+        """)
+    )
+    assert {warning.key for warning in recipe.warnings} == {"image.run[0]", "image.pip[0].options[1]"}
+
+
+def test_variable_in_env_is_a_warning(write: Write) -> None:
+    (warning,) = load(write("image: {base: 'python:3', env: {PATH: '/x:$PATH'}}\n")).warnings
+    assert warning.what == "variables are not expanded: the $ stays"
+
+
+# ---- refusals of files
+
+
+def test_binary_file_is_told_by_its_first_byte(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"image:\n  base: \xffx\n")
+    assert problems(file) == ["2:9: not UTF-8: byte 0xff; save the file as UTF-8"]
+
+
+def test_control_character_is_told_by_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"image:\n  base: a\x01b\n")
+    assert problems(file) == ["2:10: the character U+0001 is not allowed in YAML; delete it"]
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "---\n", "# only\n", "--- ~\n"])
+def test_empty_file_is_refused(write: Write, text: str) -> None:
+    (problem,) = problems(write(text))
+    assert "empty" in problem
+
+
+def test_alias_bomb_is_refused_quickly(write: Write) -> None:
+    lines = ["image:", "  base: python:3.11-slim", "x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
+    for level in range(1, 12):
+        lines.append(f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 10)}]")
+    (problem,) = problems(write("\n".join(lines)))
+    assert "values after its anchors are expanded" in problem
+
+
+def test_deep_nesting_is_refused(write: Write) -> None:
+    assert problems(write("image: " + "[" * 5000 + "]" * 5000))[0].startswith("1:1: nested too deeply")
+
+
+def test_large_file_is_refused(write: Write) -> None:
+    assert "larger than 1 MiB" in problems(write("#" * (MAX_BYTES + 1)))[0]
+
+
+def test_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.yaml")
+    assert problems(tmp_path / "mine.yaml") == ["1:1: not a regular file"]
+
+
+def test_folder_names_the_recipes_inside(write: Write) -> None:
+    folder = write(SMALLEST).parent
+    with pytest.raises(UsageError, match=r"is a folder, not a recipe(.|\n)*mine\.yaml"):
+        load(folder)
+
+
+def test_name_with_capitals_is_refused(write: Write) -> None:
+    with pytest.raises(RecipeErrors, match=r"rename the file to my-recipe\.yaml"):
+        load(write(SMALLEST, "My Recipe.yaml"))
+
+
+@pytest.mark.parametrize("ref", ["mn6", "", "olivia_eap", "nothing-like-it"])
+def test_unknown_name_lists_the_shipped_ones(ref: str) -> None:
+    with pytest.raises(UsageError, match=r"allowed: .*olivia"):
+        load(ref)
+
+
+def test_typo_in_file_name_is_helped(write: Write) -> None:
+    file = write(SMALLEST)
+    with pytest.raises(UsageError, match=r"did you mean mine\.yaml\?"):
+        load(file.with_name("mime.yaml"))
+
+
+@pytest.mark.parametrize("ref", ["./" + "x" * 300 + ".yaml", "a\0b.yaml"])
+def test_impossible_name_is_a_usage_error(ref: str) -> None:
+    with pytest.raises(UsageError):
+        load(ref)
+
+
+def test_link_out_of_the_folder_is_refused(write: Write, tmp_path: Path) -> None:
+    outside = write("x", "outside/x.txt")
+    file = write("image: {base: 'python:3', copy: [{source: link}]}\n", "inside/mine.yaml")
+    (file.parent / "link").symlink_to(outside)
+    (problem,) = problems(file)
+    assert problem.startswith(
+        "1:43: image.copy[0].source: link leaves the recipe's folder through a symbolic link"
+    )
+
+
+def test_link_circle_is_refused(write: Write) -> None:
+    file = write("image: {base: 'python:3', copy: [{source: link}]}\n")
+    (file.parent / "link").symlink_to("link")
+    assert "image.copy[0].source" in problems(file)[0]
+
+
+def test_nothing_in_a_recipe_is_executed(write: Write, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    for tag in ("object/apply:os.system", "object/new:os.system", "name:os.system", "module:os"):
+        write(f"description: !!python/{tag} ['touch {done}']\n{SMALLEST}")
+        assert f"the tag !!python/{tag} is not allowed" in problems(tmp_path / "mine.yaml")[0]
+    assert not done.exists()
+
+
+def test_loading_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from imgkit_builder.recipe.load import load; load('mn5');"
+        "print(sorted({'docker','jinja2','rich','typer','spython','torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_run_may_be_written_as_a_block(write: Write) -> None:
+    recipe = load(
+        write("""
+            image:
+              base: python:3.11-slim
+              run:
+                - |
+                  echo one
+                - >
+                  echo two &&
+                  echo three
+        """)
+    )
+    assert [command.strip() for command in recipe.image.run] == ["echo one", "echo two && echo three"]

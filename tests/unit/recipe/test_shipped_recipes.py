@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints import system
+from imgkit_recipes import FOLDER, recipe_names, recipe_path
+
+BASES = {
+    "mn5": ("nvcr.io/nvidia/pytorch:24.03-py3", ("linux/amd64",), "slurm", "infiniband"),
+    "mn5-llm": ("nvcr.io/nvidia/pytorch:24.03-py3", ("linux/amd64",), "slurm", "infiniband"),
+    "rcp": ("nvcr.io/nvidia/pytorch:24.03-py3", ("linux/amd64",), "runai", "roce"),
+    "mlo": ("nvcr.io/nvidia/pytorch:24.03-py3", ("linux/amd64",), "runai", "roce"),
+    "lambda": ("nvcr.io/nvidia/pytorch:24.03-py3", ("linux/amd64",), "mpi", "tcp"),
+    "olivia": ("nvcr.io/nvidia/pytorch:25.05-py3", ("linux/arm64",), "slurm", "slingshot"),
+    "olivia-eap": ("nvcr.io/nvidia/pytorch:24.10-py3", ("linux/arm64",), "pbs", "slingshot"),
+    "cpu": ("python:3.11-slim-bookworm", ("linux/amd64", "linux/arm64"), "standalone", "tcp"),
+}
+
+
+def test_shipped_recipes_are_these() -> None:
+    assert set(recipe_names()) == set(BASES)
+
+
+@pytest.mark.parametrize("name", sorted(BASES))
+def test_shipped_recipe_says_what_it_should(name: str) -> None:
+    recipe = load(name)
+    found = (recipe.image.base, recipe.image.platforms, recipe.system.scheduler, recipe.system.fabric.kind)
+    assert found == BASES[name]
+    assert recipe.description
+    assert recipe.warnings == ()
+    assert load(recipe_path(name)) == recipe
+
+
+@pytest.mark.parametrize("name", sorted(BASES))
+def test_system_part_survives_the_image(name: str) -> None:
+    facts = load(name).system
+    assert system.from_json(system.to_json(facts)) == facts
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_fact_has_its_source(file: Path) -> None:
+    """On its line, or on a line of the same block above it."""
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("#")
+    for number, line in enumerate(lines):
+        if not re.match(r" +(?:base|gpus|cpus|nics|line_rate_Gbps|required|sif|host|chunk|[A-Z_]+):", line):
+            continue
+        indent = len(line) - len(line.lstrip())
+        block = [line]
+        for above in reversed(lines[:number]):
+            if len(above) - len(above.lstrip()) < indent:
+                break
+            block.append(above)
+        assert any("#" in text for text in block), line
+
+
+def test_llm_stack_is_the_hands_ons() -> None:
+    recipe = load("mn5-llm")
+    first, second = recipe.image.pip
+    assert first.requirements is not None
+    assert "deepspeed==0.13.1" in first.requirements.read_text().split()
+    assert second.packages == ("flash-attn==2.5.5",)
+    assert second.options == ("--no-build-isolation",)
+
+
+def test_slingshot_recipes_carry_the_guard() -> None:
+    for name in ("olivia", "olivia-eap"):
+        env = load(name).system.env
+        assert env["NCCL_PROTO"] == "^LL128"
+        assert {env[f"FI_CXI_RDZV_{end}"] for end in ("EAGER_SIZE", "GET_MIN", "THRESHOLD")} == {"0"}
+        assert "FI_PROVIDER" not in env
+
+
+def test_no_recipe_bakes_tuning_or_names_devices() -> None:
+    for name in recipe_names():
+        recipe = load(name)
+        assert recipe.image.env == {}
+        assert not {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_NET"} & set(recipe.system.env)
+
+
+def test_sha256_differs_between_recipes() -> None:
+    assert len({load(name).sha256 for name in recipe_names()}) == len(recipe_names())

@@ -1,0 +1,84 @@
+"""``imgkit render`` as it is typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+MINE = """\
+image:
+  base: example.org/base:1
+  env:
+    GREETING: grüße
+"""
+
+# The verb alone: what other verbs need at import is not under test here.
+RUN = "import sys; from imgkit_builder.cli.app import main; main(('render', 'check'))"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text(MINE, encoding="utf-8")
+    return tmp_path
+
+
+def imgkit(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    # A locale that cannot say what the recipe says must not change or stop the output.
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    return subprocess.run([sys.executable, "-c", RUN, *words], cwd=folder, env=env, capture_output=True)
+
+
+def test_stdout_and_file_are_equal(folder: Path) -> None:
+    printed = imgkit(folder, "render", "./mine.yaml")
+    written = imgkit(folder, "render", "./mine.yaml", "-o", "Dockerfile")
+    assert (printed.returncode, printed.stderr, written.returncode) == (0, b"", 0)
+    assert (folder / "Dockerfile").read_bytes() == printed.stdout
+    assert 'GREETING="grüße"' in printed.stdout.decode()
+
+
+def test_definition_with_its_context(folder: Path) -> None:
+    done = imgkit(folder, "render", "./mine.yaml", "--format", "def", "--context", "c.tar")
+    assert done.returncode == 0, done.stderr
+    section = done.stdout.decode().split("\n%files\n")[1].split("\n%")[0]
+    members = re.findall(r"^    ([^#\s]\S*) ", section, re.MULTILINE)
+    with tarfile.open(folder / "c.tar") as archive:
+        assert set(members) <= set(archive.getnames())
+
+
+def test_rendering_imports_no_engine(folder: Path) -> None:
+    code = (
+        "import sys; from imgkit_builder.cli.render import verb_render, Format; "
+        "verb_render('mn5', Format.DOCKERFILE, None, None, None, None); "
+        "heavy = {'docker', 'spython', 'rich', 'torch', 'pathspec'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_recipe_refused(folder: Path) -> None:
+    done = imgkit(folder, "render", "mn6", "-o", "Dockerfile")
+    assert done.returncode == 2
+    assert b"mn5" in done.stderr
+    assert not (folder / "Dockerfile").exists()
+
+
+def test_unknown_format_refused(folder: Path) -> None:
+    assert imgkit(folder, "render", "mn5", "--format", "oci").returncode == 2
+
+
+def test_failed_context_leaves_old_file(folder: Path) -> None:
+    (folder / "mine.yaml").write_text(MINE + "  copy: [{source: code}]\n", encoding="utf-8")
+    (folder / "code").mkdir()
+    (folder / "code" / "away").symlink_to("/etc")
+    (folder / "c.tar").write_text("old")
+    done = imgkit(folder, "render", "./mine.yaml", "--context", "c.tar", "-o", "Dockerfile")
+    assert done.returncode == 2
+    assert (folder / "c.tar").read_text() == "old"
+    assert sorted(path.name for path in folder.iterdir()) == ["c.tar", "code", "mine.yaml"]
