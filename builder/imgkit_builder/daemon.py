@@ -123,7 +123,9 @@ def _why(address: str, error: Exception) -> ImgkitError:
     if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
         installed = shutil.which("dockerd") or shutil.which("docker")
         start = "sudo systemctl start docker" if installed else "sudo apt-get install docker.io"
-        return ToolMissing(f"no Docker engine answers at {address}", hint=start)
+        stated = address == os.environ.get("DOCKER_HOST")
+        hint = "start the engine there, or: unset DOCKER_HOST" if stated else start
+        return ToolMissing(f"no Docker engine answers at {address}", hint=hint)
     if isinstance(error, TimeoutError):
         return ToolFailed(f"the engine at {address} does not answer", hint="sudo systemctl restart docker")
     return ToolMissing(f"no Docker engine answers at {address}: {error}", hint="correct or unset DOCKER_HOST")

@@ -18,6 +18,7 @@ from typing import Literal
 from imgkit_builder import daemon, process
 from imgkit_builder.checks import Check, passed
 from imgkit_builder.sif import runtime
+from imgkit_builder.sif.convert import SPACE_FACTOR
 from imgkit_builder.sif.workspace import tmp_base
 from imgkit_builder.smoke import MACHINES
 from imgkit_builder.targets import Target
@@ -25,10 +26,11 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
 
-SIF_SPACE_BYTES = 50 * 10**9
-"""2.5 times an NVIDIA PyTorch image of 20 GB: what a conversion holds in its temporary folder at most."""
-BUILD_SPACE_BYTES = 40 * 10**9
+NVIDIA_IMAGE_BYTES = 20 * 10**9
+"""About what NVIDIA's PyTorch images take, uncompressed."""
+BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
 """Such an image, and its archive or the layers of the next one."""
+SIF_SPACE_BYTES = int(SPACE_FACTOR * NVIDIA_IMAGE_BYTES)
 
 _QEMU = {"amd64": "qemu-x86_64", "arm64": "qemu-aarch64"}
 _USERNS = "proc/sys/user/max_user_namespaces"
@@ -63,8 +65,8 @@ def examine(
 ) -> tuple[Check, ...]:
     """Look at everything; changes nothing, takes a second.
 
-    What fails for `purpose` is what makes it impossible: ``build`` needs the engine, ``sif`` everything but the
-    engine, ``any`` one of the two. What only the other purpose needs is a warning.
+    What fails for `purpose` is what makes it impossible: ``build`` needs the engine, ``sif`` everything but
+    the engine, ``any`` one of the two. What only the other purpose needs is a warning.
     """
     machine = machine or Machine()
     engine, tool = _engine(), _runtime(target)
@@ -129,7 +131,8 @@ def _runtime(target: Target | None) -> Check:
     except ToolMissing as error:
         if target and kind != "singularity":
             return Check(name=name, verdict="skip", found=f"none, and {target.name} runs {kind}")
-        return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
+        hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
+        return Check(name=name, verdict="fail", found=error.what, hint=hint)
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
     return Check(name=name, verdict="ok", found=f"{tool} at {tool.path}, {levels}")
 

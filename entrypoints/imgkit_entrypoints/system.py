@@ -131,7 +131,14 @@ class SystemFacts:
 
 def to_json(facts: SystemFacts) -> str:
     """Deterministic JSON text of `facts`, with its schema number."""
-    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(facts)}, indent=2, sort_keys=True) + "\n"
+    return json.dumps({"schema": SCHEMA, **_plain(facts)}, indent=2, sort_keys=True) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    # dataclasses.asdict copies deeply, which the read-only mappings of `from_json` refuse.
+    if dataclasses.is_dataclass(value):
+        return {known.name: _plain(getattr(value, known.name)) for known in dataclasses.fields(value)}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def from_json(text: str) -> SystemFacts:

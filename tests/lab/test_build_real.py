@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ def docker(*words: str) -> str:
     return subprocess.run(["docker", *words], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def containers() -> set[str]:
-    return set(docker("ps", "--all", "--quiet", "--no-trunc").split())
+def running(marker: str) -> list[str]:
+    """Containers, stopped ones too, whose command holds `marker`: others may use the same engine."""
+    lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
+    return [line.split()[0] for line in lines if marker in line]
 
 
-def until(condition: Callable[[], Any], *, within_s: float = 30) -> bool:
+def until(condition: Callable[[], Any], *, within_s: float = 60) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if condition():
@@ -123,31 +126,28 @@ def test_torch_of_the_base_is_checked(write: Callable[..., Path], standin: str) 
     assert torch["found"][0].isdigit()
 
 
-def test_step_that_breaks_the_image_keeps_old_tag(write: Callable[..., Path], standin_notorch: str) -> None:
-    good = build(write("breaks"), standin_notorch)
-    bad = imgkit(
-        "build",
-        write(
-            "breaks",
-            "rm -f $(command -v pip) && echo 'raise SystemExit(3)' > "
-            "$(python3 -c 'import json; print(json.__file__)')",
-        ),
-        "--base",
-        standin_notorch,
+def test_new_pip_conflict_keeps_old_tag(write: Callable[..., Path], standin_notorch: str) -> None:
+    good = build(write("conflict"), standin_notorch)
+    metadata = "Metadata-Version: 2.1\\nName: broken\\nVersion: 1\\nRequires-Dist: absent-package\\n"
+    step = (
+        "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')/broken-1.dist-info; "
+        f"mkdir -p $d && printf '{metadata}' > $d/METADATA"
     )
-    assert bad.returncode in (1, 4)
-    assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-breaks:latest") == good["id"]
+    bad = imgkit("build", write("conflict", step), "--base", standin_notorch)
+    assert bad.returncode == 1, bad.stderr
+    assert "new conflicts: broken 1 requires absent-package" in bad.stderr
+    assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
 
 
 def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_notorch: str) -> None:
-    before = containers()
-    file = write("fails", "echo fine", "echo why-it-failed >&2; exit 7")
+    marker = f"mark-{uuid.uuid4()}"
+    file = write("fails", "echo fine", f"echo why-it-failed >&2; exit 7 # {marker}")
     done = imgkit("build", file, "--base", standin_notorch)
     assert done.returncode == 4
     assert f"{file.name}:6: step " in done.stderr
     assert "\nwhy-it-failed\n" in done.stderr
     assert "returned a non-zero code: 7" in done.stderr
-    assert containers() <= before
+    assert not running(marker)
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
 
 
@@ -155,8 +155,8 @@ def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_not
 def test_interrupted_build_leaves_no_container(
     write: Callable[..., Path], standin_notorch: str, number: signal.Signals
 ) -> None:
-    before = containers()
-    file = write(f"ends-{number.value}", "sleep 300")
+    marker = f"mark-{uuid.uuid4()}"
+    file = write(f"ends-{number.value}", f"sleep 300 # {marker}")
     process = subprocess.Popen(
         [*IMGKIT, "build", str(file), "--base", standin_notorch],
         stdout=subprocess.DEVNULL,
@@ -164,15 +164,12 @@ def test_interrupted_build_leaves_no_container(
         # A shell that starts a program in the background may have it ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    sleeping = ["ps", "--no-trunc", "--quiet", "--filter", "ancestor=" + standin_notorch]
     try:
-        assert until(
-            lambda: set(docker(*sleeping).split()) - before and "sleep 300" in docker("ps", "--no-trunc")
-        )
+        assert until(lambda: running(marker)), "the step never began"
         process.send_signal(number)
         process.wait(timeout=30)
         assert process.returncode in (130, -number)
-        assert until(lambda: containers() <= before), "the build's container is still there"
+        assert until(lambda: not running(marker)), "the build's container is still there"
     finally:
         process.kill()
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
@@ -180,24 +177,24 @@ def test_interrupted_build_leaves_no_container(
 
 @pytest.mark.parametrize("what", ["export", "run"])
 def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, what: str) -> None:
+    marker = f"mark-{uuid.uuid4()}"
     program = f"""
-import os, signal, sys, threading
-from imgkit_builder import engine as engines
+import os, signal, threading
+from imgkit_builder.engine import connect
+from imgkit_builder.engine.containers import created, run
 def die():
     print("now", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-with engines.connect() as engine:
+with connect() as engine:
     if {what!r} == "export":
-        with engines.export_stream(engine, {standin_notorch!r}) as chunks:
-            next(chunks)
+        with created(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export"):
             die()
     threading.Timer(2, die).start()
-    engines.run(engine, {standin_notorch!r}, ["sleep", "300"])
+    run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "now\n")
-    mine = ("ps", "--all", "--quiet", "--filter", f"label=imgkit.purpose={what}")
-    assert until(lambda: not docker(*mine)), "the container is still there"
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "now\n"), done.stderr
+    assert until(lambda: not running(marker)), "the container is still there"
 
 
 def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from imgkit_builder import __version__
-from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.errors import EXIT_TOOL_FAILED, ImgkitError
 
 VERBS: dict[str, str] = {
     "list": "recipes",
@@ -31,6 +31,8 @@ VERBS: dict[str, str] = {
 }
 """Verb to the module in ``cli`` that holds its function ``verb_<name>``, in the order of ``--help``."""
 
+INTERRUPTED = 130
+
 BUNDLE_VERBS = ("test", "sif", "verify", "doctor")
 """What the one-file tool offers on a cluster: verbs that need pure Python only."""
 
@@ -40,6 +42,8 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
     app = typer.Typer(
         name="imgkit",
         no_args_is_help=True,
+        # Plain help: the decorated one imports a Markdown parser, half of the time that --help takes.
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -64,7 +68,11 @@ def _root(
 ) -> None:
     """From a recipe to a running .sif: container images for distributed PyTorch on clusters.
 
-    Start with: imgkit build mn5, then imgkit sif mn5, then singularity exec --nv mn5.sif dist-train
+    \b
+    Start with:
+      imgkit build mn5                              on a laptop or in CI
+      imgkit sif mn5                                there, or of an archive on the cluster
+      singularity exec --nv mn5.sif dist-train      in a job
     """
 
 
@@ -75,10 +83,13 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
     except ImgkitError as error:
         print(f"imgkit: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("imgkit: interrupted; nothing half-written was left", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader (head, less) went away: say nothing, and keep Python from complaining at exit.
-        sys.stderr.close()
-        sys.exit(141)
+    except OSError as error:
+        # Whatever no function expected: a full disk or a denied folder is no reason for a traceback.
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"imgkit: {place}{error.strerror or error}", file=sys.stderr)
+        sys.exit(EXIT_TOOL_FAILED)
+    except SystemExit as done:
+        # typer has turned Ctrl-C into this code by now.
+        if done.code == INTERRUPTED:
+            print("imgkit: interrupted; nothing half-written was left", file=sys.stderr)
+        raise

@@ -51,7 +51,7 @@ def verb_save(
     ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
 ) -> None:
-    """Save an image as an archive for a cluster, with its checksum and manifest.
+    """Save an image as an archive, with checksum and manifest.
 
     Writes FILE, FILE.sha256 (for sha256sum -c) and FILE.manifest.json in one
     pass; an interrupted save leaves the old file or none. Prints the commands
@@ -179,11 +179,9 @@ def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
     where = described.system.title if described.system and described.system.title else "the cluster"
     lines.append(f"copy it:    {commands['copy']}")
     lines.append(f"on {where}:")
-    lines += [
-        f"            {commands[step]}"
-        for step in ("allocate", "module", "verify", "convert")
-        if commands[step]
-    ]
+    steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
+    lines += [f"            {command}" for command in steps if command]
+    lines.append("            (without imgkit there: imgkit bundle makes the one file to copy along)")
     return "\n".join(lines), data
 
 
@@ -221,7 +219,7 @@ def verb_verify(
     ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
 ) -> None:
-    """Check an archive or .sif against its sidecar and its own manifest.
+    """Check an archive or .sif against what it says of itself.
 
     Needs no Docker engine. Reads the file once: checksum, exactly one image,
     every layer's digest; of a .sif its root partition against what was

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import platform as host
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder import checks, smoke
 from imgkit_builder.cli.reporter import reporter
-from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, ToolMissing, UsageError
+from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.checks import Check
-    from imgkit_builder.context import BuildContext
-    from imgkit_builder.engine import Built, Engine, ImageInfo
-    from imgkit_builder.manifest import Base
     from imgkit_builder.recipe import Recipe
-    from imgkit_builder.report import Reporter
+    from imgkit_builder.targets import Target
 
 SCHEMA = 1
 _RECIPE = typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file.")
@@ -48,173 +43,30 @@ def verb_build(
     as_json: bool = _JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
-    """Build the image of a recipe with the Docker engine, then test it.
+    """Build the image of a recipe, then test it.
 
-    A base that is already here is used without any network. The image gets its name last: a build that fails
-    leaves the old image as it was. The full log and the Dockerfile stay under $XDG_STATE_HOME/imgkit/builds.
+    A base that is already here is used without any network. The image gets its
+    name last: a build that fails leaves the old image as it was. The full log and
+    the Dockerfile stay under $XDG_STATE_HOME/imgkit/builds.
 
     \b
     Examples:
       imgkit build mn5
       imgkit build ./mine.yaml --tag group/mine:1
-      imgkit build mn5 --base imgkit.local/standin:24.03   # without NVIDIA's software, for tests
-      imgkit build olivia --dry-run                        # only show the Dockerfile
+      imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
+      imgkit build olivia --dry-run                        (needs no engine)
     """
     from imgkit_builder.recipe.load import load
 
     loaded = load(recipe)
+    from imgkit_builder.cli.build import Wanted, make, plan
+
+    wanted = Wanted(tag=tag, base=base, platform=platform, pull=pull, no_cache=no_cache, no_test=no_test)
     with reporter(as_json=as_json, verbose=verbose) as report:
         for problem in loaded.warnings:
             report.note(f"warning: {problem}")
-        if dry_run:
-            text, data = _planned(loaded, tag=tag, base=base, platform=platform)
-        else:
-            text, data = _built(
-                loaded,
-                recipe,
-                report,
-                tag=tag,
-                base=base,
-                platform=platform,
-                pull=pull,
-                no_cache=no_cache,
-                no_test=no_test,
-            )
-    print(json.dumps(data, indent=2) if as_json else text)
-
-
-def _planned(
-    recipe: Recipe, *, tag: str | None, base: str | None, platform: str | None
-) -> tuple[str, dict[str, Any]]:
-    from imgkit_builder.context import pack, revision
-    from imgkit_builder.engine import choose_platform, default_tag
-    from imgkit_builder.manifest import Base
-
-    target = choose_platform(recipe, wanted=platform, host=_host_platform())
-    name = base or recipe.image.base
-    context = pack(
-        recipe,
-        base=Base(name=name, platform=target),
-        platform=target,
-        revision=revision(recipe.file.parent),
-    )
-    tag = tag or default_tag(recipe)
-    rows = {
-        "recipe": f"{recipe.name} ({recipe.file})",
-        "base": name,
-        "platform": target,
-        "tag": tag,
-        "context": f"{context.size_bytes} bytes",
-    }
-    head = "".join(f"# {key:9} {value}\n" for key, value in rows.items())
-    data = {
-        "schema": SCHEMA,
-        "dry_run": True,
-        "recipe": recipe.name,
-        "base": name,
-        "platform": target,
-        "tag": tag,
-        "context_bytes": context.size_bytes,
-        "dockerfile": context.dockerfile,
-    }
-    return head + context.dockerfile.rstrip("\n"), data
-
-
-def _host_platform() -> str:
-    machine = host.machine().lower()
-    arch = next((arch for arch, names in smoke.MACHINES.items() if machine in names), machine)
-    return f"linux/{arch}"
-
-
-def _built(
-    recipe: Recipe,
-    typed: str,
-    report: Reporter,
-    *,
-    tag: str | None,
-    base: str | None,
-    platform: str | None,
-    pull: bool,
-    no_cache: bool,
-    no_test: bool,
-) -> tuple[str, dict[str, Any]]:
-    import dataclasses
-
-    from imgkit_builder import context as contexts
-    from imgkit_builder import engine as engines
-
-    name = tag or engines.default_tag(recipe)
-    engines.check_name(name, where="--tag" if tag else None)
-    with engines.connect() as engine:
-        report.stage(f"base {base or recipe.image.base}")
-        found = engines.resolve_base(
-            engine, recipe, override=base, platform=platform, pull=pull, report=report
-        )
-        probe = engines.probe(engine, found)
-        if probe.skipped:
-            report.note(f"the base was not probed: {probe.skipped}")
-        found = dataclasses.replace(found, probe=probe)
-        report.stage("context")
-        context = contexts.pack(
-            recipe,
-            base=found,
-            platform=found.platform,
-            revision=contexts.revision(recipe.file.parent),
-        )
-        tested: list[Check] = []
-
-        def accept(image: ImageInfo) -> None:
-            if not no_test:
-                tested.extend(_smoke(engine, image, context, report))
-
-        built = engines.build(engine, context, tag=name, report=report, no_cache=no_cache, accept=accept)
-    # What was typed is what the next command takes too, unless the image has a name of its own.
-    return _result(built, found, tested, again=typed if tag is None else tag)
-
-
-def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
-    from imgkit_builder import engine as engines
-
-    if smoke.passed_before(image.id):
-        report.note("smoke test: this very image passed before")
-        return ()
-    report.stage("smoke test")
-    results = smoke.check(
-        lambda argv: engines.run(engine, image.id, argv),
-        arch=image.platform.partition("/")[2],
-        manifest=context.manifest,
-    )
-    if not checks.passed(results):
-        raise CheckFailed(
-            "the image was built, but its smoke test failed; it got no name, an old image keeps it",
-            hint=f"{checks.table(results)}\n  -> look into it: docker run --rm -it {image.id} bash; "
-            "to name it all the same: --no-test",
-        )
-    smoke.remember(image.id)
-    return results
-
-
-def _result(built: Built, base: Base, tested: Sequence[Check], *, again: str) -> tuple[str, dict[str, Any]]:
-    image = built.image
-    lines = [
-        f"{built.tag}  {image.id}  {image.size_bytes / 1e6:.1f} MB  {image.platform}",
-        f"next: imgkit sif {again}     (for a cluster: imgkit save {again})",
-    ]
-    if base.standin:
-        lines.insert(1, f"a STAND-IN: {base.name} has none of NVIDIA's software; for tests only")
-    data = {
-        "schema": SCHEMA,
-        "id": image.id,
-        "tag": built.tag,
-        "platform": image.platform,
-        "size_bytes": image.size_bytes,
-        "standin": base.standin,
-        "base": {"name": base.name, "id": base.id, "digest": base.digest},
-        "log": str(built.log),
-        "labels": dict(image.labels),
-        "checks": checks.to_dict(tested)["checks"],
-    }
-    return "\n".join(lines), data
+        outcome = plan(loaded, wanted) if dry_run else make(loaded, recipe, wanted, report)
+    print(json.dumps(outcome.data, indent=2) if as_json else outcome.text)
 
 
 def verb_test(
@@ -222,8 +74,9 @@ def verb_test(
     as_json: bool = _JSON,
     runtime: str | None = typer.Option(None, metavar="COMMAND", help="singularity or apptainer, for a .sif."),
 ) -> None:
-    """Run the smoke test in an image or .sif; exit code 1 if a check fails.
+    """Run the smoke test in an image or .sif.
 
+    Exit code 1 if a check fails.
     Architecture, Python, torch and NCCL as in the base, no new pip conflict, imgkit's own files, dist-env.
 
     \b
@@ -231,6 +84,8 @@ def verb_test(
       imgkit test mn5
       imgkit test mn5.sif --json
     """
+    from imgkit_builder import checks
+
     with reporter(as_json=as_json) as report:
         report.stage(f"smoke test of {image}")
         results = _test_sif(Path(image), runtime) if _is_file(image) else _test_image(_image_name(image))
@@ -241,6 +96,7 @@ def verb_test(
 
 def _test_image(name: str) -> tuple[Check, ...]:
     from imgkit_builder import engine as engines
+    from imgkit_builder import smoke
 
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
@@ -252,14 +108,15 @@ def _test_image(name: str) -> tuple[Check, ...]:
 
 
 def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
-    from imgkit_builder import process
+    from imgkit_builder import process, smoke
     from imgkit_builder.sif import image as sif_image
     from imgkit_builder.sif.runtime import exec_argv, find_runtime
 
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is no .sif", hint=f"an archive is checked by: imgkit verify {path}")
     arch = sif_image.read(path).arch
-    tool = find_runtime(runtime)
+    target = _target_of(path)
+    tool = find_runtime(runtime, module_hint=(target.module_line or None) if target else None)
     return smoke.check(
         lambda argv: process.run(exec_argv(tool, path, argv), check=False), arch=arch, manifest=None
     )
@@ -270,7 +127,7 @@ def verb_shell(
     dry_run: bool = typer.Option(False, "--dry-run", help="Only print the command."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the image's facts first."),
 ) -> None:
-    """Open a shell in an image or .sif, with the options that distributed PyTorch needs.
+    """Open a shell in an image or .sif, with the usual options.
 
     \b
     Examples:
@@ -278,7 +135,7 @@ def verb_shell(
       imgkit shell mn5.sif
       imgkit shell mn5 --dry-run
     """
-    argv = _sif_shell(Path(image)) if _is_file(image) else _docker_shell(image, verbose=verbose)
+    argv = _sif_shell(Path(image)) if _is_file(image) else _image_shell(image, verbose=verbose)
     if dry_run:
         print(shlex.join(argv))
         return
@@ -288,6 +145,17 @@ def verb_shell(
             f"the program {argv[0]!r} is not on PATH", hint="sudo apt-get install docker-cli (or docker.io)"
         )
     os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
+
+
+def _image_shell(target: str, *, verbose: bool) -> list[str]:
+    try:
+        return _docker_shell(target, verbose=verbose)
+    except ToolMissing:
+        # A cluster has no engine; what a name means there is the .sif that was made of it.
+        beside = Path(f"{target}.sif")
+        if not beside.is_file():
+            raise
+        return _sif_shell(beside)
 
 
 def _docker_shell(target: str, *, verbose: bool) -> list[str]:
@@ -306,16 +174,26 @@ def _docker_shell(target: str, *, verbose: bool) -> list[str]:
 def _sif_shell(path: Path) -> list[str]:
     from imgkit_builder.sif.runtime import find_runtime
 
-    # The recipe of a .sif is found by the file's name: mn5.sif is mn5's.
-    recipe = _recipe_of(path.stem, {})
-    runtime = recipe.system.runtime if recipe else None
-    words = [str(find_runtime().path), "shell", "--nv"]
+    target = _target_of(path)
+    runtime = target.system.runtime if target else None
+    tool = find_runtime(module_hint=(target.module_line or None) if target else None)
+    words = [str(tool.path), "shell", "--nv"]
     for option in runtime.options if runtime else ():
         if option not in words:
             words.append(option)
     for bind in runtime.binds if runtime else ():
         words += ["--bind", bind]
     return [*words, str(path.absolute())]
+
+
+def _target_of(path: Path) -> Target | None:
+    """The system that a .sif is for: mn5.sif is mn5's; None for a name that says nothing."""
+    from imgkit_builder import targets
+
+    try:
+        return targets.find(path.stem)
+    except UsageError:
+        return None
 
 
 def _recipe_of(target: str, labels: Mapping[str, str]) -> Recipe | None:
@@ -339,7 +217,7 @@ def verb_push(
     as_json: bool = _JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
-    """Send an image to a registry; prints its digest.
+    """Send an image to a registry and print its digest.
 
     \b
     Examples:
@@ -366,7 +244,7 @@ def verb_pull(
     as_json: bool = _JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
-    """Fetch an image from a registry; prints its id and digest.
+    """Fetch an image from a registry and print its digest.
 
     \b
     Examples:
@@ -404,7 +282,7 @@ def _image_name(target: str) -> str:
     """The image that `target` means: a recipe's file has a default name, a shipped recipe the same name."""
     if not target.endswith((".yaml", ".yml")):
         return target
+    from imgkit_builder import targets
     from imgkit_builder.engine import default_tag
-    from imgkit_builder.recipe.load import load
 
-    return default_tag(load(target))
+    return default_tag(targets.find(target))

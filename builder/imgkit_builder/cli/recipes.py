@@ -72,7 +72,7 @@ def verb_show(
     recipe: str = typer.Argument(..., metavar="RECIPE|IMAGE", help="A recipe's name or file, or an image."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show a recipe with every value and the line it comes from, or what an image was made from.
+    """Show a recipe and where its values come from, or an image.
 
     A name without a colon or slash is a recipe's; write NAME:TAG for an image.
 
@@ -107,7 +107,9 @@ def _is_image(name: str) -> bool:
 def verb_check(
     files: list[str] = typer.Argument(..., metavar="FILE...", help="Recipes by file or name."),
 ) -> None:
-    """Check recipes: every problem of every file in one run, exit code 2 if there is any.
+    """Check recipes: all problems of all files in one run.
+
+    Exit code 2 if there is any.
 
     \b
     Examples:

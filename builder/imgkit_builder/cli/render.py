@@ -34,7 +34,7 @@ def verb_render(
         None, "--context", metavar="FILE", help="Also write the build context, a tar with all that is copied."
     ),
 ) -> None:
-    """Print the Dockerfile or the Singularity definition file of a recipe.
+    """Print the Dockerfile or definition file of a recipe.
 
     Each instruction stands below a comment with the recipe line it comes
     from. The same recipe gives the same bytes on every machine.
@@ -47,9 +47,9 @@ def verb_render(
       imgkit render mn5 --format def -o mn5.def
     """
     from imgkit_builder import files, render
-    from imgkit_builder.recipe.load import load
+    from imgkit_builder.cli.recipes import load_recipe
 
-    loaded = load(recipe)
+    loaded = load_recipe(recipe)
     make = render.dockerfile if form is Format.DOCKERFILE else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.reporter import reporter
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.report import Reporter
@@ -64,7 +64,7 @@ def verb_sif(
     tmpdir: Path | None = typer.Option(
         None,
         metavar="DIR",
-        help="For temporary files, 2.5 times the image; without it $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, "
+        help="For temporary files, 3.3 times the image; without it $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, "
         "$SINGULARITY_TMPDIR, $TMPDIR, else beside the .sif.",
     ),
     force: bool = typer.Option(
@@ -173,7 +173,7 @@ def _refuse_sif(path: Path) -> None:
 def _engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
     from imgkit_builder import engine
     from imgkit_builder.engine.config import image_config
-    from imgkit_builder.sif.layout import parse_config
+    from imgkit_builder.sif.config import parse_config
     from imgkit_builder.sif.options import EngineImage
 
     name = image
@@ -181,7 +181,12 @@ def _engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
         from imgkit_builder.recipe.load import load
 
         name = engine.default_tag(load(image))
-    with engine.connect() as connected:
+    try:
+        opened = engine.connect()
+    except ToolMissing as error:
+        hint = f"{error.hint}\nwithout docker give the archive: imgkit sif {_stem(image)}.tar"
+        raise ToolMissing(error.what, where=error.where, hint=hint) from error
+    with opened as connected:
         info = engine.inspect(connected, name)
         # By id from here on: a tag that moves meanwhile must not mix two images.
         yield EngineImage(

@@ -30,11 +30,11 @@ def verb_doctor(
     purpose: Purpose = typer.Option(
         Purpose.ANY,
         "--for",
-        help="What must work here. build needs the engine; sif needs all but the engine; any needs one of the two.",
+        help="What must work here: build needs the engine, sif all but the engine, any one of the two.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
 ) -> None:
-    """Look at what this machine has and lacks, with a fix for each thing.
+    """Say what this machine has and lacks, with fixes.
 
     Changes nothing. A fail (exit code 1) makes what --for names impossible.
     A warn does not: a laptop without singularity still builds.

@@ -22,11 +22,12 @@ from imgkit_builder.engine.images import ImageInfo, check_name, inspect
 from imgkit_builder.engine.transfer import add_tag
 from imgkit_builder.process import TAIL_LINES
 from imgkit_builder.report import Reporter
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.context import BuildContext
     from imgkit_builder.recipe import Recipe
+    from imgkit_builder.targets import Target
 
 _STEP = re.compile(r"^Step (\d+)/(\d+) : (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
@@ -44,7 +45,7 @@ class Built:
     """Everything the engine said; the Dockerfile lies beside it."""
 
 
-def default_tag(recipe: Recipe) -> str:
+def default_tag(recipe: Recipe | Target) -> str:
     """The image's name where ``--tag`` is not given: ``mn5:latest``."""
     return f"{recipe.name}:latest"
 
@@ -227,7 +228,12 @@ class _Watch:
 def _run_folder(name: str) -> Path:
     """A fresh folder for this run's log; two builds in one second get two folders."""
     parent = files.state_dir() / "builds"
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the build's log cannot be kept: {error.strerror}", where=str(parent), hint="set XDG_STATE_HOME"
+        ) from error
     stamp = time.strftime("%Y%m%dT%H%M%S")
     number = 0
     while True:

@@ -10,9 +10,9 @@ from typing import Any
 
 from imgkit_builder import manifest
 from imgkit_builder.sif import image
+from imgkit_builder.sif.config import ImageConfig
 from imgkit_builder.sif.image import SifImage, Squashfs
 from imgkit_builder.sif.job import Job
-from imgkit_builder.sif.layout import ImageConfig
 from imgkit_builder.sif.runtime import exec_arguments
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
@@ -98,7 +98,7 @@ def content(job: Job, config: ImageConfig | None, *, execute: bool) -> None:
 
 
 def _labels(job: Job, path: Path) -> dict[str, Any]:
-    output = job.run("inspect", "--labels", "--json", path)
+    output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
         # Warnings of the runtime come before, on the same stream.
         answer, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])

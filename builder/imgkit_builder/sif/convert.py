@@ -14,17 +14,17 @@ from shutil import disk_usage
 from imgkit_builder import __version__, files
 from imgkit_builder.report import Reporter
 from imgkit_builder.sif import check, fast, image, layout, limits, squash, streams
+from imgkit_builder.sif.config import ImageConfig
 from imgkit_builder.sif.image import IMGKIT_OBJECT, Record, SifImage
 from imgkit_builder.sif.job import Clock, Job, cache_flags, folder_name
-from imgkit_builder.sif.layout import ImageConfig
 from imgkit_builder.sif.options import Archive, Converted, EngineImage, OciFolder, Options, Registry, Source
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file
 from imgkit_builder.sif.squash import Compression
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
-SPACE_FACTOR = 2.5
-"""Peak of the temporary files over the image's size."""
+SPACE_FACTOR = 3.3
+"""Peak of the temporary files over the image's size: layers, the runtime's copy of them, files, squashfs."""
 PACKED_SHARE = 0.5
 """A .sif over the image's size, generously: 0.26 to 0.4 was seen."""
 _UNPACKED_FACTOR = 3.0

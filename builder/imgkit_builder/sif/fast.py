@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import os
 import re
 import stat
@@ -126,7 +127,9 @@ def _prepare(job: Job, source: EngineImage) -> tuple[Path, Path]:
 def _fix_labels(path: Path, source: EngineImage) -> None:
     # The image's own time instead of now: then the same image gives the same root partition, bit for bit.
     when = datetime.datetime.fromtimestamp(_epoch(source.config.created), tz=datetime.timezone.utc)
-    date = rf'\g<1>"{_WEEKDAYS[when.weekday()]}_{when:%d}_{_MONTHS[when.month - 1]}_{when:%Y_%H:%M:%S_UTC}"'
+    # As the runtimes write it: minutes and seconds without a leading zero.
+    day = f"{_WEEKDAYS[when.weekday()]}_{when.day}_{_MONTHS[when.month - 1]}_{when.year}"
+    date = rf'\g<1>"{day}_{when:%H}:{when.minute}:{when.second}_UTC"'
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(r'("org\.label-schema\.build-date": )"[^"]*"', date, text), encoding="utf-8")
 
@@ -152,6 +155,8 @@ def _squashing(argv: list[str], job: Job) -> Iterator[IO[bytes]]:
             start_new_session=True,
         )
         assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
+        with contextlib.suppress(OSError, AttributeError):  # an unprivileged user's limit; not Linux
+            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _BUFFER_BYTES)
         broken = False
         try:
             try:

@@ -16,13 +16,14 @@ import posixpath
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from imgkit_builder.report import Reporter
 from imgkit_builder.sif import streams
+from imgkit_builder.sif.config import ImageConfig, parse_config
 from imgkit_builder.sif.tarstream import HARD_LINK, REGULAR, SYMLINK, TarStream
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
@@ -34,21 +35,6 @@ _MAX_INDEX_DEPTH = 4
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageConfig:
-    """What is needed of an image configuration."""
-
-    image_id: str
-    """``sha256:...``."""
-    raw: bytes
-    """The JSON."""
-    arch: str
-    """``amd64``, as in OCI."""
-    diff_ids: tuple[str, ...]
-    labels: Mapping[str, str]
-    created: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,37 +157,6 @@ def empty(config: ImageConfig, folder: Path) -> Path:
     (blobs / digest.removeprefix("sha256:")).write_bytes(layer)
     _finish(folder, json.dumps(values).encode(), [(digest, len(layer))])
     return folder
-
-
-def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
-    """Read an image configuration; the image id is the digest of `raw` unless it is given.
-
-    Raises
-    ------
-    CheckFailed : not one, or one without layers.
-    """
-    try:
-        values = json.loads(raw)
-        diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
-        if not all(_DIGEST.fullmatch(one) for one in diff_ids):
-            raise ValueError("layer digests that are no sha256")
-        config = ImageConfig(
-            image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
-            raw=raw,
-            arch=str(values["architecture"]),
-            diff_ids=diff_ids,
-            labels=dict((values.get("config") or {}).get("Labels") or {}),
-            created=str(values.get("created") or ""),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckFailed(f"its image configuration cannot be read: {error!r}", where=where) from error
-    if not config.diff_ids:
-        raise CheckFailed(
-            "the image has no layers (some releases of Docker 25 wrote such archives)",
-            where=where,
-            hint="save it again with another release of docker, or use --from daemon on the build host",
-        )
-    return config
 
 
 def peek(path: Path) -> ImageConfig | None:

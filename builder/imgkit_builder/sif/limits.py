@@ -65,14 +65,13 @@ def _groups(root: Path) -> Iterator[Path]:
         base = mounts if number == "0" and not controllers else mounts / controllers
         if controllers and not ({"cpu", "memory"} & set(controllers.split(","))):
             continue
-        group = base / path.lstrip("/")
-        while True:
-            # Inside a container the path is the host's and the folder may not exist; the mount's root does.
-            if group.is_dir():
-                yield group
-            if group == base or ".." in group.parts:
+        # Inside a container the path is the host's, or leads out of the mount: only its root is there.
+        group = base if ".." in Path(path).parts else base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == base:
                 break
-            group = group.parent
 
 
 def _cpu_quota(folder: Path) -> float | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from imgkit_builder.sif.config import ImageConfig
 from imgkit_builder.sif.image import Record
-from imgkit_builder.sif.layout import ImageConfig
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 

@@ -168,7 +168,10 @@ def _stream(path: Path, arguments: Sequence[str], *, folder: Path, take: Callabl
     from spython.main import Client
     from spython.utils import stream_command
 
-    with tempfile.TemporaryDirectory(prefix="imgkit-run-") as scratch:
+    # Not the folder that tempfile remembers: within a conversion TMPDIR is the workspace, always cleaned.
+    named = os.environ.get("TMPDIR")
+    place = named if named and Path(named).is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=place) as scratch:
         pid_file = Path(scratch) / "pid"
         words = _supervised(pid_file, folder, (*Client._init_command([]), *arguments))
         with _environment({"PATH": _path_with(path, Path(scratch))}):

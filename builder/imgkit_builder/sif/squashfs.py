@@ -21,7 +21,7 @@ def set_root_time(path: Path, mtime_s: int) -> bool:
     Notes
     -----
     ``mksquashfs -tar`` of 4.5.1 takes the time of now for the root, whatever ``-root-time`` says;
-    SOURCE_DATE_EPOCH would also lower the time of every newer file. With ``-noI`` inodes are stored as they are.
+    SOURCE_DATE_EPOCH would also lower the time of every newer file. ``-noI`` stores inodes as they are.
     """
     with path.open("r+b") as stream:
         magic, reference, table = _SUPERBLOCK.unpack(stream.read(_SUPERBLOCK.size))

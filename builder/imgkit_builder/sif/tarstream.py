@@ -161,11 +161,12 @@ class TarStream:
         at = 0
         while at < len(data):
             digits, _, _ = data[at : at + 10].partition(b" ")
-            if not digits.isdigit() or int(digits) <= len(digits):
+            end = at + int(digits) if digits.isdigit() else 0
+            if not at + len(digits) < end <= len(data):
                 raise self._damaged("a pax header that cannot be read")
-            key, _, value = data[at + len(digits) + 1 : at + int(digits) - 1].partition(b"=")
+            key, _, value = data[at + len(digits) + 1 : end - 1].partition(b"=")
             records[_text(key)] = value
-            at += int(digits)
+            at = end
         return records
 
     def _verify(self, header: bytes) -> None:

@@ -189,6 +189,16 @@ def test_bad_tag_stops_before_building(fake: Any, engine: Engine, context: Build
     assert not fake.requests("/build")
 
 
+def test_unwritable_state_folder_is_said(
+    fake: Any, engine: Engine, context: BuildContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="cannot be kept") as caught:
+        build(engine, context)
+    assert "XDG_STATE_HOME" in str(caught.value.hint)
+
+
 @pytest.mark.usefixtures("succeeds")
 def test_tag_is_the_last_change(fake: Any, engine: Engine, context: BuildContext) -> None:
     built = build(engine, context)

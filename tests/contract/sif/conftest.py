@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -102,20 +102,25 @@ class Made:
         ).encode()
         return members
 
+    @staticmethod
+    def layer(name: str, size: int = 1000) -> bytes:
+        """An uncompressed layer with one file."""
+        return layer(name, size)
 
-def tar_of(members: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
-    """A plain tar; `links` are symlinks."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, target in (links or {}).items():
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, target
-            tar.addfile(link)
-        for name, data in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return buffer.getvalue()
+    @staticmethod
+    def tar(members: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
+        """A plain tar; `links` are symlinks."""
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for name, target in (links or {}).items():
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = tarfile.SYMTYPE, target
+                tar.addfile(link)
+            for name, data in members.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        return buffer.getvalue()
 
 
 @pytest.fixture
@@ -128,7 +133,7 @@ def made() -> Made:
 def archive(made: Made, tmp_path: Path) -> Path:
     """Its plain archive of the older layout, ``made.tar``."""
     path = tmp_path / "made.tar"
-    path.write_bytes(tar_of(made.legacy_members()))
+    path.write_bytes(made.tar(made.legacy_members()))
     return path
 
 
@@ -144,7 +149,11 @@ class FakeRuntime:
         path = self.folder / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         calls = [json.loads(line) for line in lines]
-        return [one for one in calls if verb is None or one["words"][:1] == [verb] and "--help" not in one["words"]]
+        return [
+            one
+            for one in calls
+            if verb is None or (one["words"][:1] == [verb] and "--help" not in one["words"])
+        ]
 
     def set(self, **settings: Any) -> None:
         """Change its settings."""
@@ -187,7 +196,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
         folder.mkdir()
         source = Path(__file__).with_name("fake_runtime.py").read_text()
         program = folder / command
-        program.write_text(f"#!{sys.executable} -IS\n{source}")
+        # sh and Python read the first lines in turn: "#!" cannot name an interpreter whose path has a space.
+        start = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -IS \"$0\" \"$@\"\n' '''\n"
+        program.write_text(start + source)
         program.chmod(0o755)
         fake = FakeRuntime(folder=folder, command=command)
         base = {"version": version, "build_flags": flags, "sif_verbs": sif_verbs, "behaviour": "good"}
@@ -206,12 +217,10 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def zstd(data: bytes) -> bytes:
-    """Compressed by the program; skips where there is none."""
+@pytest.fixture
+def zstd() -> Callable[[bytes], bytes]:
+    """Compress by the program; skips where there is none."""
     program = shutil.which("zstd")
     if program is None:
-        pytest.skip("no zstd program")
-    return subprocess.run([program, "-qc"], input=data, capture_output=True, check=True).stdout
-
-
-gunzip_layers = gzip.compress
+        pytest.skip("no zstd program here (apt install zstd)")
+    return lambda data: subprocess.run([program, "-qc"], input=data, capture_output=True, check=True).stdout

@@ -1,7 +1,7 @@
-"""A fake singularity/apptainer: a program on its own (conftest.py copies it under the name that a test wants).
+"""A fake singularity/apptainer: a program; conftest.py copies it under the name that a test wants.
 
-It reads ``settings.json`` beside itself, writes what it was called with to ``calls.jsonl``, and its ``build`` reads a
-real OCI folder and writes a small file in the real .sif format, so that what is tested around it is not faked.
+It reads ``settings.json`` beside itself, writes what it was called with to ``calls.jsonl``, and its ``build``
+reads a real OCI folder and writes a small file in the real .sif format: what is around it is not faked.
 """
 
 import json
@@ -22,7 +22,7 @@ ARCHS = {"386": 1, "amd64": 2, "arm": 3, "arm64": 4}
 def main() -> int:
     words = sys.argv[1:]
     kept = ("TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "APPTAINER_CACHEDIR", "SINGULARITY_CACHEDIR")
-    call = {"name": Path(sys.argv[0]).name, "words": words, "cwd": os.getcwd(), "pid": os.getpid()}
+    call = {"name": Path(sys.argv[0]).name, "words": words, "cwd": str(Path.cwd()), "pid": os.getpid()}
     call["env"] = {name: os.environ.get(name) for name in kept}
     with (HERE / "calls.jsonl").open("a") as stream:
         stream.write(json.dumps(call) + "\n")
@@ -44,7 +44,7 @@ def build(words: list[str]) -> int:
     allowed = {"--force", "--sandbox", *SETTINGS["build_flags"]}
     for word in words:
         if word.startswith("--") and word not in allowed:
-            print(f"Error for command \"build\": unknown flag: {word}", file=sys.stderr)
+            print(f'Error for command "build": unknown flag: {word}', file=sys.stderr)
             return 1
     target, source = Path(words[-2]), words[-1]
     behaviour = SETTINGS["behaviour"]
@@ -52,7 +52,9 @@ def build(words: list[str]) -> int:
     (Path(os.environ["APPTAINER_TMPDIR"]) / "build-temp-1").mkdir(exist_ok=True)
     if behaviour == "noisy":
         for number in range(16384):
-            print(f"warn rootless: {number:07d} a file name that is long enough to be a line", file=sys.stderr)
+            print(
+                f"warn rootless: {number:07d} a file name that is long enough to be a line", file=sys.stderr
+            )
     if behaviour == "stray byte":
         sys.stderr.buffer.write(b"caf\xe9\n")
     if behaviour in ("fail", "fail late"):
@@ -109,12 +111,35 @@ def write_sif(path: Path, *, arch: str, root_bytes: int) -> None:
     # Times differ, as real ones do: equal inputs give different files.
     root += struct.pack("<Q", time.time_ns())
     descriptor = DESCRIPTOR.pack(
-        0x4004, 1, 1, 0xF0000001, 0, DATA_AT, root_bytes, root_bytes, 0, 0, 0, 0, b"root",
+        0x4004,
+        1,
+        1,
+        0xF0000001,
+        0,
+        DATA_AT,
+        root_bytes,
+        root_bytes,
+        0,
+        0,
+        0,
+        0,
+        b"root",
         struct.pack("<ii3s", 1, 2, code),
     )
     header = HEADER.pack(
-        b"#!/usr/bin/env run-singularity\n", b"SIF_MAGIC\0", b"01\0", code, bytes(16), 0, 0, 3, 4, 4096,
-        4 * DESCRIPTOR.size, DATA_AT, root_bytes,
+        b"#!/usr/bin/env run-singularity\n",
+        b"SIF_MAGIC\0",
+        b"01\0",
+        code,
+        bytes(16),
+        0,
+        0,
+        3,
+        4,
+        4096,
+        4 * DESCRIPTOR.size,
+        DATA_AT,
+        root_bytes,
     )
     with path.open("wb") as stream:
         stream.write(header)

@@ -246,6 +246,8 @@ def ordinary_user() -> Iterator[None]:
         os.setegid(65534)
         os.seteuid(65534)
     try:
+        if not os.access(__file__, os.R_OK, effective_ids=True):
+            pytest.skip("the checkout lies in a folder that is closed to ordinary users")
         yield
     finally:
         os.seteuid(user)

@@ -1,0 +1,59 @@
+"""Image configurations: the JSON whose digest is the image id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from imgkit_entrypoints.errors import CheckFailed
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageConfig:
+    """What is needed of an image configuration."""
+
+    image_id: str
+    """``sha256:...``."""
+    raw: bytes
+    """The JSON."""
+    arch: str
+    """``amd64``, as in OCI."""
+    diff_ids: tuple[str, ...]
+    labels: Mapping[str, str]
+    created: str
+
+
+def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
+    """Read an image configuration; the image id is the digest of `raw` unless it is given.
+
+    Raises
+    ------
+    CheckFailed : not one, or one without layers.
+    """
+    try:
+        values = json.loads(raw)
+        diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
+        if not all(_DIGEST.fullmatch(one) for one in diff_ids):
+            raise ValueError("layer digests that are no sha256")
+        config = ImageConfig(
+            image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
+            raw=raw,
+            arch=str(values["architecture"]),
+            diff_ids=diff_ids,
+            labels=dict((values.get("config") or {}).get("Labels") or {}),
+            created=str(values.get("created") or ""),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckFailed(f"its image configuration cannot be read: {error!r}", where=where) from error
+    if not config.diff_ids:
+        raise CheckFailed(
+            "the image has no layers (some releases of Docker 25 wrote such archives)",
+            where=where,
+            hint="save it again with another release of docker, or use --from daemon on the build host",
+        )
+    return config

@@ -1,0 +1,197 @@
+"""The whole line as users type it: a shipped recipe, its image, both ways to a .sif, and what runs in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+IMGKIT = (sys.executable, "-m", "imgkit_builder")
+TAG = "imgkit-test-line:latest"
+TAG_ARM64 = "imgkit-test-line-arm64:latest"
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+
+
+def run(*words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in words], stdin=subprocess.DEVNULL, capture_output=True, text=True, **options
+    )  # type: ignore[call-overload, no-any-return]
+
+
+def imgkit(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    done = run(*IMGKIT, *words)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What the line made of recipe mn5 on the stand-in."""
+
+    archive: Path
+    default: Path
+    fast: Path
+
+
+@pytest.fixture(scope="module")
+def line(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+    # Not pytest's own folder, which only its owner may enter: an ordinary user reads these files.
+    folder = Path("/tmp") / f"imgkit-line-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    made = Line(archive=folder / "mn5.tar", default=folder / "mn5.sif", fast=folder / "fast.sif")
+    try:
+        imgkit("build", "mn5", "--base", standin, "--tag", TAG)
+        imgkit("save", TAG, "-o", made.archive)
+        imgkit("sif", made.archive, "-o", made.default)
+        imgkit("sif", TAG, "--from", "daemon", "-o", made.fast)
+        yield made
+    finally:
+        shutil.rmtree(folder)
+        run("docker", "rmi", "--force", TAG)
+
+
+@pytest.fixture(params=["default", "fast"])
+def sif(line: Line, request: pytest.FixtureRequest) -> Path:
+    path: Path = getattr(line, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[str]:
+    """An ordinary user of this machine; made where root may, else whoever runs the tests."""
+    if os.geteuid() != 0:
+        yield pwd.getpwuid(os.geteuid()).pw_name
+        return
+    name = "imgkit-line"
+    subprocess.run(["useradd", "--create-home", name], check=True)
+    try:
+        yield name
+    finally:
+        subprocess.run(["userdel", "--remove", name], check=True, capture_output=True)
+
+
+def as_user(user: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    prefix = ("runuser", "-u", user, "--", "env", f"HOME=/home/{user}") if os.geteuid() == 0 else ()
+    return run(*prefix, *words, cwd="/")
+
+
+def losses(output: str) -> list[float]:
+    return [float(text) for text in re.findall(r"step +\d+/\d+ +loss (\S+)", output)]
+
+
+def test_training_inside_learns(sif: Path) -> None:
+    done = run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60")
+    assert done.returncode == 0, done.stderr
+    found = losses(done.stdout)
+    assert found[-1] < found[0] / 100
+    assert "2 ranks" in done.stdout
+
+
+def test_ordinary_user_trains_too(line: Line, user: str) -> None:
+    words = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
+    done = as_user(user, "singularity", "exec", line.default, *words)
+    assert done.returncode == 0, done.stderr
+    found = losses(done.stdout)
+    assert found[-1] < found[0]
+
+
+def test_ordinary_user_runs_the_fast_file(line: Line, user: str) -> None:
+    done = as_user(user, "singularity", "exec", line.fast, "dist-env", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["system"]["scheduler"] == "slurm"
+
+
+def test_torchrun_is_there(sif: Path) -> None:
+    # Not --version: torchrun of torch 2.13 has no such option and exits with 2.
+    done = run("singularity", "exec", sif, "torchrun", "--help")
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_ranks_are_connected(line: Line) -> None:
+    done = run("singularity", "exec", line.default, "dist-hello", "--device", "cpu", "--nproc", "3")
+    assert "all_reduce of ones: 3" in done.stdout, done.stderr
+
+
+def test_files_verify_and_pass_the_smoke_test(sif: Path) -> None:
+    imgkit("verify", sif)
+    assert json.loads(imgkit("test", sif, "--json").stdout)["passed"] is True
+
+
+def test_standin_is_told_everywhere(line: Line) -> None:
+    assert "STAND-IN" in imgkit("show", TAG).stdout.upper()
+    manifest = run("singularity", "exec", line.default, "cat", "/opt/imgkit/manifest.json").stdout
+    assert json.loads(manifest)["base"]["standin"] is True
+
+
+def test_missing_gpus_are_told_inside(line: Line) -> None:
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has GPUs")
+    done = run("singularity", "exec", line.default, "dist-train", "--steps", "1")
+    assert done.returncode == 5
+    assert "--nv" in done.stderr
+
+
+def test_hosts_python_files_do_not_get_in(line: Line, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
+    words = ("dist-hello", "--device", "cpu", "--nproc", "2")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = run(
+        *("singularity", "exec", "--bind", tmp_path, line.default, *words), cwd=tmp_path, env=environment
+    )
+    assert "all_reduce of ones: 2" in done.stdout, done.stderr
+
+
+def test_root_file_system_is_read_only(line: Line) -> None:
+    done = run("singularity", "exec", line.default, "touch", "/opt/imgkit/x")
+    assert done.returncode != 0
+    assert "Read-only" in done.stderr
+
+
+@pytest.mark.qemu
+def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -> None:
+    sif = tmp_path / "olivia.sif"
+    try:
+        built = json.loads(
+            imgkit("build", "olivia", "--base", standin_arm64_notorch, "--tag", TAG_ARM64, "--json").stdout
+        )
+        assert built["platform"] == "linux/arm64"
+        imgkit("sif", TAG_ARM64, "-o", sif)
+        done = run("singularity", "exec", sif, "dist-env", "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["host"]["arch"] == "aarch64"
+    finally:
+        run("docker", "rmi", "--force", TAG_ARM64)
+
+
+@pytest.mark.qemu
+@pytest.mark.torch_arm64
+def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) -> None:
+    sif = tmp_path / "olivia.sif"
+    try:
+        imgkit("build", "olivia", "--base", standin_arm64, "--tag", TAG_ARM64)
+        imgkit("sif", TAG_ARM64, "-o", sif)
+        done = run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--steps", "20")
+        assert done.returncode == 0, done.stderr
+        found = losses(done.stdout)
+        assert found[-1] < found[0]
+    finally:
+        run("docker", "rmi", "--force", TAG_ARM64)
+
+
+@pytest.mark.qemu
+def test_wrong_architecture_is_refused_before_the_build(standin_notorch: str) -> None:
+    done = run(*IMGKIT, "build", "olivia", "--base", standin_notorch, "--tag", TAG_ARM64)
+    assert done.returncode == 2
+    assert "arm64" in done.stderr
+    assert run("docker", "image", "inspect", TAG_ARM64).returncode != 0

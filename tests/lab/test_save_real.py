@@ -1,0 +1,293 @@
+"""Save and verify with a real engine and a real runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder import archive
+from imgkit_builder.sif import image as sif_image
+from imgkit_entrypoints.errors import ToolFailed
+
+pytestmark = pytest.mark.docker
+
+TAG = "imgkit-test-save:1"
+IMGKIT = (sys.executable, "-m", "imgkit_builder")
+
+
+def run(*words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    argv = [str(word) for word in words]
+    return subprocess.run(
+        argv, cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, **env}
+    )
+
+
+def imgkit(*words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return run(*IMGKIT, *words, cwd=cwd, **env)
+
+
+def verdicts(path: Path) -> tuple[int, dict[str, str]]:
+    done = imgkit("verify", path, "--json")
+    found = json.loads(done.stdout)
+    assert found["schema"] == 1
+    assert found["passed"] == (done.returncode == 0)
+    return done.returncode, {check["name"]: check["verdict"] for check in found["checks"]}
+
+
+@pytest.fixture(scope="module")
+def image(standin_notorch: str) -> Iterator[str]:
+    """mn5 on the small stand-in."""
+    done = imgkit("build", "mn5", "--base", standin_notorch, "--tag", TAG, "--no-test")
+    assert done.returncode == 0, done.stderr
+    yield TAG
+    run("docker", "rmi", "--force", TAG)
+
+
+@pytest.fixture(scope="module")
+def saved(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The archive, and what was printed."""
+    folder = tmp_path_factory.mktemp("saved")
+    done = imgkit("save", image, "-o", "mn5.tar", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "mn5.tar", done.stdout
+
+
+@pytest.fixture
+def copied(saved: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy with its sidecars, to be damaged."""
+    for path in saved[0].parent.glob("mn5.tar*"):
+        shutil.copy(path, tmp_path)
+    return tmp_path / "mn5.tar"
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1]))
+
+
+def test_archive_is_what_docker_saves(saved: tuple[Path, str]) -> None:
+    docker = subprocess.run(["docker", "save", TAG], capture_output=True, check=True).stdout
+    assert hashlib.sha256(docker).digest() == hashlib.sha256(saved[0].read_bytes()).digest()
+    assert sorted(path.name for path in saved[0].parent.iterdir()) == [
+        "mn5.tar",
+        "mn5.tar.manifest.json",
+        "mn5.tar.sha256",
+    ]
+
+
+def test_sidecar_tells_image_system_and_manifest(saved: tuple[Path, str], standin_notorch: str) -> None:
+    told: dict[str, Any] = json.loads((saved[0].parent / "mn5.tar.manifest.json").read_text())
+    shown = json.loads(run("docker", "image", "inspect", TAG).stdout)[0]
+    assert told["image"]["id"] == shown["Id"]
+    assert told["image"]["diff_ids"] == shown["RootFS"]["Layers"]
+    assert told["image"]["tag"] == TAG
+    assert told["image"]["labels"]["imgkit.recipe"] == "mn5"
+    assert told["system"]["title"].startswith("MareNostrum 5")
+    assert told["manifest"]["base"]["name"] == standin_notorch
+
+
+def test_printed_commands_are_the_clusters(saved: tuple[Path, str]) -> None:
+    path, printed = saved
+    assert "rsync -P mn5.tar mn5.tar.sha256 mn5.tar.manifest.json USER@transfer1.bsc.es:" in printed
+    assert "salloc -A ACCOUNT --qos=gp_debug --exclusive\n" in printed
+    assert "module load singularity\n" in printed
+    assert "imgkit sif mn5.tar\n" in printed
+    assert "STAND-IN" in printed
+    command = next(line.strip() for line in printed.splitlines() if "sha256sum" in line)
+    assert run(*command.split(), cwd=path.parent).returncode == 0
+
+
+def test_saved_archive_verifies(saved: tuple[Path, str]) -> None:
+    code, found = verdicts(saved[0])
+    assert code == 0
+    assert set(found.values()) == {"ok"}
+
+
+def test_flipped_byte_is_found(copied: Path) -> None:
+    flip(copied, copied.stat().st_size // 2)
+    code, found = verdicts(copied)
+    assert code == 1
+    assert (found["sha256"], found["layers"], found["image id"]) == ("fail", "fail", "ok")
+
+
+def test_cut_transfer_is_found(copied: Path) -> None:
+    os.truncate(copied, copied.stat().st_size // 2)
+    code, found = verdicts(copied)
+    assert code == 1
+    assert (found["sha256"], found["archive"]) == ("fail", "fail")
+
+
+def test_two_images_in_an_archive_are_found(image: str, standin_notorch: str, tmp_path: Path) -> None:
+    assert run("docker", "save", image, standin_notorch, "-o", tmp_path / "two.tar").returncode == 0
+    code, found = verdicts(tmp_path / "two.tar")
+    assert (code, found["archive"]) == (1, "fail")
+
+
+@pytest.mark.parametrize("compress", ["gzip", "zstd"])
+def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: str) -> None:
+    if compress == "zstd" and shutil.which("zstd") is None:
+        pytest.skip("no zstd program")
+    done = imgkit("save", image, "--compress", compress, "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    path = tmp_path / told["archive"]["name"]
+    assert path.name == f"imgkit-test-save-1{archive.SUFFIXES[compress]}"  # type: ignore[index]
+    assert verdicts(path)[0] == 0
+    if compress == "zstd":  # the engine of 20.10 reads gzip only
+        subprocess.run(["zstd", "-q", "-d", path], check=True)
+        path = path.with_suffix("")
+    assert TAG in run("docker", "load", "-i", path).stdout
+
+
+def test_dry_run_writes_nothing(image: str, tmp_path: Path) -> None:
+    done = imgkit("save", image, "--dry-run", cwd=tmp_path)
+    assert "imgkit-test-save-1.tar" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_image_is_a_usage_error(tmp_path: Path) -> None:
+    done = imgkit("save", "imgkit-test-absent:1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "imgkit build" in done.stderr
+
+
+def test_missing_engine_is_told(tmp_path: Path) -> None:
+    done = imgkit("save", "mn5", cwd=tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
+    assert done.returncode == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_image_without_a_name_is_refused(image: str, tmp_path: Path) -> None:
+    container = run("docker", "create", image, "true").stdout.strip()
+    unnamed = run("docker", "commit", container).stdout.strip()
+    run("docker", "rm", container)
+    try:
+        done = imgkit("save", unnamed, cwd=tmp_path)
+    finally:
+        run("docker", "rmi", unnamed)
+    assert done.returncode == 2
+    assert "docker tag" in done.stderr
+
+
+@pytest.mark.parametrize("compress", archive.SUFFIXES)
+def test_memory_stays_below_64_mib(image: str, tmp_path: Path, compress: str) -> None:
+    if compress == "zstd" and shutil.which("zstd") is None:
+        pytest.skip("no zstd program")
+    measure = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=2);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    words = ("save", image, "-o", tmp_path / "x.tar", "--compress", compress)
+    assert int(run(sys.executable, "-c", measure, *IMGKIT, *words).stdout) <= 64 * 1024
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: signal.Signals) -> None:
+    target = tmp_path / "x.tar"
+    target.write_bytes(b"old")
+    argv = [*IMGKIT, "save", image, "-o", str(target)]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+        while not list(tmp_path.glob(".*.part")):
+            assert running.poll() is None
+            time.sleep(0.001)
+        running.send_signal(number)
+        _, told = running.communicate(timeout=60)
+    assert target.read_bytes() == b"old"
+    left = [path.name for path in tmp_path.iterdir() if path != target]
+    if number == signal.SIGINT:
+        assert running.returncode == 130
+        assert "Traceback" not in told
+        assert left == []
+    else:
+        assert [name[:7] for name in left] == [".x.tar."]
+    assert imgkit("save", image, "-o", target).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "x.tar",
+        "x.tar.manifest.json",
+        "x.tar.sha256",
+    ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here: not root")
+    yield folder
+    run("umount", folder)
+
+
+def test_full_disk_leaves_nothing(small_disk: Path) -> None:
+    chunks = (os.urandom(32_768) for _ in range(1_000))
+    with pytest.raises(ToolFailed, match="no space left after 8 MB"):
+        archive.save(chunks, target=small_disk / "x.tar")
+    assert list(small_disk.iterdir()) == []
+
+
+def test_too_small_disk_is_refused_at_once(image: str, small_disk: Path) -> None:
+    done = imgkit("save", image, "-o", small_disk / "x.tar")
+    assert done.returncode == 2
+    assert "GB are needed" in done.stderr
+    assert "staging" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def sif(saved: tuple[Path, str]) -> Path:
+    done = imgkit("sif", saved[0], "-o", saved[0].parent / "mn5.sif")
+    assert done.returncode == 0, done.stderr
+    return saved[0].parent / "mn5.sif"
+
+
+@pytest.mark.singularity
+def test_converted_sif_verifies(sif: Path) -> None:
+    code, found = verdicts(sif)
+    assert code == 0
+    assert found == {"header": "ok", "root partition": "ok", "manifest": "ok"}
+
+
+@pytest.mark.singularity
+def test_flipped_byte_in_the_root_partition_is_found(sif: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copy(sif, tmp_path / "x.sif"))
+    root = sif_image.read(damaged).root
+    assert root is not None
+    flip(damaged, root.offset + root.size_bytes // 2)
+    code, found = verdicts(damaged)
+    assert code == 1
+    assert found == {"header": "ok", "root partition": "fail", "manifest": "skip"}
+
+
+@pytest.mark.singularity
+def test_cut_sif_is_found(sif: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copy(sif, tmp_path / "x.sif"))
+    os.truncate(damaged, damaged.stat().st_size // 2)
+    assert verdicts(damaged) == (1, {"header": "fail"})
+
+
+@pytest.mark.singularity
+def test_sif_is_verified_without_a_runtime(sif: Path) -> None:
+    done = imgkit("verify", sif, "--json", PATH="/nonexistent")
+    found = {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
+    assert found == {"header": "ok", "root partition": "ok", "manifest": "skip"}
+
+
+@pytest.mark.singularity
+def test_checksum_beside_a_sif_is_used(sif: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(sif, tmp_path / "x.sif"))
+    (tmp_path / "x.sif.sha256").write_text(f"{'0' * 64}  x.sif\n")
+    code, found = verdicts(copy)
+    assert (code, found["sha256"]) == (1, "fail")

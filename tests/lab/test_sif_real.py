@@ -1,0 +1,313 @@
+"""Conversions with a real engine and a real runtime: both ways give the same tree, and it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pwd
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.sif import image
+from imgkit_builder.sif.image import SifImage
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+
+# Whatever a file system can hold and a conversion can lose.
+ODD = r"""FROM {base}
+RUN mkdir -p /odd/deep /odd/opaque && cd /odd && echo one >a && ln a b && ln a deep/c && ln -s a sym \
+ && ln -s "/$(printf 'x%.0s' $(seq 180))" longabs && ln -s "../../$(printf 'y%.0s' $(seq 180))" longrel \
+ && ln -s /usr/é utf8 && mkfifo fifo && mknod nulldev c 1 3 && mkdir sticky && chmod 1777 sticky \
+ && cp /bin/true suid && chmod 4755 suid && cp /bin/true sgid && chmod 2711 sgid \
+ && mkdir sg && chmod 2750 sg && chown 1234:4321 sg \
+ && echo secret >none && chmod 0 none && chown 3000000:3000001 none \
+ && truncate -s 3M sparse && echo end >>sparse && touch -d '1999-12-31 23:59:58.123456789' old \
+ && touch "$(printf 'sp ace\nnl')" ümläut \
+ && d=$(printf 'd%.0s' $(seq 120)) && mkdir -p $d/$d && echo long >$d/$d/$d \
+ && cp /bin/true caps && python3 -c "import os; os.setxattr('/odd/caps', 'security.capability', \
+    bytes.fromhex('0100000200040000000000000000000000000000'))" \
+ && echo 1 >opaque/gone && echo deleted >deleted
+RUN cd /odd && rm -r deleted opaque && mkdir opaque && echo new >opaque/new && chmod 700 deep
+ENV QUOTED="it's \"a\"" EMPTY=""
+LABEL org.opencontainers.image.title=odd weird="q\"uote <&>"
+CMD ["python3", "-c", "print('ran')"]
+"""
+
+RUNTIMES_OWN = re.compile(r"\.singularity\.d(/.*)?|\.exec|\.run|\.shell|\.test|environment|singularity")
+TIMES_MAY_DIFFER = {".", "dev", "etc", "etc/hosts", "etc/resolv.conf", "proc", "sys"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """The odd image, its archive, and it converted on both ways."""
+
+    name: str
+    folder: Path
+    archive: Path
+    layers: Path
+    export: Path
+
+
+def imgkit(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "imgkit_builder", *map(str, words)]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def sif(*words: str | Path, folder: Path) -> dict[str, Any]:
+    """``imgkit sif --json``; fails the test where it fails."""
+    done = imgkit("sif", *words, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def output(*words: str | Path, **options: Any) -> str:
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("sif")
+    for parent in (folder, *folder.parents):
+        if parent.stat().st_uid == os.getuid():
+            parent.chmod(parent.stat().st_mode | 0o055)  # an ordinary user reads it too
+    name = f"imgkit-test-sif:{secrets.token_hex(4)}"
+    dockerfile = ODD.replace("{base}", standin_notorch)
+    output("docker", "build", "-q", "-t", name, "-", input=dockerfile)
+    try:
+        archive = folder / "odd.tar"
+        output("docker", "save", "-o", archive, name)
+        archive.chmod(0o644)
+        sif(name, "-o", "layers.sif", folder=folder)
+        sif(name, "-o", "export.sif", "--from", "daemon", folder=folder)
+        yield Lab(
+            name=name,
+            folder=folder,
+            archive=archive,
+            layers=folder / "layers.sif",
+            export=folder / "export.sif",
+        )
+    finally:
+        subprocess.run(["docker", "image", "rm", "-f", name], capture_output=True, check=False)
+
+
+def unpacked(path: Path, folder: Path) -> Path:
+    """The root partition's files, unpacked by root."""
+    root = image.read(path).root
+    assert root is not None
+    if os.geteuid() != 0:
+        pytest.skip("owners and devices are unpacked by root only")
+    output("unsquashfs", "-quiet", "-no-progress", "-o", str(root.offset), "-d", folder, path)
+    return folder
+
+
+def tree(root: Path) -> dict[str, dict[str, Any]]:
+    """Everything about every file."""
+    found = {}
+    for path in (root, *root.rglob("*")):
+        about = path.lstat()
+        kind = about.st_mode
+        content = ""
+        if stat.S_ISREG(kind):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif stat.S_ISLNK(kind):
+            content = str(path.readlink())
+        found[path.relative_to(root).as_posix()] = {
+            "mode": oct(kind),
+            "owner": (about.st_uid, about.st_gid),
+            "links": about.st_nlink if not stat.S_ISDIR(kind) else 0,
+            "device": about.st_rdev,
+            "size": about.st_size if stat.S_ISREG(kind) else 0,
+            "mtime": int(about.st_mtime),
+            "content": content,
+            "xattrs": {
+                name: os.getxattr(path, name, follow_symlinks=False)
+                for name in os.listxattr(path, follow_symlinks=False)
+            },
+        }
+    return found
+
+
+def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
+    """docs/sif.md lists what may differ; everything else, to the last xattr, must not."""
+    layers = tree(unpacked(lab.layers, tmp_path / "layers"))
+    export = tree(unpacked(lab.export, tmp_path / "export"))
+    assert set(layers) - set(export) <= {"dev/console", "etc/hostname", "etc/mtab"}
+    assert set(export) - set(layers) == set()
+    differing = {}
+    for name in sorted(set(layers) & set(export)):
+        changed = {key for key, value in layers[name].items() if export[name][key] != value}
+        if RUNTIMES_OWN.fullmatch(name) or name in TIMES_MAY_DIFFER:
+            changed -= {"mtime"}
+        if changed:
+            differing[name] = changed
+    assert set(differing) == {".singularity.d/labels.json"}
+    assert layers["odd/caps"]["xattrs"]
+    assert layers["odd/a"]["links"] == 3
+    assert layers["odd/longabs"]["content"].startswith("/xxx")
+    assert layers["odd/longrel"]["content"].startswith("../../yyy")
+    assert "odd/opaque/gone" not in layers
+    assert len(layers) > 5000
+
+
+def test_labels_differ_in_date_only(lab: Lab, tmp_path: Path) -> None:
+    def labels(path: Path) -> dict[str, str]:
+        answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
+        found: dict[str, str] = answer["data"]["attributes"]["labels"]
+        return found
+
+    layers, export = labels(lab.layers), labels(lab.export)
+    assert layers.pop("org.label-schema.build-date")
+    assert export.pop("org.label-schema.build-date")
+    assert layers == export
+    assert layers["weird"] == 'q"uote <&>'
+
+
+def test_same_data_objects(lab: Lab) -> None:
+    """``singularity inspect`` and ``run`` read these."""
+
+    def objects(path: Path) -> list[tuple[int, bytes]]:
+        parsed = image.read(path)
+        kinds = (image.DataType.DEFFILE, image.DataType.JSON)
+        found = [
+            (one.datatype, image.data(parsed, one)) for one in parsed.descriptors if one.datatype in kinds
+        ]
+        return [
+            (kind, data) for kind, data in found if b"build-date" not in data and b"root_sha256" not in data
+        ]
+
+    assert objects(lab.layers) == objects(lab.export) != []
+
+
+def test_export_is_reproducible(lab: Lab) -> None:
+    again = sif(lab.name, "-o", "again.sif", "--from", "daemon", folder=lab.folder)
+    assert again["record"]["root_sha256"] == image.root_sha256(lab.export)
+
+
+def test_archive_same_image(lab: Lab) -> None:
+    done = sif(lab.archive, "-o", "archive.sif", folder=lab.folder)
+    record = image.read(lab.layers).record
+    assert record is not None
+    assert done["record"]["image_id"] == record.image_id
+    assert tuple(done["record"]["diff_ids"]) == record.diff_ids
+    assert sif(lab.archive, "-o", "archive.sif", folder=lab.folder)["up_to_date"]
+
+
+def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
+    from imgkit_builder.report import Silent
+    from imgkit_builder.sif import layout
+
+    layout.from_archive(lab.archive, tmp_path / "oci", Silent())
+    done = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
+    superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
+    assert superblock is not None
+    assert superblock.compressor == "gzip"
+    assert done["record"]["compression"] == "gzip 6"
+
+
+@pytest.mark.parametrize("way", ["layers", "export"])
+def test_runs_as_root(lab: Lab, way: str) -> None:
+    path = getattr(lab, way)
+    assert output("singularity", "run", path).strip().endswith("ran")
+    script = 'echo "${EMPTY-unset}$PATH"; stat -c "%a %u" /; cat /odd/deep/c'
+    lines = output("singularity", "exec", "--cleanenv", path, "sh", "-c", script).splitlines()
+    assert lines[0].startswith("/usr/local/sbin:")
+    assert lines[1:] == ["755 0", "one"]
+
+
+def parsed_list(path: Path) -> Sequence[tuple[int, int, int]]:
+    """Id, start and end of each object as ``singularity sif list`` shows them."""
+    rows = re.findall(
+        r"^(\d+)\s*\|[^|]*\|[^|]*\|(\d+)-(\d+)", output("singularity", "sif", "list", path), re.M
+    )
+    return [(int(number), int(start), int(end)) for number, start, end in rows]
+
+
+@pytest.mark.parametrize("way", ["layers", "export"])
+def test_own_reader_agrees_with_runtime(lab: Lab, way: str, tmp_path: Path) -> None:
+    parsed: SifImage = image.read(getattr(lab, way))
+    shown = [(one.id, one.offset, one.offset + one.size_bytes) for one in parsed.descriptors]
+    assert shown == parsed_list(parsed.path)
+    assert parsed.root is not None
+    dumped = subprocess.run(
+        ["singularity", "sif", "dump", str(parsed.root.id), str(parsed.path)], capture_output=True, check=True
+    ).stdout
+    assert hashlib.sha256(dumped).hexdigest() == image.root_sha256(parsed.path)
+    header = output("singularity", "sif", "header", parsed.path)
+    assert re.search(rf"Primary Architecture:\s+{parsed.arch}$", header, re.M)
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[str]:
+    """An ordinary user with a home, for this test."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make an ordinary user")
+    name = f"imgkit-{secrets.token_hex(3)}"
+    home = Path(f"/home/{name}")
+    output("useradd", "--create-home", "--home-dir", home, "--shell", "/bin/sh", name)
+    try:
+        yield name
+    finally:
+        subprocess.run(["userdel", "--remove", name], capture_output=True, check=False)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def test_ordinary_user_converts_and_runs(lab: Lab, user: str) -> None:
+    """With the one-file tool and the machine's Python: no docker, no checkout, no root."""
+    home = Path(pwd.getpwnam(user).pw_dir)
+    bundle = home / "imgkit.pyz"
+    assert imgkit("bundle", "-o", bundle, folder=lab.folder).returncode == 0
+    bundle.chmod(0o755)
+    for path in (lab.archive, lab.export):
+        shutil.copy(path, home)
+    places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
+    start = ["runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C"]
+    python = Path("/usr/bin/python3").resolve()
+    output(*start, python, "-I", bundle, "sif", "odd.tar", "-o", "mine.sif", cwd=home)
+    for path in ("mine.sif", "export.sif"):
+        script = "id -un; cat /odd/opaque/new"
+        assert output(*start, "singularity", "exec", path, "sh", "-c", script, cwd=home) == f"{user}\nnew\n"
+    names = {path.name for path in home.iterdir() if not path.name.startswith(".")}
+    assert names == {"export.sif", "imgkit.pyz", "mine.sif", "odd.tar"}
+    assert not list(home.glob(".*.part"))
+    assert not list(home.glob(".imgkit-sif*"))
+
+
+def test_damaged_archive_leaves_the_old_sif(lab: Lab, tmp_path: Path) -> None:
+    shutil.copy(lab.layers, tmp_path / "odd.sif")
+    data = bytearray(lab.archive.read_bytes())
+    with tarfile.open(lab.archive) as tar:
+        layer = max(tar.getmembers(), key=lambda member: member.size)
+    data[layer.offset_data + layer.size // 2] ^= 1
+    (tmp_path / "odd.tar").write_bytes(data)
+    done = imgkit("sif", "odd.tar", "--force", folder=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"layer \d of 3 is damaged", done.stderr)
+    assert image.root_sha256(tmp_path / "odd.sif") == image.root_sha256(lab.layers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.sif", "odd.tar"]
+
+
+def test_unknown_image_refused(tmp_path: Path) -> None:
+    done = imgkit("sif", "imgkit-test-none:1", folder=tmp_path)
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_archive_that_is_not_there_refused(tmp_path: Path) -> None:
+    done = imgkit("sif", "mn5.tar", folder=tmp_path)
+    assert done.returncode == 2
+    assert "imgkit save mn5" in done.stderr

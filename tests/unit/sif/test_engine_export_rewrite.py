@@ -1,0 +1,137 @@
+"""What the engine adds to an export goes, the runtime's files come, and links survive mksquashfs."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.sif.fast import rewrite
+from imgkit_entrypoints.errors import CheckFailed
+
+CREATED_S = 1710892800
+EXPORTED_S = 1795262421
+
+
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, *, data: bytes = b"", **fields: object
+) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.mtime = kind, len(data), CREATED_S
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info, data
+
+
+def engines(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    """As the engine makes it beside a container."""
+    return member(name, kind, **{"mode": 0o755, "mtime": EXPORTED_S, **fields})
+
+
+MARK = engines(".dockerenv")
+
+
+def rewritten(
+    tmp_path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT
+) -> tarfile.TarFile:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+        for info, data in members:
+            tar.addfile(info, io.BytesIO(data))
+    box = tmp_path / "box"
+    if not box.exists():
+        (box / ".singularity.d/env").mkdir(parents=True)
+        (box / ".singularity.d/env/10.sh").write_text("export A=1\n")
+        (box / ".singularity.d/env/10.sh").chmod(0o755)
+        (box / ".run").symlink_to(".singularity.d/actions/run")
+        (box / "etc").mkdir()
+        (box / "etc/hosts").touch(0o644)
+    sink = io.BytesIO()
+    rewrite(iter([buffer.getvalue()]), sink, box, epoch=CREATED_S)
+    sink.seek(0)
+    return tarfile.open(fileobj=sink)
+
+
+def test_engines_files_go(tmp_path: Path) -> None:
+    tar = rewritten(
+        tmp_path,
+        MARK,
+        engines("dev", tarfile.DIRTYPE),
+        engines("dev/console"),
+        engines("dev/pts", tarfile.DIRTYPE),
+        engines("dev/shm", tarfile.DIRTYPE),
+        engines("etc", tarfile.DIRTYPE),
+        engines("etc/hostname"),
+        engines("etc/hosts"),
+        engines("etc/mtab", tarfile.SYMTYPE, linkname="/proc/mounts"),
+        engines("etc/resolv.conf"),
+    )
+    names = tar.getnames()
+    own = {".run", ".singularity.d", ".singularity.d/env", ".singularity.d/env/10.sh", "etc/hosts"}
+    assert set(names) == {"dev", "etc"} | own
+    assert {tar.getmember(name).mtime for name in names} == {CREATED_S}
+    assert tar.getmember("etc/hosts").mode == 0o644
+
+
+def test_images_own_files_stay(tmp_path: Path) -> None:
+    own = [
+        member("dev", tarfile.DIRTYPE),
+        member("dev/console", tarfile.CHRTYPE),
+        member("dev/shm", tarfile.DIRTYPE, mode=0o1777),
+        member("etc", tarfile.DIRTYPE, mode=0o750),
+        member("etc/hosts", data=b"127.0.0.1 localhost\n"),
+        member("etc/mtab", tarfile.SYMTYPE, linkname="/proc/self/mounts"),
+        member("home/.dockerenv"),
+    ]
+    tar = rewritten(tmp_path, MARK, *own)
+    for info, data in own:
+        found = tar.getmember(info.name)
+        assert (found.type, found.mode, found.mtime) == (info.type, info.mode, info.mtime)
+        if data:
+            assert tar.extractfile(found).read() == data  # type: ignore[union-attr]
+    assert len(tar.getnames()) == len(set(tar.getnames()))
+
+
+def test_runtime_files_replace_older_ones(tmp_path: Path) -> None:
+    """The image was made from a .sif once."""
+    tar = rewritten(
+        tmp_path,
+        MARK,
+        member(".singularity.d", tarfile.DIRTYPE),
+        member(".singularity.d/env", tarfile.DIRTYPE),
+        member(".singularity.d/env/10.sh", data=b"export A=old\n"),
+        member(".singularity.d/env/91-own.sh", data=b"export B=1\n"),
+    )
+    assert tar.extractfile(".singularity.d/env/10.sh").read() == b"export A=1\n"  # type: ignore[union-attr]
+    assert tar.extractfile(".singularity.d/env/91-own.sh").read() == b"export B=1\n"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "target", ["/" + "t" * 150, "../../" + "t" * 150, "./" + "t" * 150, "/é", "../é", "short", "//x"]
+)
+def test_link_targets_leave_pax(tmp_path: Path, target: str) -> None:
+    """mksquashfs 4.5.1 drops a leading / and ../ of targets that stand in a pax header."""
+    link = member("l" * 120 + "é", tarfile.SYMTYPE, linkname=target, mtime=CREATED_S + 0.5)
+    tar = rewritten(tmp_path, MARK, link)
+    found = tar.getmember(link[0].name)
+    assert found.linkname == target
+    assert "linkpath" not in found.pax_headers
+    assert found.pax_headers["path"] == link[0].name
+
+
+def test_capabilities_and_hard_links_pass(tmp_path: Path) -> None:
+    capable = member("ping", data=b"elf", pax_headers={"SCHILY.xattr.security.capability": "\x01\x02"})
+    hard = member("pong", tarfile.LNKTYPE, linkname="ping")
+    tar = rewritten(tmp_path, MARK, capable, hard)
+    assert tar.getmember("ping").pax_headers == capable[0].pax_headers
+    assert tar.getmember("pong").islnk()
+
+
+def test_cut_export_refused(tmp_path: Path) -> None:
+    (tmp_path / "box").mkdir()
+    info, data = member("file", data=b"x" * 5000)
+    cut = info.tobuf() + data[:2000]
+    with pytest.raises(CheckFailed, match="docker export: cut short"):
+        rewrite(iter([cut]), io.BytesIO(), tmp_path / "box", epoch=0)

@@ -1,0 +1,84 @@
+"""Processors and memory come from affinity and control groups of both versions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.sif.limits import Limits, gather
+
+
+@pytest.fixture(autouse=True)
+def _many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_no_groups_no_limits(tmp_path: Path) -> None:
+    assert gather(tmp_path) == Limits(processors=64, memory_bytes=None)
+
+
+def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0",
+            "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/memory.max": str(32 << 30),
+            "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/cpu.max": "max 100000",
+            "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/step_0/cpu.max": "450000 100000",
+            "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.max": "max",
+        },
+    )
+    limits = gather(root)
+    assert limits == Limits(processors=4, memory_bytes=32 << 30)
+    assert limits.mksquashfs_options() == ("-processors", "4", "-mem", "8192M")
+
+
+def test_v1_limits_read(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/slurm/uid_1/job_7\n3:cpu,cpuacct:/slurm\n1:name=systemd:/x",
+            "sys/fs/cgroup/memory/slurm/uid_1/job_7/memory.limit_in_bytes": str(4 << 30),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            "sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_quota_us": "250000",
+            "sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_period_us": "100000",
+        },
+    )
+    assert gather(root) == Limits(processors=2, memory_bytes=4 << 30)
+
+
+def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/../../kubepods/pod1",
+            "sys/fs/cgroup/memory.max": str(2 << 30),
+            "sys/fs/cgroup/cpu.max": "50000 100000",
+        },
+    )
+    assert gather(root) == Limits(processors=1, memory_bytes=2 << 30)
+
+
+@pytest.mark.parametrize("text", ["", "max", "-1 100000", "x y", "100 0", "1 2 3"])
+def test_odd_quota_is_no_limit(tmp_path: Path, text: str) -> None:
+    root = write(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": text})
+    assert gather(root).processors == 64
+
+
+def test_small_memory_has_a_floor() -> None:
+    assert Limits(processors=1, memory_bytes=100 << 20).mksquashfs_options()[-1] == "128M"
+
+
+def test_affinity_counts_without_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    assert gather(tmp_path).processors == 2

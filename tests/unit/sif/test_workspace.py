@@ -1,0 +1,114 @@
+"""Temporary files: where they go, that they go away, and whose may be removed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.sif.workspace import remove_tree, tmp_base, workspace
+from imgkit_entrypoints.errors import UsageError
+
+VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_order_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "x.sif"
+    assert tmp_base(target, None) == tmp_path
+    for name in reversed(VARIABLES):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setenv(name, str(folder))
+        assert tmp_base(target, None) == folder
+    assert tmp_base(target, tmp_path) == tmp_path
+
+
+def test_missing_tmpdir_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder") as caught:
+        tmp_base(tmp_path / "x.sif", tmp_path / "none")
+    assert caught.value.where == "--tmpdir"
+
+
+def test_nothing_stays_after_failure(tmp_path: Path) -> None:
+    def fail() -> None:
+        with workspace(tmp_path / "x.sif", tmp_path) as work:
+            work.part.write_text("half")
+            locked = work.folder / "a/locked"
+            locked.mkdir(parents=True)
+            (locked / "file").touch()
+            locked.chmod(0)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_the_same_target_go(tmp_path: Path) -> None:
+    target, other = tmp_path / "x.sif", tmp_path / "y.sif"
+    with workspace(target, tmp_path) as work:
+        folder, part = work.folder, work.part
+    folder.mkdir()
+    part.touch()
+    kept = [tmp_path / ".y.sif.01234567.part", tmp_path / ".x.sif.mine.part"]
+    for path in kept:
+        path.touch()
+    (tmp_path / ".x.sif.lock").write_text(json.dumps({"pid": 1, "folder": str(folder)}))
+    with workspace(target, tmp_path):
+        assert not folder.exists()
+        assert not part.exists()
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    with workspace(other, tmp_path):
+        assert not kept[0].exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "", "x", '{"folder": 7}', '{"folder": "/"}', '{"folder": "VICTIM"}']
+)
+def test_lock_text_cannot_delete_others(tmp_path: Path, text: str) -> None:
+    victim = tmp_path / "home"
+    victim.mkdir()
+    (tmp_path / ".x.sif.lock").write_text(text.replace("VICTIM", str(victim)))
+    with workspace(tmp_path / "x.sif", tmp_path):
+        pass
+    assert victim.is_dir()
+
+
+def test_lock_cannot_be_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("keep")
+    (tmp_path / ".x.sif.lock").symlink_to(victim)
+    with pytest.raises(UsageError, match="cannot write into"), workspace(tmp_path / "x.sif", tmp_path):
+        pass
+    assert victim.read_text() == "keep"
+
+
+def test_two_at_once_refused(tmp_path: Path) -> None:
+    target = tmp_path / "x.sif"
+    with (
+        workspace(target, tmp_path),
+        pytest.raises(UsageError, match=rf"another imgkit sif makes this file .pid {os.getpid()} "),
+        workspace(target, tmp_path),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_removing_spares_what_links_point_to(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (gone / "link").symlink_to(kept)
+    remove_tree(gone)
+    assert not gone.exists()
+    assert (kept / "file").exists()
