@@ -11,20 +11,17 @@ import fcntl
 import hashlib
 import os
 import re
-import select
 import shutil
-import subprocess
-import tempfile
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from imgkit_builder import files
+from imgkit_builder import files, process
 from imgkit_builder.report import Reporter, Silent
 from imgkit_builder.sidecar import Compress
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
@@ -34,7 +31,6 @@ SUFFIXES: dict[Compress, str] = {"none": ".tar", "gzip": ".tar.gz", "zstd": ".ta
 ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compress gzip"
 
 _BLOCK = 256 << 10
-_PIPE_SIZE = 1 << 20
 _FLUSH_BYTES = 64 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -185,7 +181,7 @@ def _compressed(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
         return _gzip(chunks)
     if compress == "zstd":
         # One worker (250 MB/s, 44 MiB) outruns the engine's stream; each further one takes 13 MiB more.
-        return through(["zstd", "-q", "-3", "-T1", "-c"], chunks, hint=ZSTD_HINT)
+        return process.through(["zstd", "-q", "-3", "-T1", "-c"], chunks, hint=ZSTD_HINT)
     return chunks
 
 
@@ -221,64 +217,3 @@ def _blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def _cpus() -> int:
     # Not on macOS.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def through(argv: Sequence[str], chunks: Iterable[bytes], *, hint: str = "") -> Iterator[bytes]:
-    """Feed `chunks` to a program and yield what it writes, with bounded memory and no thread.
-
-    Raises
-    ------
-    ToolMissing : the program is not on PATH.
-    ToolFailed : it failed; quotes what it said.
-    """
-    if shutil.which(argv[0]) is None:
-        raise ToolMissing(f"the program {argv[0]!r} is not on PATH", hint=hint or None)
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0
-        ) as program,
-    ):
-        try:
-            yield from _pumped(program, iter(chunks))
-        finally:
-            # Reached on errors and when the reader stops early; a program that ended does not care.
-            if program.poll() is None and program.stdout is not None and not program.stdout.closed:
-                program.kill()
-        if program.wait() != 0:
-            said.seek(0)
-            text = said.read().decode(errors="replace").strip()
-            raise ToolFailed(
-                f"{argv[0]} failed with exit code {program.returncode}: {text}", hint=hint or None
-            )
-
-
-def _pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterator[bytes]:
-    assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
-    assert program.stdout is not None  # noqa: S101
-    sink, source = program.stdin, program.stdout
-    os.set_blocking(sink.fileno(), False)
-    for end in (sink, source):
-        # Fewer, larger moves; refused beyond a user's pipe quota, and then the default does.
-        with contextlib.suppress(OSError, AttributeError):
-            fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
-    waiting = memoryview(b"")
-    while True:
-        while not waiting and not sink.closed:
-            chunk = next(chunks, None)
-            if chunk is None:
-                sink.close()
-            else:
-                waiting = memoryview(chunk)
-        readable, writable, _ = select.select([source], [] if sink.closed else [sink], [])
-        if writable:
-            try:
-                waiting = waiting[os.write(sink.fileno(), waiting) :]
-            except BrokenPipeError:
-                sink.close()
-        if readable:
-            data = os.read(source.fileno(), _PIPE_SIZE)
-            if not data:
-                source.close()
-                return
-            yield data

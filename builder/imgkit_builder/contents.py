@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from imgkit_builder import archive
+from imgkit_builder import archive, process
 from imgkit_builder.report import Reporter
 from imgkit_builder.sidecar import Compress
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
@@ -155,7 +155,7 @@ class _Unpacked:
 
     def __init__(self, source: _Hashed) -> None:
         chunks = iter(lambda: source.read(_BLOCK), b"")
-        self._output = archive.through(["zstd", "-q", "-dc"], chunks, hint=archive.ZSTD_HINT)
+        self._output = process.through(["zstd", "-q", "-dc"], chunks, hint=archive.ZSTD_HINT)
         self._rest = b""
 
     def read(self, size: int, /) -> bytes:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import fcntl
+import os
+import select
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 TAIL_LINES = 20
+PIPE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +80,64 @@ def run(
             hint=f"its last lines:\n{finished.tail()}" + (f"\n{hint}" if hint else ""),
         )
     return finished
+
+
+def through(argv: Sequence[str], chunks: Iterable[bytes], *, hint: str = "") -> Iterator[bytes]:
+    """Feed `chunks` to a program and yield what it writes, with bounded memory and no thread.
+
+    Raises
+    ------
+    ToolMissing : the program is not on PATH.
+    ToolFailed : it failed; quotes what it said.
+    """
+    if shutil.which(argv[0]) is None:
+        raise ToolMissing(f"the program {argv[0]!r} is not on PATH", hint=hint or None)
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0
+        ) as program,
+    ):
+        try:
+            yield from _pumped(program, iter(chunks))
+        finally:
+            # Reached on errors and when the reader stops early; a program that ended does not care.
+            if program.poll() is None and program.stdout is not None and not program.stdout.closed:
+                program.kill()
+        if program.wait() != 0:
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()
+            raise ToolFailed(
+                f"{argv[0]} failed with exit code {program.returncode}: {text}", hint=hint or None
+            )
+
+
+def _pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterator[bytes]:
+    assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
+    assert program.stdout is not None  # noqa: S101
+    sink, source = program.stdin, program.stdout
+    os.set_blocking(sink.fileno(), False)
+    for end in (sink, source):
+        # Fewer, larger moves; refused beyond a user's pipe quota, and then the default does.
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    waiting = memoryview(b"")
+    while True:
+        while not waiting and not sink.closed:
+            chunk = next(chunks, None)
+            if chunk is None:
+                sink.close()
+            else:
+                waiting = memoryview(chunk)
+        readable, writable, _ = select.select([source], [] if sink.closed else [sink], [])
+        if writable:
+            try:
+                waiting = waiting[os.write(sink.fileno(), waiting) :]
+            except BrokenPipeError:
+                sink.close()
+        if readable:
+            data = os.read(source.fileno(), PIPE_BYTES)
+            if not data:
+                source.close()
+                return
+            yield data

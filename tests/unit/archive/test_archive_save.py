@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder import archive, files
+from imgkit_builder import archive, files, process
 from imgkit_builder.report import Silent
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
@@ -221,12 +221,12 @@ print(status.split("VmHWM:")[1].split()[0])
 
 
 def test_failing_filter_is_quoted() -> None:
-    chunks = archive.through(["sh", "-c", "echo the reason >&2; exit 3"], cut(DATA))
+    chunks = process.through(["sh", "-c", "echo the reason >&2; exit 3"], cut(DATA))
     with pytest.raises(ToolFailed, match="exit code 3: the reason"):
         list(chunks)
 
 
 def test_filter_is_ended_when_the_reader_stops() -> None:
-    chunks = archive.through(["cat"], iter(lambda: bytes(65_536), None))
+    chunks = process.through(["cat"], iter(lambda: bytes(65_536), None))
     assert next(chunks)
     chunks.close()  # type: ignore[attr-defined]  # hangs or leaves a process where it is not ended
