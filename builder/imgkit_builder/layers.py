@@ -32,7 +32,8 @@ PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]
 
 # An image is no system whose package manager pip could upset (PEP 668). As variables, not as options: a pip
 # too old for an option stops at it, but ignores a variable that it does not know.
-PIP = "PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
+# No byte code of pip's own either: in a base without any, 11 MB of it would get into each layer.
+PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 
 NEXT = " \\\n    "
 """Ends a line inside one shell command or instruction."""

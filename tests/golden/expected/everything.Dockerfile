@@ -24,7 +24,7 @@ RUN if [ -n "${PIP_CONSTRAINT:-}" ]; then \
     else : > /opt/imgkit/base-constraint.txt; fi
 
 # everything.yaml:10
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         'numpy>=1.26,<3' \
         'accelerate[rich]'
@@ -32,7 +32,7 @@ RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/
 # everything.yaml:11
 COPY ["imgkit/requirements-1.txt", "/opt/imgkit/requirements-1.txt"]
 # everything.yaml:11
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-build-isolation \
         --requirement /opt/imgkit/requirements-1.txt
@@ -57,7 +57,7 @@ RUN ["/bin/sh", "-c", "cat /etc/os-release > /dev/null # <<EOF"]
 # imgkit: the entry points, cut out of the imgkit that makes this image, so that both are of one version
 COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
 # imgkit: no index and no dependencies; reinstalled by force because a changed wheel can bear the same version
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
     python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
 

@@ -12,12 +12,12 @@ RUN mkdir -p /opt/imgkit \
 # mn5-llm.yaml:10
 COPY ["imgkit/requirements-0.txt", "/opt/imgkit/requirements-0.txt"]
 # mn5-llm.yaml:10
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --requirement /opt/imgkit/requirements-0.txt
 
 # mn5-llm.yaml:12
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-build-isolation \
         flash-attn==2.5.5
@@ -31,7 +31,7 @@ WORKDIR "/workspace"
 # imgkit: the entry points, cut out of the imgkit that makes this image, so that both are of one version
 COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
 # imgkit: no index and no dependencies; reinstalled by force because a changed wheel can bear the same version
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
     python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
 
