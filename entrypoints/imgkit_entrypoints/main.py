@@ -1,4 +1,4 @@
-"""The launcher behind every ``dist-*`` command: read the options, make the plan, become torchrun."""
+"""Behind every ``dist-*`` command: read the options, find the place, make the plan, run it."""
 
 from __future__ import annotations
 
@@ -7,182 +7,221 @@ import dataclasses
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from pathlib import Path
 
-from imgkit_entrypoints import __version__, facts, plan
-from imgkit_entrypoints.arguments import natural, positive
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints import __version__, fabric, facts, launch, options, plan, rollcall, schedulers
+from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
+from imgkit_entrypoints.placement import Wanted
 from imgkit_entrypoints.registry import COMMANDS, Command
-
-DEVICES = ("auto", "cuda", "cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``NAME ARGS``; never returns on success, since torchrun takes the process over."""
+    """Run ``NAME ARGS`` and exit with its code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _run(words, os.environ)
+        sys.exit(_run(words, os.environ))
     except ImgkitError as error:
+        if "--plan" in words:
+            told = {"what": error.what, "where": error.where, "hint": error.hint}
+            print(json.dumps({"schema": plan.SCHEMA, "error": told}, indent=2))
         print(f"{words[0] if words else 'imgkit_entrypoints'}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _run(words: list[str], env: Mapping[str, str]) -> None:
+def _run(words: list[str], env: Mapping[str, str]) -> int:
     command = next((known for known in COMMANDS if words and known.name == words[0]), None)
     if command is None:
         names = ", ".join(known.name for known in COMMANDS)
         raise UsageError(f"unknown command {words[0] if words else ''!r}", hint=f"one of: {names}")
-    rest = words[1:]
-    if command.name == "dist-env":
-        _print_env(rest, env)
-        return
-    request, show_plan, worker = (
-        _dist_run(command, rest, env) if command.app is None else _app(command, rest, env)
-    )
-    made = plan.make(request, worker, host=facts.gather(env=env), facts=facts.system_facts(), env=env)
-    if show_plan:
-        print(json.dumps(made.to_dict(), indent=2))
-        return
-    _become(made, env, keep_pythonpath=command.app is None)
+    if command.name in _WITHOUT_LAUNCH:
+        return _WITHOUT_LAUNCH[command.name](words[1:], env)
+    asked, worker = _user_program(command, words, env) if command.app is None else _app(command, words, env)
+    return _launch(asked, worker, env, own=command.app is not None)
 
 
 def _app(
-    command: Command, rest: list[str], env: Mapping[str, str]
-) -> tuple[plan.Request, bool, tuple[str, ...]]:
+    command: Command, words: list[str], env: Mapping[str, str]
+) -> tuple[options.Options, tuple[str, ...]]:
     assert command.app is not None  # noqa: S101 - the caller branches on it
-    app = importlib.import_module(f"{command.app}.options" if command.app.endswith("train") else command.app)
-    both = _parser(command.name, command.summary, env)
+    app = importlib.import_module(command.options or command.app)
+    both = options.parser(command.name, command.summary, env)
     app.add_arguments(both.add_argument_group("options of the program"))
-    both.parse_args(rest)  # one check of everything, and --help with both groups
-    options, app_argv = _parser(command.name, command.summary, env).parse_known_args(rest)
-    return _request(options), options.plan, (sys.executable, "-I", "-u", "-m", command.app, *app_argv)
+    both.parse_args(words[1:])  # one check of everything, and --help with both groups
+    parsed, rest = options.parser(command.name, command.summary, env).parse_known_args(words[1:])
+    return options.read(parsed, tuple(words)), (sys.executable, "-I", "-u", "-m", command.app, *rest)
 
 
-def _dist_run(
-    command: Command, rest: list[str], env: Mapping[str, str]
-) -> tuple[plan.Request, bool, tuple[str, ...]]:
-    parser = _parser(command.name, command.summary, env, usage="%(prog)s [OPTIONS] SCRIPT|-m MODULE [ARGS]")
+def _user_program(
+    command: Command, words: list[str], env: Mapping[str, str]
+) -> tuple[options.Options, tuple[str, ...]]:
+    usage = "%(prog)s [OPTIONS] SCRIPT|-m MODULE [ARGS]"
+    parser = options.parser(command.name, command.summary, env, usage)
     parser.add_argument(
         "-m", dest="module", action="store_true", help="the next word is a module, not a script"
     )
+    parser.add_argument(
+        "--pass-local-rank",
+        action="store_true",
+        help="append --local_rank=N, as torch.distributed.launch did",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="your script or module and its arguments")
-    options = parser.parse_args(rest)
-    if not options.program:
+    parsed = parser.parse_args(words[1:])
+    if not parsed.program:
         raise UsageError("no script given", hint="dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]")
-    flags = ("-u", "-m") if options.module else ("-u",)
-    return _request(options), options.plan, (sys.executable, *flags, *options.program)
+    flags = ("-u", "-m") if parsed.module else ("-u",)
+    return options.read(parsed, tuple(words)), (sys.executable, *flags, *parsed.program)
 
 
-def _parser(
-    name: str, summary: str, env: Mapping[str, str], usage: str | None = None
-) -> argparse.ArgumentParser:
-    """Options of the launch, spelled the same for every command; IMGKIT_* variables are their defaults."""
-    parser = argparse.ArgumentParser(prog=name, description=summary, usage=usage, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
-    group = parser.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
-
-    def option(
-        flag: str, *, kind: Callable[[str], object] = str, default: object = None, **more: object
-    ) -> None:
-        text = env.get("IMGKIT_" + flag.strip("-").replace("-", "_").upper())
-        # A string default goes through `type` and its errors like a value on the command line.
-        group.add_argument(flag, type=kind, default=default if text in (None, "") else text, **more)  # type: ignore[arg-type]
-
-    option(
-        "--device",
-        kind=_device,
-        default="auto",
-        metavar="|".join(DEVICES),
-        help="default: cuda where GPUs are visible",
+def _launch(asked: options.Options, worker: tuple[str, ...], env: Mapping[str, str], *, own: bool) -> int:
+    reader = facts.Reader(root=facts.root_of(env))
+    host = facts.gather(env=env)
+    made = plan.make(
+        asked.request,
+        worker,
+        place=schedulers.place(asked.wanted, env, reader.text),
+        host=host,
+        system=facts.system_facts(env=env),
+        env=env,
     )
-    option(
-        "--nproc", kind=_nproc, default="auto", metavar="N|auto", help="workers on this node; auto: one a GPU"
+    warnings = (*made.warnings, *(() if own else _shadows(env)))
+    if asked.show_plan:
+        print(json.dumps(dataclasses.replace(made, warnings=warnings).to_dict(), indent=2))
+        return 0
+    _require_torch()
+    child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
+    if own:
+        child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
+    if made.mode == "direct":
+        os.execvpe(made.argv[0], made.argv, child)  # noqa: S606 - an argv list, no shell
+    if made.placement.node_rank == 0:
+        for text in (*(f"{_told(decision)}" for decision in made.decisions if decision.used), *warnings):
+            _say(text)
+    me = rollcall.Caller(
+        host=host.hostname,
+        identity=rollcall.identity(nccl=host.nccl_version),
+        nproc=made.nproc,
+        gpu=host.gpu_devices[0].model if host.gpu_devices else "",
     )
-    option(
-        "--nnodes",
-        kind=positive,
-        metavar="N",
-        help="nodes of the run, this command being started once on each",
-    )
-    option("--node-rank", kind=natural, metavar="RANK", help="which of them this is; the head is 0")
-    option("--head", metavar="HOST", help="name or address of node 0, as the others reach it")
-    option(
-        "--port",
-        kind=positive,
-        metavar="PORT",
-        help=f"rendezvous port on the head (default {plan.DEFAULT_PORT})",
-    )
-    option(
-        "--max-restarts", kind=natural, default=0, metavar="N", help="restarts of failed workers (default 0)"
-    )
-    group.add_argument("--plan", action="store_true", help="print what would be run as JSON, and stop")
-    return parser
-
-
-def _nproc(text: str) -> str:
-    if text != "auto":
-        positive(text)
-    return text
-
-
-def _device(text: str) -> str:
-    # Not argparse's choices: they are not applied to defaults, and IMGKIT_DEVICE is one.
-    if text not in DEVICES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(DEVICES)}")
-    return text
-
-
-def _request(options: argparse.Namespace) -> plan.Request:
-    return plan.Request(
-        **{item.name: getattr(options, item.name) for item in dataclasses.fields(plan.Request)}
+    return launch.run(
+        made.argv,
+        child,
+        place=made.placement,
+        me=me,
+        say=_say,
+        grace_s=asked.grace_s,
+        rollcall_timeout_s=asked.rollcall_timeout_s,
+        stop_dir=Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None,
+        # An elastic run counts its nodes by itself.
+        meet=made.placement.min_nnodes is None,
     )
 
 
-def _become(made: plan.LaunchPlan, env: Mapping[str, str], *, keep_pythonpath: bool) -> NoReturn:
-    if not _has_torch():
+def _told(decision: fabric.Decision) -> str:
+    return f"{decision.variable}={decision.value}: {decision.reason}"
+
+
+def _say(text: str) -> None:
+    print(f"imgkit: {text}", file=sys.stderr, flush=True)
+
+
+def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Folders of PYTHONPATH, kept for the user's program, that hide the image's torch or numpy."""
+    found = []
+    for folder in filter(None, env.get("PYTHONPATH", "").split(":")):
+        for name in ("torch", "numpy"):
+            if Path(folder, name).is_dir() or Path(folder, f"{name}.py").is_file():
+                found.append(f"PYTHONPATH: {folder} holds another {name}, which hides the image's")
+    return tuple(found)
+
+
+def _require_torch() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
         raise UsageError(
             "this image has no torch, so there is nothing to launch",
             where=sys.executable,
             hint="build the image on a base with torch, or add it to the recipe's image.pip",
         )
-    child = {name: value for name, value in env.items() if name not in made.unset}
-    if not keep_pythonpath:
-        child.pop("PYTHONPATH", None)
-    os.execvpe(made.argv[0], made.argv, {**child, **made.env})  # noqa: S606 - an argv list, no shell
 
 
-def _has_torch() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("torch") is not None
-
-
-def _print_env(rest: list[str], env: Mapping[str, str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="dist-env", description="Print what was found here.", allow_abbrev=False
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    options = parser.parse_args(rest)
-    host, known = facts.gather(env=env), facts.system_facts()
-    found = {
+def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
+    parser = argparse.ArgumentParser(prog="dist-env", description="Print what was found and decided here.")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="one JSON object")
+    shape.add_argument("--shell", action="store_true", help='export lines: eval "$(dist-env --shell)"')
+    chosen = parser.parse_args(words)
+    host, system = facts.gather(env=env), facts.system_facts(env=env)
+    place: dict[str, object] = {}
+    nnodes, head = 1, ""
+    try:
+        found = schedulers.place(Wanted(), env, facts.Reader(root=facts.root_of(env)).text)
+        place = {**dataclasses.asdict(found), "source": dict(found.source)}
+        nnodes, head = found.nnodes, found.head
+    except ImgkitError as error:
+        place = {"error": {"what": error.what, "where": error.where, "hint": error.hint}}
+    network = fabric.choose(host, system, env, nnodes=nnodes, head=head)
+    if chosen.shell:
+        for name, value in sorted(network.env.items()):
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
+    found_all = {
         "schema": plan.SCHEMA,
         "imgkit": __version__,
         "host": dataclasses.asdict(host),
         "system": None
-        if known is None
-        else dataclasses.asdict(dataclasses.replace(known, env=dict(known.env))),
+        if system is None
+        else dataclasses.asdict(dataclasses.replace(system, env=dict(system.env))),
+        "placement": place,
+        "fabric": {**dataclasses.asdict(dataclasses.replace(network, env=dict(network.env)))},
     }
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return
-    for title, values in (
-        ("host", found["host"]),
-        ("system", found["system"] or {"": "no /opt/imgkit/system.json"}),
-    ):
-        print(title)
-        for key, value in values.items():  # type: ignore[attr-defined]
-            print(f"  {key:14} {value}")
+    if chosen.json:
+        print(json.dumps(found_all, indent=2))
+        return 0
+    print(f"host       {host.hostname}, {host.arch}, Python {host.python}")
+    print(f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})")
+    print(f"system     {system.title or system.scheduler if system else 'no /opt/imgkit/system.json'}")
+    for field, said in place.items():
+        if said not in (None, "", (), {}):
+            print(f"placement  {field}: {said}")
+    print(f"fabric     {network.kind}: {network.reason}")
+    for decision in network.decisions:
+        print(f"  {'set ' if decision.used else 'note'} {_told(decision)}")
+    for text in (*network.warnings, *network.blockers):
+        print(f"  warn {text}")
+    return 0
+
+
+def _doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
+    """This node alone, or all nodes of the job, each checking itself and one collective between them."""
+    from imgkit_entrypoints import doctor
+
+    summary = "check this node, and under a launcher all nodes, for distributed runs"
+    both = options.parser("dist-doctor", summary, env)
+    doctor.add_arguments(both)
+    both.add_argument("--bundle", metavar="FILE", help="save what was read here, to replay it elsewhere")
+    both.parse_args(words)
+    parsed, rest = options.parser("dist-doctor", summary, env).parse_known_args(words)
+    asked = options.read(parsed, ("dist-doctor", *words))
+    if not any(word.startswith("--bundle") for word in rest):
+        try:
+            place = schedulers.place(asked.wanted, env, facts.Reader(root=facts.root_of(env)).text)
+        except NoPlan as error:
+            _say(f"this node only: {error}")
+        else:
+            if place.nnodes > 1 or asked.request.nproc != "auto":
+                request = dataclasses.replace(asked.request, prefix=False)
+                worker = (sys.executable, "-I", "-u", "-m", "imgkit_entrypoints.apps.doctor", *rest)
+                return _launch(dataclasses.replace(asked, request=request), worker, env, own=True)
+    return doctor.main(rest, env)
+
+
+_WITHOUT_LAUNCH: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
+    "dist-env": _print_env,
+    "dist-doctor": _doctor,
+}

@@ -1,4 +1,4 @@
-"""From what is known to what is run: the whole decision about a launch, as one value."""
+"""From what is known to what is run: the whole decision about a launch, as one value. Reads nothing."""
 
 from __future__ import annotations
 
@@ -6,102 +6,133 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Literal
 
+from imgkit_entrypoints import fabric, ports
 from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.fabric import Decision, sockets
 from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.launch import LOGS_PENDING, PORT_PENDING
+from imgkit_entrypoints.placement import Placement
 from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
-DEFAULT_PORT = 29500
 
-# Variables by which a launcher says that this process is one of several:
-# a plan made in spite of them would start as many separate runs.
-MULTI_NODE: tuple[str, ...] = (
-    "SLURM_STEP_NUM_NODES",
-    "SLURM_JOB_NUM_NODES",
-    "PET_NNODES",
-    "OMPI_COMM_WORLD_SIZE",
-)
+# The user's values cannot get into this text: they are its arguments.
+_PASS_LOCAL_RANK = ("sh", "-c", 'exec "$@" --local_rank="$LOCAL_RANK"', "sh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for, by flag or IMGKIT_* variable; None and ``auto`` leave it to the plan."""
+    """What the user asked of this node's processes; ``auto`` leaves it to the plan."""
 
     nproc: str = "auto"
     device: str = "auto"
-    nnodes: int | None = None
-    node_rank: int | None = None
-    head: str | None = None
-    port: int | None = None
     max_restarts: int = 0
+    log_dir: str | None = None
+    pass_local_rank: bool = False
+    prefix: bool = True
+    """Each line of output bears ``[host:rank]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What will be executed."""
+    """What will be executed on this node."""
 
+    placement: Placement
+    mode: Literal["torchrun", "direct"]
+    nproc: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """Variables set on top of the process' own."""
     unset: tuple[str, ...]
-    notes: tuple[str, ...]
-    """One sentence per decision, with its reason."""
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of ``--plan``."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        place = self.placement
+        return {
+            "schema": SCHEMA,
+            "scheduler": place.scheduler,
+            "source": dict(place.source),
+            "placement": {
+                "nnodes": place.nnodes,
+                "node_rank": place.node_rank,
+                "hosts": list(place.hosts),
+                "head": place.head,
+                # Where the nodes meet; torchrun's own port is agreed on there.
+                "port": ports.roll_call(place.job_id, place.port),
+                "job_id": place.job_id,
+            },
+            "nproc": self.nproc,
+            "mode": self.mode,
+            "argv": list(self.argv),
+            "env": dict(self.env),
+            "unset": list(self.unset),
+            "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "warnings": list(self.warnings),
+        }
 
 
 def make(
     request: Request,
     worker: Sequence[str],
     *,
+    place: Placement,
     host: HostFacts,
-    facts: SystemFacts | None,
+    system: SystemFacts | None,
     env: Mapping[str, str],
 ) -> LaunchPlan:
-    """Decide how `worker` (its argv) is started on this node.
+    """Decide how `worker` (its argv) is started on the node `place`.
 
     Raises
     ------
-    NoPlan : no launch can be right: the job has nodes that nothing here places, or its GPUs are not visible.
+    NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
     """
-    notes: list[str] = []
-    device = _device(request, host, facts, notes)
-    nproc = _nproc(request, device, host, notes)
-    rendezvous = _rendezvous(request, env, notes)
-    variables = {"IMGKIT_DEVICE": device}
-    for name, value in (facts.env if facts else {}).items():
-        if name in env:
-            notes.append(f"{name}={env[name]}: yours, the recipe's {value!r} is not used")
-        else:
-            variables[name] = value
-            notes.append(f"{name}={value}: from the recipe")
-    if "OMP_NUM_THREADS" not in env:
-        variables["OMP_NUM_THREADS"] = str(max(1, host.cpus // nproc))
-        notes.append(
-            f"OMP_NUM_THREADS={variables['OMP_NUM_THREADS']}: {host.cpus} processors / {nproc} workers"
+    decisions: list[Decision] = []
+    device = _device(request, host, system, decisions)
+    nproc = _nproc(request, device, host, place, decisions)
+    network = fabric.choose(host, system, env, nnodes=place.nnodes, head=place.head)
+    if network.blockers and device == "cuda" and place.nnodes > 1:
+        raise NoPlan(
+            network.blockers[0],
+            where=f"fabric {network.kind}",
+            hint="dist-doctor shows the evidence; --device cpu runs over gloo",
         )
-    # -I and --no-python: neither torchrun nor the workers look into the current folder or a host PYTHONPATH.
-    argv = (
-        *(sys.executable or "python3", "-I", "-m", "torch.distributed.run"),
-        *rendezvous,
-        *("--nproc-per-node", str(nproc), "--max-restarts", str(request.max_restarts), "--no-python"),
-        *worker,
-    )
+    decided = {**network.env, **_threads(host, nproc, place, env, decisions)}
+    # So that nobody further in takes the launcher's choices for the user's wishes.
+    variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
+    command = (*_PASS_LOCAL_RANK, *worker) if request.pass_local_rank else tuple(worker)
+    if place.direct is not None:
+        variables |= _ranks(place)
+    else:
+        command = (*_torchrun(request, place, host, nproc), *command)
     # torchrun takes PET_* as defaults of its flags, and dies on some that operators send: PET_STANDALONE="".
-    unset = tuple(sorted(name for name in env if name.startswith("PET_")))
-    return LaunchPlan(argv=argv, env=variables, unset=unset, notes=tuple(notes))
+    operators = tuple(sorted(name for name in env if name.startswith("PET_")))
+    return LaunchPlan(
+        placement=place,
+        mode="torchrun" if place.direct is None else "direct",
+        nproc=nproc,
+        argv=command,
+        env=variables,
+        unset=(*operators, *network.unset),
+        decisions=(*decisions, *network.decisions),
+        warnings=network.warnings,
+    )
 
 
-def _device(request: Request, host: HostFacts, facts: SystemFacts | None, notes: list[str]) -> str:
-    expected = facts.node.gpus if facts else 0
+def _device(
+    request: Request, host: HostFacts, system: SystemFacts | None, decisions: list[Decision]
+) -> Literal["cpu", "cuda"]:
+    expected = system.node.gpus if system else 0
     if request.device == "cpu":
         return "cpu"
     if host.gpus:
-        notes.append(f"device cuda: {host.gpus} GPUs visible ({host.gpus_source})")
+        decisions.append(
+            Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
+        )
         return "cuda"
     if expected or request.device == "cuda":
         reason = f"the recipe says {expected} a node" if expected else "--device cuda asks for them"
@@ -110,58 +141,89 @@ def _device(request: Request, host: HostFacts, facts: SystemFacts | None, notes:
             hint="start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
             "or give --device cpu",
         )
-    notes.append("device cpu: no GPU is visible and the recipe expects none")
+    decisions.append(
+        Decision(variable="device", value="cpu", reason="no GPU is visible, the recipe expects none")
+    )
     return "cpu"
 
 
-def _nproc(request: Request, device: str, host: HostFacts, notes: list[str]) -> int:
-    if request.nproc != "auto":
-        wanted = int(request.nproc)
-        if device == "cuda" and wanted > host.gpus:
-            raise NoPlan(
-                f"--nproc {wanted} with {host.gpus} visible GPUs would put several ranks on one GPU",
-                hint=f"give --nproc {host.gpus} or less, or --device cpu",
-            )
-        return wanted
-    if device == "cuda":
-        return host.gpus
-    notes.append("1 worker: without GPUs give --nproc N for more")
-    return 1
+def _nproc(
+    request: Request, device: str, host: HostFacts, place: Placement, decisions: list[Decision]
+) -> int:
+    if place.direct is not None:
+        wanted, who = place.direct.local_world_size, f"{place.scheduler} started them"
+    elif request.nproc != "auto":
+        wanted, who = int(request.nproc), "--nproc"
+    elif device == "cuda":
+        wanted, who = host.gpus, "one for each GPU"
+    else:
+        wanted, who = 1, "without GPUs one; --nproc N starts more"
+    if device == "cuda" and wanted > host.gpus:
+        raise NoPlan(
+            f"{wanted} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
+            where=host.gpus_source,
+            hint=f"give --nproc {host.gpus} or less, or --device cpu",
+        )
+    decisions.append(Decision(variable="nproc", value=str(wanted), reason=who))
+    return wanted
 
 
-def _rendezvous(request: Request, env: Mapping[str, str], notes: list[str]) -> tuple[str, ...]:
-    if request.nnodes is None or request.nnodes == 1:
-        several = next((name for name in MULTI_NODE if _number(env.get(name)) > 1), None)
-        if request.nnodes is None and several and env.get("SLURM_STEP_NUM_NODES") != "1":
-            raise NoPlan(
-                f"this job has several nodes ({several}={env[several]}) and nothing says which one this is",
-                where=several,
-                hint="start this command once per node with --nnodes N --node-rank RANK --head HOST "
-                "(Slurm: srun --ntasks-per-node=1, RANK is SLURM_NODEID); for this node alone: --nnodes 1",
-            )
-        notes.append("one node: rendezvous on this machine")
-        # Workers dial the agent by this address. The default is the host's name, which a container without a
-        # network cannot resolve: the run then hangs for ten minutes.
-        return ("--standalone", "--local-addr", "127.0.0.1")
-    if request.node_rank is None or request.head is None:
-        missing = "--node-rank" if request.node_rank is None else "--head"
-        raise NoPlan(
-            f"--nnodes {request.nnodes} needs {missing} too", hint="give --nnodes, --node-rank and --head"
-        )
-    if not 0 <= request.node_rank < request.nnodes:
-        raise NoPlan(
-            f"--node-rank {request.node_rank} is not below --nnodes {request.nnodes}",
-            where="--node-rank",
-            hint=f"0 to {request.nnodes - 1}; the head has 0",
-        )
-    port = request.port or DEFAULT_PORT
-    notes.append(f"node {request.node_rank} of {request.nnodes}, head {request.head}:{port}")
-    # static: the node rank given here is the rank that counts; with c10d torchrun ignores it.
+def _threads(
+    host: HostFacts, nproc: int, place: Placement, env: Mapping[str, str], decisions: list[Decision]
+) -> dict[str, str]:
+    name = "OMP_NUM_THREADS"
+    given = env.get(name)
+    # PBS sets it to the node's processors by itself: that is no wish of the user's, and nproc times too many.
+    if given and not (place.scheduler == "pbs" and given == env.get("NCPUS")):
+        decisions.append(Decision(variable=name, value=given, reason="yours"))
+        return {}
+    value = str(max(1, host.cpus // nproc))
+    reason = f"{host.cpus} processors allowed / {nproc} processes"
+    decisions.append(Decision(variable=name, value=value, reason=reason))
+    return {name: value}
+
+
+def _ranks(place: Placement) -> dict[str, str]:
+    """What torchrun would have told each worker."""
+    assert place.direct is not None  # noqa: S101 - the caller branches on it
+    return {
+        "RANK": str(place.direct.rank),
+        "LOCAL_RANK": str(place.direct.local_rank),
+        "WORLD_SIZE": str(place.direct.world_size),
+        "LOCAL_WORLD_SIZE": str(place.direct.local_world_size),
+        "MASTER_ADDR": place.head or "127.0.0.1",
+        "MASTER_PORT": str(place.base_port),
+    }
+
+
+def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
+    # Each node its own folder: torchrun's paths hold no host, so nodes would mix on a shared file system.
+    logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
     return (
-        *("--rdzv-backend", "static", "--nnodes", str(request.nnodes), "--node-rank", str(request.node_rank)),
-        *("--master-addr", request.head, "--master-port", str(port)),
+        # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
+        # -u: it copies the workers' lines, and would keep them until its end where stdout is a file.
+        *(sys.executable or "python3", "-I", "-u", "-m", "torch.distributed.run"),
+        *_rendezvous(place, host),
+        *("--nproc-per-node", str(nproc), "--max-restarts", str(request.max_restarts)),
+        *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
     )
 
 
-def _number(text: str | None) -> int:
-    return int(text) if text and text.isdigit() else 0
+def _rendezvous(place: Placement, host: HostFacts) -> tuple[str, ...]:
+    if place.nnodes == 1 and place.min_nnodes is None:
+        # Workers dial the agent by this address. The default is the host's name, which a container without a
+        # network cannot resolve: the run then hangs for ten minutes.
+        return ("--standalone", "--local-addr", "127.0.0.1")
+    if place.min_nnodes is not None:
+        found = sockets.best(host, place.head)
+        return (
+            *("--rdzv-backend", "c10d", "--nnodes", f"{place.min_nnodes}:{place.nnodes}"),
+            *("--rdzv-endpoint", f"{place.head}:{place.base_port}", "--rdzv-id", place.job_id or "imgkit"),
+            # c10d sorts the nodes by this address and takes the first one's for the workers to meet at.
+            *(("--local-addr", found[0].ipv4) if found else ()),
+        )
+    # static: the node rank given here is the rank that counts; with c10d torchrun ignores it.
+    return (
+        *("--rdzv-backend", "static", "--nnodes", str(place.nnodes), "--node-rank", str(place.node_rank)),
+        *("--master-addr", place.head, "--master-port", PORT_PENDING),
+    )

@@ -12,7 +12,9 @@ class Command:
     name: str
     summary: str
     app: str | None = None
-    """What each worker runs, whose ``add_arguments`` gives its options; None: no workers of its own."""
+    """Module that each worker runs; None: no workers of its own."""
+    options: str | None = None
+    """Module whose ``add_arguments`` gives the options, where it is not `app`; it imports no torch."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -22,8 +24,19 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(name="dist-hello", summary="every rank says where it runs", app="imgkit_entrypoints.apps.hello"),
     Command(name="dist-pi", summary="compute pi on all ranks", app="imgkit_entrypoints.apps.pi"),
-    Command(name="dist-train", summary="train a model with DDP", app="imgkit_entrypoints.apps.train"),
+    Command(
+        name="dist-train",
+        summary="train a model with DDP",
+        app="imgkit_entrypoints.apps.train",
+        options="imgkit_entrypoints.apps.train.options",
+    ),
+    Command(
+        name="dist-bench",
+        summary="measure collectives, with verified values",
+        app="imgkit_entrypoints.apps.bench",
+    ),
     Command(name="dist-env", summary="print what was found here and what it means for a launch"),
+    Command(name="dist-doctor", summary="check this node's network, limits and libraries, with fixes"),
 )
 
 

@@ -1,13 +1,66 @@
-"""Every rank says where it runs, in rank order, and one all_reduce shows that they are connected."""
+"""Message passing at its smallest: rank 0 sends a text to every rank, each answers, and the way is timed."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from imgkit_entrypoints.arguments import positive
+
+if TYPE_CHECKING:
+    import torch
+
+    from imgkit_entrypoints.apps.ranks import Ranks
+
+TEXT_BYTES = 256
+"""Every text travels at this length: the receiver of a tensor must know its size."""
+WARM_UP = 3
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """It has none."""
+    """Options of dist-hello."""
+    parser.add_argument(
+        "--rounds", type=positive, default=20, metavar="N", help="timed round trips to each rank (default 20)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One rank as rank 0 knows it."""
+
+    rank: int
+    host: str
+    device: str
+    seconds: float | None = None
+    """Median of a round trip of 8 bytes, halved; None for rank 0 itself."""
+
+
+def packed(text: str) -> bytes:
+    """`text` at the fixed length, cut where it is too long."""
+    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+
+
+def unpacked(data: bytes) -> str:
+    """What `packed` was given."""
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def table(peers: Sequence[Peer]) -> str:
+    """Aligned plain text: rank, host, device, latency."""
+    rows = [("rank", "host", "device", "latency")]
+    for peer in peers:
+        way = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
+        rows.append((str(peer.rank), peer.host, peer.device, way))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  {row[3]:>10}" for row in rows
+    )
 
 
 def main() -> None:
@@ -17,15 +70,83 @@ def main() -> None:
 
     from imgkit_entrypoints.apps import ranks
 
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    rounds: int = parser.parse_args().rounds
     with ranks.opened() as here:
-        places: list[str | None] = [None] * here.world_size
-        dist.all_gather_object(places, f"{platform.node()}, local rank {here.local_rank}, {here.device}")
+        if here.rank == 0:
+            peers = [Peer(rank=0, host=platform.node(), device=_device(here))]
+            peers += [_call(peer, rounds, here) for peer in range(1, here.world_size)]
+            print(table(peers))
+            print(f"latency: half of the median of {rounds} round trips of 8 bytes, {dist.get_backend()}")
+        else:
+            _answer(rounds, here)
         total = torch.ones(1, device=here.device)
         dist.all_reduce(total)
         if here.rank == 0:
-            for rank, place in enumerate(places):
-                print(f"rank {rank} of {here.world_size}: {place}")
             print(f"all_reduce of ones: {total.item():.0f}", flush=True)
+    if total.item() != here.world_size:
+        sys.exit(f"rank {here.rank}: all_reduce of {here.world_size} ones gave {total.item():.0f}")
+
+
+def _call(peer: int, rounds: int, here: Ranks) -> Peer:
+    """Rank 0's side of the talk with `peer`."""
+    import torch
+    import torch.distributed as dist
+
+    _send_text(f"hello rank {peer}, who are you?", peer, here)
+    host, _, device = _receive_text(peer, here).partition("\n")
+    times = []
+    number = torch.zeros(1, dtype=torch.int64, device=here.device)
+    for turn in range(WARM_UP + rounds):
+        number.fill_(turn)
+        here.synchronize()
+        began = time.perf_counter()
+        dist.send(number, peer)
+        dist.recv(number, peer)
+        here.synchronize()
+        times.append(time.perf_counter() - began)
+        if number.item() != turn + peer:
+            sys.exit(f"rank {peer} on {host} answered {number.item()} to {turn}, not {turn + peer}")
+    return Peer(rank=peer, host=host, device=device, seconds=statistics.median(times[WARM_UP:]) / 2)
+
+
+def _answer(rounds: int, here: Ranks) -> None:
+    """The other side: say who this is, then send every number back with the own rank added."""
+    import torch
+    import torch.distributed as dist
+
+    _receive_text(0, here)
+    _send_text(f"{platform.node()}\n{_device(here)}", 0, here)
+    number = torch.zeros(1, dtype=torch.int64, device=here.device)
+    for _ in range(WARM_UP + rounds):
+        dist.recv(number, 0)
+        number += here.rank
+        dist.send(number, 0)
+
+
+def _device(here: Ranks) -> str:
+    import torch
+
+    if here.device.type == "cuda":
+        return f"{here.device}, {torch.cuda.get_device_name(here.device)}"
+    return f"{here.device}, {torch.get_num_threads()} threads"
+
+
+def _send_text(text: str, peer: int, here: Ranks) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.send(torch.tensor(list(packed(text)), dtype=torch.uint8, device=here.device), peer)
+
+
+def _receive_text(peer: int, here: Ranks) -> str:
+    import torch
+    import torch.distributed as dist
+
+    data: torch.Tensor = torch.empty(TEXT_BYTES, dtype=torch.uint8, device=here.device)
+    dist.recv(data, peer)
+    return unpacked(bytes(data.tolist()))
 
 
 if __name__ == "__main__":

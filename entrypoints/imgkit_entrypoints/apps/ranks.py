@@ -20,6 +20,11 @@ class Ranks:
     world_size: int
     device: torch.device
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it; a clock read before says nothing."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 @contextlib.contextmanager
 def opened() -> Iterator[Ranks]:

@@ -15,6 +15,8 @@ from imgkit_entrypoints.apps.pi import share
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.registry import COMMANDS, shim
 
+BATCH = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+
 
 def command(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None):
     return subprocess.run(
@@ -50,6 +52,38 @@ def test_dist_run_leaves_the_scripts_arguments_alone():
         command("dist-run", "--plan", "--nproc", "2", "train.py", "--nproc", "x y", "--plan").stdout
     )
     assert made["argv"][-4:] == ["train.py", "--nproc", "x y", "--plan"]
+
+
+def test_failed_plan_is_json_too():
+    done = command("dist-hello", "--plan", env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **BATCH})
+    assert done.returncode == 5
+    told = json.loads(done.stdout)["error"]
+    assert "srun" in told["hint"]
+    assert "Traceback" not in done.stderr
+
+
+def test_plan_imports_no_torch(tmp_path: Path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from imgkit_entrypoints.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "dist-train", "--plan"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_hidden_torch_is_told(tmp_path: Path):
+    (tmp_path / "torch").mkdir()
+    made = json.loads(command("dist-run", "--plan", "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
+    assert any("another torch" in text for text in made["warnings"])
+
+
+def test_shell_lines_can_be_evaluated():
+    done = command("dist-env", "--shell", env={"IMGKIT_NCCL_VERSION": "2.20.5"})
+    assert done.returncode == 0
+    assert all(line.startswith("export ") for line in done.stdout.splitlines())
 
 
 def test_dist_run_takes_a_module():
@@ -110,6 +144,8 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
         (["dist-train", "--steps", "0"], "'0' is not a whole number from 1"),
         (["dist-train", "--nproc", "many"], "'many' is not a whole number"),
         (["dist-train", "--device", "tpu"], "none of auto, cuda, cpu"),
+        (["dist-train", "--nnodes", "3:x"], "'x' is not a whole number"),
+        (["dist-train", "--scheduler", "lsf"], "none of"),
         (["dist-run", "--nproc", "2"], "no script given"),
     ],
 )

@@ -9,7 +9,9 @@ import pytest
 from imgkit_entrypoints import plan
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts
-from imgkit_entrypoints.system import Node, SystemFacts
+from imgkit_entrypoints.launch import PORT_PENDING
+from imgkit_entrypoints.placement import Direct, Placement
+from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
 WORKER = ("python3", "-m", "program")
 
@@ -26,15 +28,34 @@ def host(gpus: int = 0, cpus: int = 8) -> HostFacts:
 
 
 def make(
-    env: dict[str, str] | None = None, *, gpus: int = 0, facts: SystemFacts | None = None, **request: object
-):
+    env: dict[str, str] | None = None,
+    *,
+    gpus: int = 0,
+    system: SystemFacts | None = None,
+    place: Placement | None = None,
+    **request: object,
+) -> plan.LaunchPlan:
     return plan.make(
         plan.Request(**request),  # type: ignore[arg-type]
         WORKER,
+        place=place or node(),
         host=host(gpus),
-        facts=facts,
+        system=system,
         env=env or {},
     )
+
+
+def node(nnodes: int = 1, node_rank: int = 0, **more: object) -> Placement:
+    values: dict[str, object] = {
+        "scheduler": "slurm" if nnodes > 1 else "standalone",
+        "hosts": tuple(f"n{rank}" for rank in range(nnodes)),
+        "head": "n0" if nnodes > 1 else "",
+        "port": None,
+        "job_id": "7",
+        "source": {},
+        **more,
+    }
+    return Placement(nnodes=nnodes, node_rank=node_rank, **values)  # type: ignore[arg-type]
 
 
 def flag(made: plan.LaunchPlan, name: str) -> str:
@@ -42,7 +63,7 @@ def flag(made: plan.LaunchPlan, name: str) -> str:
 
 
 def test_gpus_decide_number_of_workers():
-    made = make(gpus=4, facts=SystemFacts(node=Node(gpus=4)))
+    made = make(gpus=4, system=SystemFacts(node=Node(gpus=4)))
     assert flag(made, "--nproc-per-node") == "4"
     assert made.env["IMGKIT_DEVICE"] == "cuda"
 
@@ -69,24 +90,53 @@ def test_users_threads_are_left_alone():
     assert "OMP_NUM_THREADS" not in make({"OMP_NUM_THREADS": "7"}).env
 
 
+def test_threads_that_pbs_set_are_divided():
+    made = make({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, nproc="4", place=node(scheduler="pbs"))
+    assert made.env["OMP_NUM_THREADS"] == "2"
+
+
 def test_recipe_environment_fills_gaps_only():
-    facts = SystemFacts(env={"NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB"})
-    made = make({"NCCL_CROSS_NIC": "0"}, facts=facts)
-    assert made.env["NCCL_NET_GDR_LEVEL"] == "PHB"
+    system = SystemFacts(env={"NCCL_CROSS_NIC": "1", "MY_SETTING": "PHB"})
+    made = make({"NCCL_CROSS_NIC": "0"}, system=system)
+    assert made.env["MY_SETTING"] == "PHB"
     assert "NCCL_CROSS_NIC" not in made.env
-    assert any("NCCL_CROSS_NIC=0: yours" in note for note in made.notes)
+    assert any(said.variable == "NCCL_CROSS_NIC" and "yours" in said.reason for said in made.decisions)
 
 
-def test_explicit_nodes_use_static_rendezvous():
-    made = make({"SLURM_JOB_NUM_NODES": "2"}, nnodes=2, node_rank=1, head="n0", port=15001)
+def test_fixed_nodes_use_static_rendezvous():
+    made = make(place=node(2, 1))
     assert flag(made, "--rdzv-backend") == "static"
     assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("2", "1")
-    assert (flag(made, "--master-addr"), flag(made, "--master-port")) == ("n0", "15001")
+    assert flag(made, "--master-addr") == "n0"
+    assert flag(made, "--master-port") == PORT_PENDING
 
 
-def test_step_on_one_node_of_a_larger_job_runs_alone():
-    env = {"SLURM_JOB_NUM_NODES": "4", "SLURM_STEP_NUM_NODES": "1"}
-    assert "--standalone" in make(env).argv
+def test_range_of_nodes_uses_c10d():
+    made = make(place=node(4, min_nnodes=2, port=15001))
+    assert flag(made, "--rdzv-backend") == "c10d"
+    assert flag(made, "--nnodes") == "2:4"
+    assert flag(made, "--rdzv-endpoint") == "n0:15001"
+    assert flag(made, "--rdzv-id") == "7"
+
+
+def test_logs_of_nodes_do_not_mix():
+    assert flag(make(place=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/node1"
+
+
+def test_ranks_of_an_mpi_start_need_no_torchrun():
+    direct = Direct(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    made = make(place=node(2, 1, direct=direct))
+    assert made.mode == "direct"
+    assert made.argv == WORKER
+    assert (made.env["RANK"], made.env["LOCAL_RANK"], made.env["WORLD_SIZE"]) == ("5", "1", "8")
+    assert made.env["MASTER_ADDR"] == "n0"
+
+
+def test_old_scripts_get_their_local_rank():
+    assert make(pass_local_rank=True).argv[-len(WORKER) - 4 :] == (
+        *("sh", "-c", 'exec "$@" --local_rank="$LOCAL_RANK"', "sh"),
+        *WORKER,
+    )
 
 
 def test_operator_variables_are_kept_from_torchrun():
@@ -98,18 +148,9 @@ def test_plan_is_json():
     assert json.loads(json.dumps(make().to_dict()))["schema"] == 1
 
 
-@pytest.mark.parametrize(
-    "variable", ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "PET_NNODES", "OMPI_COMM_WORLD_SIZE"]
-)
-def test_several_nodes_without_placement_are_refused(variable: str):
-    with pytest.raises(NoPlan, match=variable) as caught:
-        make({variable: "2"})
-    assert "--node-rank" in str(caught.value.hint)
-
-
 def test_expected_but_invisible_gpus_are_refused():
     with pytest.raises(NoPlan, match="4 a node") as caught:
-        make(facts=SystemFacts(node=Node(gpus=4)))
+        make(system=SystemFacts(node=Node(gpus=4)))
     assert "--nv" in str(caught.value.hint)
 
 
@@ -123,15 +164,14 @@ def test_more_ranks_than_gpus_are_refused():
         make(gpus=2, nproc="3")
 
 
-@pytest.mark.parametrize(
-    ("request_", "missing"),
-    [({"nnodes": 2, "head": "a"}, "--node-rank"), ({"nnodes": 2, "node_rank": 0}, "--head")],
-)
-def test_half_a_placement_is_refused(request_: dict[str, object], missing: str):
-    with pytest.raises(NoPlan, match=f"needs {missing}"):
-        make(**request_)
+def test_ranks_started_beyond_the_gpus_are_refused():
+    direct = Direct(rank=0, local_rank=0, world_size=4, local_world_size=4)
+    with pytest.raises(NoPlan, match="several ranks on one GPU"):
+        make(gpus=2, place=node(direct=direct))
 
 
-def test_node_rank_beyond_nodes_is_refused():
-    with pytest.raises(NoPlan, match="not below"):
-        make(nnodes=2, node_rank=2, head="a")
+def test_nodes_that_could_not_connect_are_refused():
+    system = SystemFacts(node=Node(gpus=1), fabric=Fabric(kind="infiniband"))
+    with pytest.raises(NoPlan, match="the recipe says infiniband"):
+        make(gpus=1, place=node(2), system=system)
+    assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"

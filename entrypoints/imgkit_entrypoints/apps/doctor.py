@@ -1,0 +1,325 @@
+"""``dist-doctor`` on all nodes: every node checks itself, one all_reduce is verified, the bad host is named.
+
+What the ranks find goes through the store that the launch made, not through the network that is under test:
+where NCCL hangs or computes wrongly, the answers still come together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from imgkit_entrypoints import __version__, facts
+from imgkit_entrypoints.checks import Check, Verdict
+from imgkit_entrypoints.doctor import SCHEMA, add_arguments, examine, passed
+from imgkit_entrypoints.errors import ImgkitError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["add_arguments", "judge", "main"]
+
+ELEMENTS = 1 << 18
+"""1 MiB of float32, where most of the wrong results on GH200 with Slingshot were seen (NCCL issue 2001)."""
+REPEATS = 5
+LATE_S = 15
+"""For a rank to answer after its own timeout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one rank found."""
+
+    rank: int
+    host: str
+    device: str
+    seconds: float = 0.0
+    """Until its result or its error."""
+    error: str = ""
+    wrong: tuple[int, ...] = ()
+    """Ranks whose numbers arrived wrong here."""
+    checks: tuple[Check, ...] = ()
+    """Of the whole node; from the first rank of each node only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """The verdict on one host."""
+
+    host: str
+    ranks: tuple[int, ...]
+    verdict: Verdict
+    reasons: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = field(default=())
+
+
+def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[Node, ...]:
+    """Name the bad host.
+
+    Numbers of a rank that arrive wrong at most others are that rank's fault, else the receiver's. A node
+    with no trouble but an error of the collective is unknown where another is at fault: it may be a victim.
+
+    Parameters
+    ----------
+    hosts : host of every rank; empty where the rank never said a word.
+    answers : rank -> what it found; ranks that are missing never answered.
+    """
+    blamed: dict[int, list[str]] = {}
+    complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
+    heard = sum(not answer.error for answer in answers.values())
+    senders = {sender for sender, count in complaints.items() if 2 * count > heard}
+    for rank in range(len(hosts)):
+        answer = answers.get(rank)
+        if answer is None:
+            blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
+        elif set(answer.wrong) - senders:
+            others = ", ".join(str(other) for other in sorted(set(answer.wrong) - senders))
+            blamed.setdefault(rank, []).append(f"rank {rank} got wrong numbers of rank {others}")
+    for sender in sorted(senders):
+        said = f"the numbers of rank {sender} arrived wrong at {complaints[sender]} of {heard} ranks"
+        blamed.setdefault(sender, []).append(said)
+    failing = {rank for rank, answer in answers.items() if not passed(answer.checks)}
+    suspects = bool(blamed or failing)
+    return tuple(_node(host, ranks, answers, blamed, suspects) for host, ranks in _by_host(hosts).items())
+
+
+def _by_host(hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for rank, host in enumerate(hosts):
+        found[host] = (*found.get(host, ()), rank)
+    return found
+
+
+def _node(
+    host: str,
+    ranks: tuple[int, ...],
+    answers: Mapping[int, Answer],
+    blamed: Mapping[int, Sequence[str]],
+    suspects: bool,
+) -> Node:
+    mine = [answers[rank] for rank in ranks if rank in answers]
+    checks = tuple(check for answer in mine for check in answer.checks if check.verdict != "ok")
+    reasons = [text for rank in ranks for text in blamed.get(rank, ())]
+    errors = [f"rank {item.rank} after {item.seconds:.0f} s: {item.error}" for item in mine if item.error]
+    if reasons or not passed(checks) or (errors and not suspects):
+        verdict: Verdict = "fail"
+    elif errors:
+        verdict = "unknown"
+    else:
+        verdict = "warn" if any(check.verdict == "warn" for check in checks) else "ok"
+    return Node(
+        host=host or "a host that never said its name",
+        ranks=ranks,
+        verdict=verdict,
+        reasons=(*reasons, *errors),
+        checks=checks,
+    )
+
+
+def table(nodes: Sequence[Node]) -> str:
+    """One line a node; below it what speaks against it."""
+    width = max(len(node.host) for node in nodes)
+    lines = []
+    for node in nodes:
+        ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_spans(node.ranks)}"
+        lines.append(f"{node.verdict:7}  {node.host:{width}}  {ranks}")
+        lines += [f"{'':7}  {'':{width}}  {reason}" for reason in node.reasons]
+        for check in node.checks:
+            lines.append(f"{'':7}  {'':{width}}  {check.verdict} {check.name}: {check.evidence}")
+            if check.fix:
+                lines.append(f"{'':7}  {'':{width}}  -> {check.fix}")
+    return "\n".join(lines)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """``0-3`` or ``0,2,4``."""
+    last = ranks[0] + len(ranks) - 1
+    return f"{ranks[0]}-{last}" if ranks[-1] == last else ",".join(str(rank) for rank in ranks)
+
+
+def verdict_line(nodes: Sequence[Node], world_size: int) -> str:
+    """The last line: the names that matter."""
+    bad = [node.host for node in nodes if node.verdict == "fail"]
+    whole = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
+    if bad:
+        return f"FAILED on {', '.join(bad)} ({whole})"
+    return f"all_reduce of {ELEMENTS * 4 >> 20} MiB verified on {whole}"
+
+
+def main() -> None:
+    """Run as one worker; every one of them exits with the common verdict."""
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args()
+    # Whatever hangs, in whatever library: the kernel ends this process then.
+    signal.alarm(5 * (options.timeout + LATE_S))
+    store, rank, world_size = next(
+        dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.timeout + LATE_S))
+    )
+    # Keys of other attempts of the same launch would be answers too.
+    store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set(f"host/{rank}", _host())
+    answer = _examined(_tried(store, rank, world_size, options.timeout))
+    store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
+    if rank == 0:
+        # Not until all have had their time: a hanging rank is a finding, too.
+        hosts, answers = _collected(store, world_size, options.timeout + LATE_S)
+        nodes = judge(hosts, answers, options.timeout)
+        _print(nodes, world_size, as_json=options.json)
+        store.set("code", "1" if any(node.verdict == "fail" for node in nodes) else "0")
+    # Rank 0 may need its timeout for the start, for the sum, and again for the others: this is later.
+    store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
+    code = int(store.get("code"))
+    store.add("left", 1)
+    if rank == 0:
+        _wait_for_all_to_leave(store, world_size)
+    sys.stdout.flush()
+    # Not sys.exit: a group that hangs in a collective would hang again in its destructor.
+    os._exit(code)
+
+
+def _host() -> str:
+    """This node's name, with its number: two containers may have one name."""
+    group = os.environ.get("GROUP_RANK")
+    return f"{platform.node()} (node {group})" if group and _several() else platform.node()
+
+
+def _several() -> bool:
+    nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun's; a rank started by MPI has none
+    return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+
+
+def _print(nodes: Sequence[Node], world_size: int, *, as_json: bool) -> None:
+    if as_json:
+        found: dict[str, Any] = {
+            "schema": SCHEMA,
+            "imgkit": __version__,
+            "passed": all(node.verdict != "fail" for node in nodes),
+            "world_size": world_size,
+            "nodes": [dataclasses.asdict(node) for node in nodes],
+        }
+        print(json.dumps(found, indent=2), flush=True)
+    else:
+        print(f"{table(nodes)}\n{verdict_line(nodes, world_size)}", flush=True)
+
+
+def _examined(answer: Answer) -> Answer:
+    """`answer` with the checks of its node, where this rank is the node's first."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return answer
+    try:
+        found = examine(
+            facts.gather(),
+            facts.system_facts(),
+            os.environ,
+            reader=facts.Reader(root=facts.root_of(os.environ)),
+            # What would stop NCCL between nodes does not stop Gloo.
+            nnodes=2 if _several() and answer.device.startswith("cuda") else 1,
+        )
+    except ImgkitError as error:
+        found = (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)
+    return dataclasses.replace(answer, checks=found)
+
+
+def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
+    """Run the collective; whatever happens is the answer."""
+    import torch
+    import torch.distributed as dist
+
+    local_rank = int(os.environ["LOCAL_RANK"])
+    cuda = os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda"
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    began = time.monotonic()
+    wrong: tuple[int, ...] = ()
+    said = ""
+    try:
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        wrong = _wrong_senders(rank, world_size, device)
+    except Exception as error:  # any error of the network is a finding, of whatever type
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return Answer(
+        rank=rank,
+        host=_host(),
+        device=str(device),
+        seconds=time.monotonic() - began,
+        error=said,
+        wrong=wrong,
+    )
+
+
+def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
+    """Ranks whose numbers do not arrive as they must.
+
+    Each rank fills the places i with i % world_size == rank and sends zeros else: a wrong place has a sender.
+    """
+    import torch
+    import torch.distributed as dist
+
+    count = max(ELEMENTS, world_size)
+    owner = torch.arange(count, device=device).remainder_(world_size)
+    # Whole numbers below 2^24: exact in float32.
+    values = torch.arange(count, device=device).remainder_(1 << 20).add_(1).to(torch.float32)
+    bad = torch.zeros(count, dtype=torch.bool, device=device)
+    for _ in range(REPEATS):
+        buffer = torch.where(owner == rank, values, 0.0)
+        dist.all_reduce(buffer)
+        bad |= buffer != values
+    return tuple(torch.unique(owner[bad]).tolist())
+
+
+def _collected(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
+    """Host of every rank and the answers that came within `wait_s` seconds, all ranks together."""
+    end = time.monotonic() + wait_s
+    answers: dict[int, Answer] = {}
+    hosts = [""] * world_size
+    for rank in range(world_size):
+        text = _read(store, f"answer/{rank}", max(0.1, end - time.monotonic()))
+        if text is None:
+            hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
+            continue
+        data = json.loads(text)
+        checks = tuple(Check(**check) for check in data.pop("checks"))
+        answers[rank] = Answer(**{**data, "wrong": tuple(data["wrong"])}, checks=checks)
+        hosts[rank] = answers[rank].host
+    return hosts, answers
+
+
+def _read(store: Any, key: str, wait_s: float) -> str | None:
+    try:
+        store.wait([key], datetime.timedelta(seconds=wait_s))
+    except Exception:  # DistStoreError or RuntimeError, by version of torch: it is not there
+        return None
+    text: bytes = store.get(key)
+    return text.decode()
+
+
+def _wait_for_all_to_leave(store: Any, world_size: int) -> None:
+    """Rank 0 may host the store: it goes last, but not later than those that hang."""
+    end = time.monotonic() + LATE_S
+    while store.add("left", 0) < world_size and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

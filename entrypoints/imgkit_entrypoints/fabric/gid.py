@@ -1,0 +1,92 @@
+"""Which GID NCCL takes on a RoCE port, and whether it must be told.
+
+NCCL >= 2.21 finds it by itself (net_ib/connect.cc: NCCL_IB_ADDR_FAMILY, NCCL_IB_ROCE_VERSION_NUM) and its
+guide advises against NCCL_IB_GID_INDEX from then on; before, the default is index 0, which is link-local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.facts import Gid, Port
+
+FINDS_GID: tuple[int, ...] = (2, 21)
+"""First NCCL that looks for the GID itself."""
+VARIABLE = "NCCL_IB_GID_INDEX"
+SEARCH = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
+"""Variables by which a user changes NCCL's own search."""
+
+
+def pick(gids: Sequence[Gid]) -> Gid | None:
+    """The GID that NCCL's search ends at; None where it stays at index 0 for want of an IPv4 one.
+
+    The first IPv4-mapped GID of type RoCE v2, else the first IPv4-mapped one. NCCL's scan is written
+    otherwise; a test compares both.
+    """
+    mapped = sorted((gid for gid in gids if gid.ipv4), key=lambda gid: gid.index)
+    return next((gid for gid in mapped if gid.kind == "RoCE v2"), mapped[0] if mapped else None)
+
+
+def evidence(port: Port, gid: Gid) -> str:
+    """The slot as it stands in /sys."""
+    return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
+
+
+def decide(book: Ledger, ports: Sequence[Port]) -> None:
+    """Enter the GID index for these RoCE ports: exported only for an NCCL that needs it."""
+    asked = next((name for name in SEARCH if book.given(name)), None)
+    if asked:
+        book.note(
+            VARIABLE, "", f"{asked}={book.value(asked)} changes NCCL's own search, so it is not foretold"
+        )
+        return
+    picked = [(port, pick(port.gids)) for port in ports]
+    bare = [port for port, gid in picked if gid is None]
+    for port in bare:
+        _without_ipv4(book, port)
+    found = [(port, gid) for port, gid in picked if gid is not None]
+    if not found or bare:
+        return
+    shown = "; ".join(evidence(port, gid) for port, gid in found)
+    indices = {gid.index for _, gid in found}
+    text = ", ".join(f"{gid.index} on {port.name}" for port, gid in found)
+    version = book.facts.nccl
+    named = f"{book.facts.nccl_version} ({book.facts.nccl_source})"
+    if version is not None and version >= FINDS_GID:
+        value = str(found[0][1].index) if len(indices) == 1 else text
+        book.note(VARIABLE, value, f"NCCL {named} will pick {text} by itself: {shown}")
+    elif version is None:
+        book.note(VARIABLE, text, f"NCCL's version is unknown; from 2.21 on it picks this by itself: {shown}")
+        if book.given(VARIABLE) is None:
+            book.warnings.append(
+                f"the image's NCCL version is unknown; if it is below 2.21, RoCE needs {VARIABLE} ({text}): "
+                "set IMGKIT_NCCL_VERSION"
+            )
+    elif len(indices) == 1:
+        reason = f"NCCL {named} takes index 0 unless told (from 2.21 on it looks): {shown}"
+        book.set(VARIABLE, str(indices.pop()), reason)
+    else:
+        _differing(book, found[0][0], text, shown)
+
+
+def _without_ipv4(book: Ledger, port: Port) -> None:
+    slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
+    netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
+    reason = f"no IPv4 GID on {port.name}, so NCCL stays at index 0; {port.path}/gids: {slots}"
+    book.note(VARIABLE, "", reason)
+    if book.given(VARIABLE) is None:
+        book.blockers.append(
+            f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots}): "
+            f"give {netdev} an address (in a pod: the RoCE network's annotation), or set NCCL_IB_DISABLE=1"
+        )
+
+
+def _differing(book: Ledger, first: Port, text: str, shown: str) -> None:
+    version = book.facts.nccl_version
+    book.note(VARIABLE, text, f"no one index is right for all NICs, so none is exported: {shown}")
+    if book.given(VARIABLE) is None:
+        book.blockers.append(
+            f"NCCL {version} has one {VARIABLE} for all NICs and they need different ones ({text}): "
+            f"use an image with NCCL >= 2.21, or one NIC (NCCL_IB_HCA=={first.name})"
+        )

@@ -1,0 +1,133 @@
+"""Precedence in one place: the user's environment, an nccl.conf, the recipe, and last what sysfs shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from imgkit_entrypoints.fabric.values import Decision
+from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.system import SystemFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A value that was there before anything was decided."""
+
+    value: str
+    origin: str
+    """``yours`` or ``the recipe's``, with its place."""
+    mine: bool
+    """True for the user's own, which nothing replaces."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """Collects decisions while a fabric is chosen; the only mutable thing here, and it stays inside."""
+
+    facts: HostFacts
+    env: Mapping[str, str]
+    recipe: Mapping[str, str]
+    nnodes: int
+    head: str = ""
+    """Address of node 0 where it is known."""
+    nics: int | None = None
+    """NICs of a node by the recipe."""
+    decisions: list[Decision] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    blockers: list[str] = field(default_factory=list)
+
+    @property
+    def several(self) -> bool:
+        """True if the run has more than one node."""
+        return self.nnodes > 1
+
+    def given(self, variable: str) -> Given | None:
+        """What is set already, by whom; a recipe's value that was refused counts no more."""
+        if variable in self.env:
+            return Given(value=self.env[variable], origin="yours", mine=True)
+        for setting in self.facts.nccl_settings:
+            if setting.name == variable:
+                # NCCL takes it only where the environment has none, so setting one would undo it.
+                return Given(value=setting.value, origin=f"yours, in {setting.path}", mine=True)
+        if variable in self.recipe and variable not in self.unset:
+            return Given(value=self.recipe[variable], origin="from the recipe", mine=False)
+        return None
+
+    def value(self, variable: str) -> str | None:
+        """The value that a worker will see so far."""
+        known = self.given(variable)
+        return known.value if known else self.chosen.get(variable)
+
+    def set(self, variable: str, value: str, reason: str) -> None:
+        """Decide `variable`, unless somebody did before; then say what stands and what would have been."""
+        known = self.given(variable)
+        if known is None:
+            self.chosen[variable] = value
+            self.decisions.append(Decision(variable=variable, value=value, reason=reason))
+            return
+        if not known.mine:
+            self.chosen[variable] = known.value
+        same = "as here" if known.value == value else f"here it would be {value!r}"
+        self.decisions.append(
+            Decision(variable=variable, value=known.value, reason=f"{known.origin}; {same}: {reason}")
+        )
+
+    def note(self, variable: str, value: str, reason: str) -> None:
+        """Report a value that is not set; what somebody set all the same is shown as such."""
+        known = self.given(variable)
+        if known is None:
+            self.decisions.append(Decision(variable=variable, value=value, reason=reason, used=False))
+            return
+        if not known.mine:
+            self.chosen[variable] = known.value
+        self.decisions.append(
+            Decision(variable=variable, value=known.value, reason=f"{known.origin}; not needed: {reason}")
+        )
+
+    def refuse(self, variable: str, reason: str) -> None:
+        """Leave out a recipe's value that cannot be right on this node; the user's own stays."""
+        known = self.given(variable)
+        if known is None or known.mine:
+            return
+        self.unset.append(variable)
+        self.decisions.append(
+            Decision(
+                variable=variable, value=known.value, reason=f"the recipe's, not used: {reason}", used=False
+            )
+        )
+
+    def rest(self) -> None:
+        """Enter what nothing was decided about: the recipe's other variables and the nccl.conf files'."""
+        known = {decision.variable for decision in self.decisions}
+        for variable, value in self.recipe.items():
+            if variable in known:
+                continue
+            given = self.given(variable)
+            if given is not None and given.mine:
+                reason = f"{given.origin}; the recipe's {value!r} is not used"
+                self.decisions.append(Decision(variable=variable, value=given.value, reason=reason))
+            else:
+                self.chosen[variable] = value
+                self.decisions.append(Decision(variable=variable, value=value, reason="from the recipe"))
+            known.add(variable)
+        for setting in self.facts.nccl_settings:
+            if setting.name not in known and setting.name not in self.env:
+                reason = f"yours, in {setting.path}"
+                self.decisions.append(Decision(variable=setting.name, value=setting.value, reason=reason))
+
+
+def ledger(
+    facts: HostFacts, system: SystemFacts | None, env: Mapping[str, str], *, nnodes: int, head: str
+) -> Ledger:
+    """An empty ledger for this machine."""
+    return Ledger(
+        facts=facts,
+        env=env,
+        recipe=system.env if system else {},
+        nnodes=nnodes,
+        head=head,
+        nics=system.fabric.nics if system else None,
+    )

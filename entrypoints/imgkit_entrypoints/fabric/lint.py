@@ -1,0 +1,229 @@
+"""Variables that a worker will see and that are dangerous, useless, or spelled for another NCCL.
+
+Every rule is a function ``(book, kind) -> warnings`` and concerns values that somebody set: the user, an
+nccl.conf, or the recipe. Sources: NCCL's user guide (env.rst) and source, unless a rule names another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from imgkit_entrypoints.fabric import gid, ports, slingshot, sockets
+from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.facts import Gid, Port
+from imgkit_entrypoints.system import FabricKind
+
+GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+MOST_SOCKETS = 64
+MOST_THREADS = 16
+RENAMED = {
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL (removed in NCCL 2.4)",
+}
+LEFT_ON = {
+    "CUDA_LAUNCH_BLOCKING": ("1",),
+    "NCCL_DEBUG": ("TRACE",),
+    "NCCL_P2P_DISABLE": ("1",),
+    "NCCL_SHM_DISABLE": ("1",),
+    "NCCL_CHECK_POINTERS": ("1",),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1",),
+    "TORCH_SHOW_CPP_STACKTRACES": (),
+    "TORCH_NCCL_NAN_CHECK": ("1",),
+}
+
+
+def check(book: Ledger, kind: FabricKind) -> tuple[str, ...]:
+    """One sentence per dangerous variable, with its value, its place and the remedy."""
+    return tuple(text for rule in _RULES for text in rule(book, kind))
+
+
+def _said(book: Ledger, name: str) -> str:
+    known = book.given(name)
+    return f"{name}={known.value if known else ''!r}" + (f" ({known.origin})" if known else "")
+
+
+def _on(book: Ledger, name: str) -> bool:
+    known = book.given(name)
+    return known is not None and known.value.strip() not in ("", "0")
+
+
+def _verbs_off(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    if _on(book, "NCCL_IB_DISABLE") and book.given("NCCL_IB_HCA"):
+        yield (
+            f"{_said(book, 'NCCL_IB_DISABLE')} makes {_said(book, 'NCCL_IB_HCA')} void: unset the one that "
+            "you do not mean"
+        )
+
+
+def _provider(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    known = book.given("FI_PROVIDER")
+    if known and book.facts.cxi and known.value != "cxi":
+        yield (
+            f"{_said(book, 'FI_PROVIDER')}, but the NICs here are Slingshot ({book.facts.cxi[0].path}): "
+            "libfabric finds no provider; set FI_PROVIDER=cxi, or unset it"
+        )
+
+
+def _socket_numbers(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    numbers = []
+    for name in sockets.THREADS:
+        text = book.value(name)
+        if text is not None and not re.fullmatch(r"\s*\d+\s*", text):
+            yield f"{name}={text!r} is no number: NCCL reads 0"
+        numbers.append(int(text) if text and re.fullmatch(r"\s*\d+\s*", text) else None)
+    threads, each = numbers
+    if threads is not None and threads > MOST_THREADS:
+        yield f"NCCL_SOCKET_NTHREADS={threads}: at most {MOST_THREADS}"
+    if threads is not None and each is not None and threads * each > MOST_SOCKETS:
+        yield (
+            f"{' x '.join(sockets.THREADS)} = {threads} x {each} = {threads * each} sockets a connection, "
+            f"at most {MOST_SOCKETS}: NCCL lowers it, so that what you set is not what runs"
+        )
+    if kind != "tcp":
+        for name in sockets.THREADS:
+            if book.given(name):
+                yield f"{_said(book, name)} concerns TCP only; the data goes by {kind}"
+
+
+def _plugin_twice(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    if book.given("NCCL_NET") and book.given("NCCL_NET_PLUGIN"):
+        yield (
+            f"{_said(book, 'NCCL_NET')} together with {_said(book, 'NCCL_NET_PLUGIN')}: give one (CSCS, "
+            '"Communication libraries": NCCL)'
+        )
+
+
+def _net_on_one_node(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    known = book.given("NCCL_NET")
+    if known and not book.several and known.value.lower() in ("aws libfabric", "libfabric", "ofi"):
+        yield f"{_said(book, 'NCCL_NET')} on one node costs an allocation and brings nothing (HPE's guide)"
+
+
+def _gid(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    known = book.given(gid.VARIABLE)
+    if known is None or known.value == "" or kind not in ("infiniband", "roce"):
+        return
+    said, version = _said(book, gid.VARIABLE), book.facts.nccl
+    if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", known.value):
+        first = re.match(r"\s*[-+]?\d+", known.value)
+        yield (
+            f"{said} is no number: NCCL reads {int(first[0]) if first else 0} from it and does not complain; "
+            "unset it and see what dist-env reports"
+        )
+        return
+    if kind == "infiniband":
+        yield f"{said} on InfiniBand: NCCL >= 2.22.3 does not read it, older ones may fail by it; unset it"
+        return
+    index = int(known.value, 0)
+    if index < 0:
+        return
+    if version is not None and version >= gid.FINDS_GID:
+        yield f"{said}: NCCL {book.facts.nccl_version} finds the GID itself, on every NIC and node; unset it"
+    for port in ports.in_use(book):
+        yield from _slot(said, index, port)
+
+
+def _slot(said: str, index: int, port: Port) -> Iterator[str]:
+    slot: Gid | None = next((item for item in port.gids if item.index == index), None)
+    best = gid.pick(port.gids)
+    advice = f"{port.name} needs {best.index}" if best else f"{port.name} has no IPv4 GID at all"
+    if slot is None:
+        yield f"{said}: slot {port.path}/gids/{index} is empty; {advice}"
+    elif slot.link_local:
+        yield f"{said}: {gid.evidence(port, slot)} is link-local; {advice}"
+    elif slot.kind == "IB/RoCE v1":
+        yield f"{said}: {gid.evidence(port, slot)} is RoCE v1, which is not routed; {advice}"
+    elif best is not None and best.index != index:
+        yield f"{said}: {gid.evidence(port, slot)}; {advice}: {gid.evidence(port, best)}"
+
+
+def _hca(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    known = book.given(ports.VARIABLE)
+    if known is None or kind not in ("infiniband", "roce") or not known.value:
+        return
+    words = [word.split(":") for word in known.value.lstrip("^=").split(",")]
+    version = book.facts.nccl
+    if any(len(word) > 2 for word in words) and version is not None and version < (2, 30, 7):
+        yield f"{_said(book, ports.VARIABLE)}: rail and plane are known from NCCL 2.30.7 on"
+    chosen, left = ports.choose(book.facts, book.nics)
+    used = ports.in_use(book)
+    reasons = {item.port.name: item.reason for item in left}
+    extra = [port for port in used if port.name in reasons]
+    if not known.value.lstrip("^").startswith("="):
+        for word in words:
+            caught = sorted({port.device for port in used if port.device.startswith(word[0])})
+            if not known.value.startswith("^") and word[0] in caught and len(caught) > 1:
+                taken = ", ".join(caught)
+                yield f"{_said(book, ports.VARIABLE)}: {word[0]} is a prefix and takes {taken}; use ="
+    for port in extra:
+        yield (
+            f"{_said(book, ports.VARIABLE)} takes {port.name} as well ({reasons[port.name]}); "
+            f"without it: {ports.VARIABLE}={ports.spell(chosen)}"
+        )
+
+
+def _gdr_level(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    known = book.given("NCCL_NET_GDR_LEVEL")
+    if known and known.value not in (*GDR_LEVELS, *"012345"):
+        yield (
+            f"{_said(book, 'NCCL_NET_GDR_LEVEL')} is unknown and NCCL ignores it in silence; one of "
+            f"{', '.join(GDR_LEVELS)}, in capitals"
+        )
+
+
+def _interfaces(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    for name in (sockets.NCCL, sockets.GLOO):
+        known = book.given(name)
+        if known is None or not known.value or not book.facts.interfaces:
+            continue
+        exact = "=" if name == sockets.GLOO else ""
+        found = sockets.matching(exact + known.value, book.facts.interfaces)
+        running = [item for item in found if item.running and item.addresses]
+        if not running:
+            there = ", ".join(item.name for item in sockets.usable(book.facts)) or "none but lo"
+            yield f"{_said(book, name)} selects no interface that is up with an address; there is {there}"
+        elif book.several and all(item.name == "lo" or item.name.startswith("docker") for item in running):
+            yield f"{_said(book, name)}: other nodes cannot reach {', '.join(item.name for item in running)}"
+
+
+def _protocols(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    zeros = ("FI_CXI_RDZV_EAGER_SIZE", "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD")
+    for name in zeros if kind == "slingshot" else ():
+        known = book.given(name)
+        if known and known.value != "0":
+            yield f"{_said(book, name)}: 0 is needed for correct results on Slingshot (HPE's guide)"
+    known = book.given("NCCL_PROTO")
+    if known and kind != "slingshot" and slingshot.allows_ll128(known.value) and known.value[:1] != "^":
+        yield f"{_said(book, 'NCCL_PROTO')} takes the choice of protocol from NCCL; meant for debugging"
+
+
+def _spellings(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    for old, new in RENAMED.items():
+        if book.given(old):
+            yield f"{_said(book, old)} is an old spelling without effect on a current torch and NCCL: {new}"
+
+
+def _debugging(book: Ledger, kind: FabricKind) -> Iterator[str]:
+    for name, values in LEFT_ON.items():
+        known = book.given(name)
+        if known and (known.value in values or (not values and known.value)):
+            yield f"{_said(book, name)} is for debugging and slows or changes the run; unset it when done"
+
+
+_RULES = (
+    _verbs_off,
+    _provider,
+    _socket_numbers,
+    _plugin_twice,
+    _net_on_one_node,
+    _gid,
+    _hca,
+    _gdr_level,
+    _interfaces,
+    _protocols,
+    _spellings,
+    _debugging,
+)

@@ -1,0 +1,269 @@
+"""Which RDMA ports NCCL shall use: the NCCL_IB_HCA rule, and what is noteworthy about the chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from imgkit_entrypoints.fabric import gid as gids
+from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.fabric.values import Decision
+from imgkit_entrypoints.facts import HostFacts, Port, RdmaDevice
+
+VARIABLE = "NCCL_IB_HCA"
+_STATES = {
+    "1: DOWN": "no link: cable, switch, or the interface is not up",
+    "2: INIT": "no subnet manager has configured it",
+    "3: ARMED": "the subnet manager has not activated it",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A port that is not used, and why."""
+
+    port: Port
+    reason: str
+
+
+def pairs(facts: HostFacts) -> tuple[tuple[RdmaDevice, Port], ...]:
+    """Every port with its device."""
+    return tuple((device, port) for device in facts.rdma for port in device.ports)
+
+
+def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...], tuple[Left, ...]]:
+    """The ports to use, and the others with their reasons.
+
+    NCCL itself takes every ACTIVE port, storage and management NICs included, and refuses to mix InfiniBand
+    with RoCE. So: where one port is InfiniBand, no Ethernet; among RoCE ports those with an IPv4 v2 GID, and
+    of these the ones that are as near to a GPU as any is, unless that leaves less than the recipe's `nics`.
+    """
+    left: list[Left] = []
+    active: list[tuple[RdmaDevice, Port]] = []
+    for device, port in pairs(facts):
+        reason = _unusable(port)
+        if reason:
+            left.append(Left(port=port, reason=reason))
+        else:
+            active.append((device, port))
+    infiniband = [port for _, port in active if port.link_layer == "InfiniBand"]
+    if infiniband:
+        first = infiniband[0]
+        other = f"an Ethernet port beside InfiniBand ({first.path}/link_layer: {first.link_layer})"
+        left.extend(
+            Left(port=port, reason=f"{other}: storage or management; NCCL mixes them not")
+            for _, port in active
+            if port not in infiniband
+        )
+        return tuple(infiniband), tuple(left)
+    active, dropped = _addressed(active)
+    left.extend(dropped)
+    near, dropped = _near(facts, active)
+    if len(near) >= (nics or 0):
+        active = near
+        left.extend(dropped)
+    return tuple(port for _, port in active), tuple(left)
+
+
+def _unusable(port: Port) -> str:
+    if port.link_layer not in ("InfiniBand", "Ethernet"):
+        return (
+            f"{port.path}/link_layer: {port.link_layer}: no verbs path for NCCL (EFA needs the "
+            "aws-ofi-nccl plugin)"
+        )
+    if not port.active:
+        known = _STATES.get(port.state, "not active")
+        return f"{port.path}/state: {port.state}, phys_state: {port.phys_state}: {known}"
+    return ""
+
+
+_Split = tuple[list[tuple[RdmaDevice, Port]], list[Left]]
+
+
+def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
+    """Keep ports that have an IPv4 RoCE v2 GID, if any has."""
+
+    def good(port: Port) -> bool:
+        found = gids.pick(port.gids)
+        return found is not None and found.kind == "RoCE v2"
+
+    if not any(good(port) for _, port in ports):
+        return list(ports), []
+    kept = [(device, port) for device, port in ports if good(port)]
+    return kept, [
+        Left(port=port, reason=f"{port.path}/gids: no IPv4 GID of type RoCE v2, which others have")
+        for _, port in ports
+        if not good(port)
+    ]
+
+
+def _near(facts: HostFacts, ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
+    """Keep ports as near to a GPU as the nearest is; a distance that is not known keeps all."""
+    distances = [distance(facts, device) for device, _ in ports]
+    known = [item for item in distances if item is not None]
+    if len(known) < len(ports) or not known or min(known) == max(known):
+        return list(ports), []
+    best = min(known)
+    kept, left = [], []
+    for (device, port), found in zip(ports, distances, strict=True):
+        if found == best:
+            kept.append((device, port))
+            continue
+        where = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
+        reason = f"no GPU is {_NEARNESS[best]}, as with others ({where}): storage or management by rule"
+        left.append(Left(port=port, reason=reason))
+    return kept, left
+
+
+_NEARNESS = ("under its PCI switch", "on its NUMA node", "near it")
+
+
+def distance(facts: HostFacts, device: RdmaDevice) -> int | None:
+    """0: a GPU is under the same PCI switch; 1: on the same NUMA node; 2: neither; None: unknown."""
+    gpus = facts.gpu_devices
+    if not gpus or not (device.pci or device.numa_node is not None):
+        return None
+    if any(gpu.pci and _shared_bridges(gpu.pci, device.pci) >= 2 for gpu in gpus):
+        return 0
+    if device.numa_node is None or all(gpu.numa_node is None for gpu in gpus):
+        return None
+    return 1 if any(gpu.numa_node == device.numa_node for gpu in gpus) else 2
+
+
+def _shared_bridges(one: str, other: str) -> int:
+    """How many leading parts of two PCI paths agree; 1 is the root complex alone."""
+    count = 0
+    for left, right in zip(one.split("/"), other.split("/"), strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def spell(ports: Iterable[Port]) -> str:
+    """The ports for NCCL_IB_HCA: exact, since without ``=`` mlx5_1 takes mlx5_10 as well."""
+    return "=" + ",".join(port.name for port in ports)
+
+
+def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
+    """The ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
+    exclude = text.startswith("^")
+    body = text.removeprefix("^")
+    exact = body.startswith("=")
+    words = [word.split(":") for word in body.removeprefix("=").split(",") if word]
+
+    def selected(port: Port) -> bool:
+        for name, *rest in words:
+            same = port.device == name if exact else port.device.startswith(name)
+            if same and (not rest or not rest[0] or rest[0] == str(port.number)):
+                return True
+        return False
+
+    return tuple(port for port in ports if not words or selected(port) != exclude)
+
+
+def in_use(book: Ledger) -> tuple[Port, ...]:
+    """The ports that NCCL will use: by rule, or by the value of NCCL_IB_HCA that was there before."""
+    chosen, _ = choose(book.facts, book.nics)
+    known = book.given(VARIABLE)
+    if known is None:
+        return chosen
+    usable = [port for _, port in pairs(book.facts) if not _unusable(port)]
+    return matching(known.value, usable)
+
+
+def decide(book: Ledger) -> tuple[Port, ...]:
+    """Enter NCCL_IB_HCA and everything left out; returns the ports that NCCL will use."""
+    chosen, left = choose(book.facts, book.nics)
+    shown = "; ".join(
+        f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
+    )
+    book.set(VARIABLE, spell(chosen), f"the ACTIVE ports of the fabric: {shown}")
+    report_left(book, left)
+    used = in_use(book)
+    if not used:
+        usable = ", ".join(port.name for port in chosen)
+        book.warnings.append(
+            f"{VARIABLE}={book.value(VARIABLE)} selects no ACTIVE port of this machine (there is {usable}): "
+            "NCCL would use TCP"
+        )
+    _cards(book, used)
+    _rates(book, used)
+    _openable(book, used)
+    return used
+
+
+def report_left(book: Ledger, left: Iterable[Left]) -> None:
+    """Enter the ports that are not used."""
+    for item in left:
+        book.decisions.append(
+            Decision(variable=VARIABLE, value=item.port.name, reason=f"left out: {item.reason}", used=False)
+        )
+
+
+def _device(facts: HostFacts, port: Port) -> RdmaDevice:
+    return next(device for device in facts.rdma if device.name == port.device)
+
+
+def _cards(book: Ledger, used: Sequence[Port]) -> None:
+    """Report ports that NCCL merges into one NIC, and virtual functions."""
+    cards: dict[str, list[Port]] = {}
+    for port in used:
+        device = _device(book.facts, port)
+        cards.setdefault(device.card, []).append(port)
+        if device.physical:
+            reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
+            book.decisions.append(Decision(variable=VARIABLE, value=port.name, reason=reason))
+    for card, ports in cards.items():
+        if len(ports) > 1:
+            names = ",".join(port.name for port in ports)
+            path = _device(book.facts, ports[0]).path
+            reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
+            book.decisions.append(Decision(variable=VARIABLE, value=names, reason=reason))
+
+
+def _rates(book: Ledger, used: Sequence[Port]) -> None:
+    known = [port.rate_Gbps for port in used if port.rate_Gbps is not None]
+    for port in used:
+        rate = port.rate_Gbps
+        if rate is None:
+            book.warnings.append(
+                f"{port.name}: rate unknown ({port.path}/rate: {port.rate}; a kernel prints SDR for a speed "
+                "that it does not know)"
+            )
+        elif rate < max(known):
+            book.warnings.append(
+                f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {max(known):g} "
+                "Gb/sec; check the cable, and tell the site"
+            )
+
+
+def _openable(book: Ledger, used: Sequence[Port]) -> None:
+    """Warn where sysfs shows a device that this container cannot open, or no library could drive."""
+    fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: not with --contain"
+    for device in dict.fromkeys(_device(book.facts, port) for port in used):
+        if not device.verbs_opens:
+            place = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
+            book.warnings.append(
+                f"{device.path} is there, but {place} cannot be opened: NCCL would use TCP ({fix})"
+            )
+    if used and book.facts.library("libibverbs.so.1") is None:
+        book.warnings.append(
+            "libibverbs.so.1 is not on the library path: NCCL would use TCP; add the packages libibverbs1 "
+            "and ibverbs-providers to the recipe's image.apt"
+        )
+    elif used and not book.facts.verbs_providers:
+        book.warnings.append(
+            "libibverbs has no provider (/etc/libibverbs.d, libibverbs/lib*-rdmav*.so): NCCL would say "
+            '"No device found"; add the package ibverbs-providers to the recipe\'s image.apt'
+        )
+
+
+def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
+    """Sum of the ports' rates, in 1e9 bit/s; a virtual function beside its own card adds nothing."""
+    full = {_device(facts, port).card for port in used if not _device(facts, port).physical}
+    counted = [
+        port for port in used if not (_device(facts, port).physical and _device(facts, port).card in full)
+    ]
+    rates = [port.rate_Gbps for port in counted]
+    return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None

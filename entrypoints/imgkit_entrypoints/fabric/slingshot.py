@@ -1,0 +1,102 @@
+"""Slingshot 11: libfabric's cxi provider through the aws-ofi-nccl plugin; no verbs anywhere.
+
+Settings: HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), the column that Olivia's documentation follows
+(Sigma2, "PyTorch multi-node", May 2026); CSCS and Isambard-AI differ in buffer sizes.
+"""
+
+from __future__ import annotations
+
+from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.facts import HostFacts
+
+NIC_Gbps = 200.0
+_COLUMN = "HPE's guide (shs-ccl-docs), Olivia's column"
+SETTINGS: tuple[tuple[str, str, str], ...] = (
+    ("NCCL_NET_GDR_LEVEL", "PHB", _COLUMN),
+    ("NCCL_CROSS_NIC", "1", _COLUMN),
+    ("FI_MR_CACHE_MONITOR", "userfaultfd", f"{_COLUMN}; other monitors can deadlock with CUDA's allocator"),
+    ("FI_CXI_DISABLE_HOST_REGISTER", "1", _COLUMN),
+    ("FI_CXI_DEFAULT_CQ_SIZE", "131072", _COLUMN),
+    ("FI_CXI_DEFAULT_TX_SIZE", "2048", _COLUMN),
+    ("FI_CXI_RX_MATCH_MODE", "hybrid", _COLUMN),
+    ("FI_CXI_RDZV_PROTO", "alt_read", f"{_COLUMN}; the job needs --network=disable_rdzv_get with it"),
+    ("FI_CXI_RDZV_EAGER_SIZE", "0", f"{_COLUMN}; for correct results, not for speed"),
+    ("FI_CXI_RDZV_GET_MIN", "0", f"{_COLUMN}; for correct results, not for speed"),
+    ("FI_CXI_RDZV_THRESHOLD", "0", f"{_COLUMN}; for correct results, not for speed"),
+)
+CORRUPTS_FROM = (2, 27, 3)
+"""NVIDIA/nccl issue 2001: LL128 between nodes gives wrong sums on GH200 with Slingshot; 2.26.6 is clean."""
+
+
+def plugin(facts: HostFacts) -> str:
+    """Path of the plugin on the library path, or empty."""
+    found = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
+    return found.path if found else ""
+
+
+def nics(facts: HostFacts) -> str:
+    """The NICs as they stand in /sys: ``/sys/class/cxi: cxi0 cxi1``."""
+    folder = facts.cxi[0].path.rpartition("/")[0]
+    return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
+
+
+def settings(book: Ledger) -> None:
+    """Enter the libfabric and NCCL settings of this fabric."""
+    for variable, value, reason in SETTINGS:
+        book.set(variable, value, f"{reason} ({nics(book.facts)})")
+
+
+def net(book: Ledger) -> None:
+    """Enter NCCL_NET between nodes, so that NCCL fails where it would fall back to TCP in silence."""
+    found = plugin(book.facts)
+    if not book.several:
+        book.refuse("NCCL_NET", "on one node the plugin costs an allocation and brings nothing (HPE's guide)")
+        book.note("NCCL_NET", "AWS Libfabric", "one node needs no network; pinned between nodes only")
+        return
+    pinned = book.given("NCCL_NET_PLUGIN")
+    if pinned is not None:
+        reason = f"NCCL_NET_PLUGIN={pinned.value} ({pinned.origin}) names the plugin; CSCS: not both"
+        book.note("NCCL_NET", "AWS Libfabric", reason)
+    else:
+        reason = f"{nics(book.facts)}: with it NCCL stops rather than use TCP; plugin {found or 'not found'}"
+        book.set("NCCL_NET", "AWS Libfabric", reason)
+    if not found and not pinned and book.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
+        book.warnings.append(
+            "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
+            'with "network AWS Libfabric not found"; bind the site\'s plugin and libfabric and put them on '
+            "LD_LIBRARY_PATH, or accept TCP (some 20 times slower) with NCCL_NET=Socket"
+        )
+
+
+def guard(book: Ledger, expected: str) -> None:
+    """Enter the guard against LL128's wrong sums; an unknown NCCL is taken for an affected one.
+
+    `expected` is the recipe's GPU model, which counts where the driver shows none.
+    """
+    version = book.facts.nccl
+    seen = next((gpu for gpu in book.facts.gpu_devices if "GH200" in gpu.model), None)
+    if seen:
+        model = f"/proc/driver/nvidia/gpus/{seen.address}/information: {seen.model}"
+    elif "GH200" in expected and not book.facts.gpu_devices:
+        model = f"the recipe's {expected}"
+    else:
+        return
+    named = f"{book.facts.nccl_version} ({book.facts.nccl_source})" if version else "of unknown version"
+    said = f"NCCL {named}, {model}"
+    if version is not None and version < CORRUPTS_FROM:
+        book.note("NCCL_PROTO", "^LL128", f"{said}: not affected by NVIDIA/nccl issue 2001 (from 2.27.3 on)")
+        return
+    book.set(
+        "NCCL_PROTO", "^LL128", f"{said}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
+    )
+    if allows_ll128(book.value("NCCL_PROTO") or "") and book.value("NCCL_LL128_C2C") != "0":
+        book.warnings.append(
+            f"NCCL_PROTO={book.value('NCCL_PROTO')} allows LL128, which gives wrong sums here in silence "
+            f"({said}, NVIDIA/nccl issue 2001): unset it, or set NCCL_PROTO=^LL128"
+        )
+
+
+def allows_ll128(protocols: str) -> bool:
+    """True if a value of NCCL_PROTO leaves LL128 on."""
+    names = [name.strip().upper() for name in protocols.removeprefix("^").split(",") if name.strip()]
+    return ("LL128" in names) != protocols.startswith("^") if names else True

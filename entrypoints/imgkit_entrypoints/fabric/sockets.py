@@ -1,0 +1,151 @@
+"""The interface that NCCL and Gloo meet on: bootstrap always, and the data itself where there is no RDMA."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+
+from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.facts import HostFacts, Interface
+
+NCCL = "NCCL_SOCKET_IFNAME"
+GLOO = "GLOO_SOCKET_IFNAME"
+THREADS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+_VIRTUAL = (
+    "docker",
+    "virbr",
+    "veth",
+    "br-",
+    "cni",
+    "flannel",
+    "cali",
+    "tun",
+    "kube",
+    "podman",
+    "ifb",
+    "dummy",
+)
+_SELF_TUNED = {"0x1d0f": "AWS", "0x1ae0": "Google"}
+"""PCI vendors for which NCCL sets the socket numbers itself (net_socket.cc)."""
+_FAST_Mbps = 100_000
+
+
+def usable(facts: HostFacts) -> tuple[Interface, ...]:
+    """Interfaces that another node could reach: running, with an address, no loopback or bridge."""
+    return tuple(
+        item
+        for item in facts.interfaces
+        if item.running and item.addresses and item.name != "lo" and not item.name.startswith(_VIRTUAL)
+    )
+
+
+def best(facts: HostFacts, head: str = "", prefer: Sequence[str] = ()) -> tuple[Interface, str] | None:
+    """The interface to meet on and why; None where there is none.
+
+    The one whose network has the head in it; else one of `prefer`; else the one with the default route; else
+    the first.
+    """
+    loopback = next((item for item in facts.interfaces if item.name == "lo"), None)
+    if loopback and _inside(head, "127.0.0.0/8"):
+        return loopback, f"the head is {head}: all nodes are on this machine ({describe(loopback)})"
+    candidates = usable(facts)
+    if not candidates:
+        return None
+    by_name = {item.name: item for item in candidates}
+    for route in facts.routes:
+        if route.interface in by_name and route.gateway == "0.0.0.0" and _inside(head, route.network):  # noqa: S104
+            return by_name[route.interface], f"the head {head} is in its network {route.network}"
+    for name in prefer:
+        if name in by_name:
+            return by_name[name], f"the fabric's own interface ({describe(by_name[name])})"
+    default = [route for route in facts.routes if route.network == "0.0.0.0/0" and route.interface in by_name]
+    if default:
+        route = min(default, key=lambda item: item.metric)
+        found = by_name[route.interface]
+        return found, f"/proc/net/route: the default route by {route.gateway} ({describe(found)})"
+    first = next((item for item in candidates if item.ipv4), candidates[0])
+    return first, f"the first that is up with an address ({describe(first)})"
+
+
+def _inside(head: str, network: str) -> bool:
+    try:
+        return ipaddress.ip_address(head) in ipaddress.ip_network(network)
+    except ValueError:
+        return False
+
+
+def describe(item: Interface) -> str:
+    """The interface as it stands in /sys."""
+    speed = f", speed {item.speed_Mbps} Mb/s" if item.speed_Mbps else ""
+    return f"/sys/class/net/{item.name}/operstate: {item.state}{speed}, {', '.join(item.addresses)}"
+
+
+def spell(names: Sequence[str], facts: HostFacts) -> str:
+    """The names for NCCL_SOCKET_IFNAME, which takes prefixes: exact where a name begins another's."""
+    others = [item.name for item in facts.interfaces if item.name not in names]
+    exact = any(other.startswith(name) for other in others for name in names)
+    return ("=" if exact else "") + ",".join(names)
+
+
+def matching(text: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
+    """The interfaces that a value of NCCL_SOCKET_IFNAME selects (``[^][=]prefix,...``)."""
+    exclude = text.startswith("^")
+    body = text.removeprefix("^")
+    exact = body.startswith("=")
+    words = [word for word in body.removeprefix("=").split(",") if word]
+
+    def selected(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    return tuple(item for item in interfaces if not words or selected(item.name) != exclude)
+
+
+def decide(book: Ledger, prefer: Sequence[str] = ()) -> Interface | None:
+    """Enter the interface for NCCL's bootstrap and for Gloo; only between nodes is one needed."""
+    refuse_absent(book)
+    found = best(book.facts, book.head, prefer)
+    if found is None:
+        reason = "no interface but lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
+        book.note(NCCL, "", reason)
+        if book.several and book.facts.interfaces:
+            book.blockers.append(f"{reason}: nodes cannot meet; check the container's network option")
+        return None
+    item, reason = found
+    if not book.several:
+        book.note(NCCL, spell([item.name], book.facts), f"one node needs none; between nodes: {reason}")
+        return item
+    book.set(NCCL, spell([item.name], book.facts), reason)
+    book.set(GLOO, item.name, reason)
+    return item
+
+
+def refuse_absent(book: Ledger) -> None:
+    """Leave out a recipe's interface names that this machine does not have: NCCL would not even start."""
+    for variable in (NCCL, GLOO):
+        value = book.value(variable)
+        if value and book.facts.interfaces and not matching(value, book.facts.interfaces):
+            names = ", ".join(item.name for item in book.facts.interfaces)
+            book.refuse(variable, f"no such interface here (/sys/class/net: {names})")
+
+
+def threads(book: Ledger, item: Interface | None) -> None:
+    """Enter the socket numbers of NCCL's TCP transport, where its default of one socket is too few."""
+    if item is None or not book.several or item.speed_Mbps is None or item.speed_Mbps < _FAST_Mbps:
+        return
+    if item.vendor in _SELF_TUNED:
+        path, cloud = f"/sys/class/net/{item.name}/device/vendor", _SELF_TUNED[item.vendor]
+        reason = f"{path}: {item.vendor}: NCCL sets it itself for {cloud}"
+        for variable in THREADS:
+            book.note(variable, "", reason)
+        return
+    reason = (
+        f"/sys/class/net/{item.name}/speed: {item.speed_Mbps}; NCCL's user guide: 4 for generic 100G networks"
+    )
+    for variable in THREADS:
+        book.set(variable, "4", reason)
+
+
+def refuse_threads(book: Ledger, kind: str) -> None:
+    """Leave out a recipe's socket numbers where the data does not go by TCP."""
+    for variable in THREADS:
+        book.refuse(variable, f"concerns TCP only, and the data goes by {kind}")

@@ -1,0 +1,140 @@
+"""What this machine shows: the only reader of /sys, /proc, /dev and /opt/imgkit.
+
+``IMGKIT_ROOT=/some/dir`` sends every read there, so that a saved tree replays another machine's decisions.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.facts import host, network, rdma, software, tree
+from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, root_of
+from imgkit_entrypoints.facts.values import (
+    CxiDevice,
+    Gid,
+    Gpu,
+    HostFacts,
+    Interface,
+    Library,
+    Limit,
+    Port,
+    RdmaDevice,
+    Route,
+    Setting,
+)
+
+__all__ = [
+    "NOT_FILES",
+    "CxiDevice",
+    "Gid",
+    "Gpu",
+    "HostFacts",
+    "Interface",
+    "Library",
+    "Limit",
+    "Port",
+    "RdmaDevice",
+    "Reader",
+    "Route",
+    "Setting",
+    "gather",
+    "root_of",
+    "snapshot",
+    "system_facts",
+    "tree",
+]
+
+
+def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
+    """Look at the machine under `root` (default: ``IMGKIT_ROOT``, else ``/``) and at `env`.
+
+    Nothing here is fatal: what cannot be read is empty, and the decision that needed it says so.
+
+    Raises
+    ------
+    UsageError : ``IMGKIT_ROOT`` is no folder, or ``IMGKIT_NCCL_VERSION`` is no version.
+    """
+    return _gather(Reader(root=root_of(env) if root is None else root), env)
+
+
+def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[tree.Entry, ...]:
+    """The members of a tree from which `gather` finds the same as here; `tree.write` puts them into a folder.
+
+    Nothing else is in it: no environment, no file that `gather` does not read.
+    """
+    recorder = tree.Recorder(root=root_of(env) if root is None else root)
+    found = _gather(recorder, env)
+    devices = {device.verbs: device.verbs_opens for device in found.rdma if device.verbs}
+    devices.update({f"/dev/{device.name}": device.opens for device in found.cxi})
+    devices["/dev/infiniband/rdma_cm"] = found.rdma_cm
+    for path in devices:
+        recorder.exists(path)
+    not_files = {
+        "hostname": found.hostname,
+        "arch": found.arch,
+        "python": found.python,
+        "cpus": found.cpus,
+        "shm_bytes": found.shm_bytes,
+        "closed": sorted(path for path, opens in devices.items() if not opens),
+    }
+    return tree.entries(recorder, not_files)
+
+
+def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
+    known = reader.not_files()
+    gpus, gpus_source = host.gpus(reader, env)
+    cpus = host.cpus(reader, known)
+    nccl_version, nccl_source = software.nccl(reader, env)
+    libraries = software.libraries(reader, env)
+    return HostFacts(
+        hostname=reader.text("/proc/sys/kernel/hostname") or str(known.get("hostname") or platform.node()),
+        arch=str(known.get("arch") or platform.machine()),
+        python=str(known.get("python") or platform.python_version()),
+        cpus=cpus.allowed,
+        gpus=gpus,
+        gpus_source=gpus_source,
+        cpus_source=cpus.source,
+        cpu_quota=cpus.quota,
+        gpu_devices=host.gpu_devices(reader),
+        driver=host.driver(reader),
+        kernel=reader.text("/proc/sys/kernel/osrelease") or "",
+        boot_id=reader.text("/proc/sys/kernel/random/boot_id") or "",
+        memlock=host.limit(reader, "Max locked memory"),
+        stack=host.limit(reader, "Max stack size"),
+        open_files=host.limit(reader, "Max open files"),
+        shm_bytes=host.shm_bytes(reader, known),
+        ephemeral_ports=host.ephemeral_ports(reader),
+        rdma=rdma.devices(reader),
+        rdma_cm=rdma.opens(reader, "/dev/infiniband/rdma_cm"),
+        cxi=rdma.cxi_devices(reader),
+        interfaces=network.interfaces(reader),
+        routes=network.routes(reader),
+        peermem=software.peermem(reader),
+        dmabuf=software.dmabuf(reader),
+        libraries=libraries,
+        verbs_providers=software.verbs_providers(reader, env),
+        nccl_version=nccl_version,
+        nccl_source=nccl_source,
+        nccl_settings=software.nccl_settings(reader, env),
+    )
+
+
+def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
+    """The recipe's facts baked into this image; None outside an image made by imgkit.
+
+    Raises
+    ------
+    UsageError : the file is there and is not what imgkit wrote.
+    """
+    found = root_of(env) / str(system.SYSTEM_JSON).lstrip("/") if path is None else path
+    try:
+        return system.from_json(found.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"cannot read the system facts: {error}", where=str(found)) from error

@@ -1,0 +1,174 @@
+"""Processors, GPUs, limits: what of the node this process may use."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from imgkit_entrypoints.facts.reader import Reader
+from imgkit_entrypoints.facts.values import Gpu, Limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpus:
+    """How many processors, and why."""
+
+    allowed: int
+    quota: float | None
+    source: str
+
+
+def cpus(reader: Reader, known: Mapping[str, Any]) -> Cpus:
+    """Processors by affinity, lowered by the cgroup's quota (at least 1).
+
+    Not os.cpu_count(): a job step owns a part of the node, and torch would start threads for all of it.
+    """
+    count, source = _affinity(reader, known)
+    quotas = sorted(_quotas(reader))
+    if not quotas:
+        return Cpus(allowed=count, quota=None, source=source)
+    quota, quota_source = quotas[0]
+    # Rounded down: a thread more than the quota makes all of them wait for the next period.
+    allowed = min(count, max(1, int(quota)))
+    return Cpus(allowed=allowed, quota=quota, source=f"{source}; {quota_source}")
+
+
+def _affinity(reader: Reader, known: Mapping[str, Any]) -> tuple[int, str]:
+    for line in (reader.text("/proc/self/status") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Cpus_allowed_list" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value.strip()):
+            ends = (part.split("-") for part in value.strip().split(","))
+            count = sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+            return count, f"/proc/self/status: Cpus_allowed_list {value.strip()}"
+    if isinstance(known.get("cpus"), int):
+        return known["cpus"], "facts.json: cpus"
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)), "sched_getaffinity"
+    return os.cpu_count() or 1, "os.cpu_count"
+
+
+def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
+    """Quota of every cgroup above this process, of both versions, with its evidence."""
+    for line in (reader.text("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            bases, read = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), _quota_v2
+        elif "cpu" in controllers.split(","):
+            bases, read = (f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"), _quota_v1
+        else:
+            continue
+        # In a container the path is often the host's and not mounted: then the mount's top is ours.
+        folders = (str(folder).lstrip("/") for folder in _upwards(path))
+        for folder, base in itertools.product(folders, dict.fromkeys(bases)):
+            found = read(reader, f"{base}/{folder}".rstrip("/"))
+            if found:
+                yield found
+
+
+def _upwards(path: str) -> tuple[PurePosixPath, ...]:
+    start = PurePosixPath("/") / path.lstrip("/")
+    return (start, *start.parents)
+
+
+def _quota_v2(reader: Reader, folder: str) -> tuple[float, str] | None:
+    text = reader.text(f"{folder}/cpu.max") or ""
+    found = re.fullmatch(r"(\d+) (\d+)", text)
+    if not found or not int(found[2]):
+        return None
+    return int(found[1]) / int(found[2]), f"{folder}/cpu.max: {text}"
+
+
+def _quota_v1(reader: Reader, folder: str) -> tuple[float, str] | None:
+    quota = reader.number(f"{folder}/cpu.cfs_quota_us")
+    period = reader.number(f"{folder}/cpu.cfs_period_us")
+    if quota is None or quota <= 0 or not period:
+        return None
+    return quota / period, f"{folder}/cpu.cfs_quota_us: {quota} of {period}"
+
+
+def gpus(reader: Reader, env: Mapping[str, str]) -> tuple[int, str]:
+    """How many GPUs a worker could use, and by which evidence."""
+    devices = reader.names("/dev", r"nvidia\d+")
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        source = f"/dev: {' '.join(devices) or 'no nvidia device'}"
+        driver = reader.names("/proc/driver/nvidia/gpus")
+        if driver and not devices:
+            source += f", though the driver has {len(driver)} (/proc/driver/nvidia/gpus)"
+        return len(devices), source
+    # CUDA ends the list at the first entry that it does not know, and -1 is the usual one.
+    wanted = [item.strip() for item in visible.split(",") if item.strip()]
+    usable = list(itertools.takewhile(lambda item: item != "-1", wanted))
+    # Slurm sets the variable also where the container was started without --nv: no device file, no GPU.
+    return min(len(usable), len(devices)), f"CUDA_VISIBLE_DEVICES={visible!r}, {len(devices)} device files"
+
+
+def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
+    """The GPUs that the driver knows, whether this container may use them or not."""
+    found = []
+    for address in reader.names("/proc/driver/nvidia/gpus"):
+        text = reader.text(f"/proc/driver/nvidia/gpus/{address}/information") or ""
+        model = re.search(r"^Model:\s*(.*?)\s*$", text, re.MULTILINE)
+        folder = f"/sys/bus/pci/devices/{address.lower()}"
+        found.append(
+            Gpu(
+                model=model[1] if model else "",
+                address=address.lower(),
+                pci=pci_path(reader, folder),
+                numa_node=numa_node(reader, folder),
+            )
+        )
+    return tuple(found)
+
+
+def pci_path(reader: Reader, link: str) -> str:
+    """``pci0000:16/0000:16:01.0/0000:17:00.0`` for a link to a PCI device: its bridges, then itself."""
+    target = reader.target(link)
+    start = target.find("/pci")
+    return target[start + 1 :] if start >= 0 else ""
+
+
+def numa_node(reader: Reader, folder: str) -> int | None:
+    """The NUMA node of a device; None where the kernel says -1 or nothing."""
+    number = reader.number(f"{folder}/numa_node")
+    return None if number is None or number < 0 else number
+
+
+def driver(reader: Reader) -> str:
+    """The NVIDIA driver's version line."""
+    return (reader.text("/proc/driver/nvidia/version") or "").partition("\n")[0]
+
+
+def limit(reader: Reader, name: str) -> Limit:
+    """The soft limit of that name in /proc/self/limits."""
+    for line in (reader.text("/proc/self/limits") or "").splitlines():
+        if line.startswith(name):
+            soft = line[len(name) :].split()[:1]
+            if soft == ["unlimited"]:
+                return Limit(unlimited=True)
+            if soft and soft[0].isdigit():
+                return Limit(value=int(soft[0]))
+    return Limit()
+
+
+def shm_bytes(reader: Reader, known: Mapping[str, Any]) -> int | None:
+    """Size of /dev/shm; of a saved tree what its facts.json says."""
+    if not reader.live:
+        value = known.get("shm_bytes")
+        return value if isinstance(value, int) else None
+    try:
+        found = os.statvfs("/dev/shm")  # noqa: S108 - its size is asked for, nothing is put there
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def ephemeral_ports(reader: Reader) -> tuple[int, int] | None:
+    """The ports that the kernel hands out by itself."""
+    words = (reader.text("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdigit, words)) else None

@@ -1,0 +1,133 @@
+"""Libraries, NCCL's version and its hidden settings, GPUDirect: what lies in the image and the driver."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Mapping
+
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.facts.host import driver
+from imgkit_entrypoints.facts.reader import Reader
+from imgkit_entrypoints.facts.values import Library, Setting
+
+LIBRARIES = (
+    "libibverbs.so.1",
+    "librdmacm.so.1",
+    "libmlx5.so.1",
+    "libnccl.so.2",
+    "libnccl-net.so",
+    "libnccl-net-ofi.so",
+    "libfabric.so.1",
+    "libcxi.so.1",
+)
+
+
+def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Where the dynamic linker looks, in its order."""
+    machine = platform.machine() if reader.live else str(reader.not_files().get("arch") or platform.machine())
+    configured = (
+        line.strip()
+        for name in reader.names("/etc/ld.so.conf.d")
+        for line in (reader.text(f"/etc/ld.so.conf.d/{name}") or "").splitlines()
+        if line.startswith("/")
+    )
+    triple = f"{machine}-linux-gnu"
+    fixed = (f"/lib/{triple}", f"/usr/lib/{triple}", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+    own = (item for item in env.get("LD_LIBRARY_PATH", "").split(":") if item.startswith("/"))
+    return tuple(dict.fromkeys((*own, *configured, *fixed)))
+
+
+def libraries(reader: Reader, env: Mapping[str, str]) -> tuple[Library, ...]:
+    """The first place of each library that matters to a fabric."""
+    folders = library_folders(reader, env)
+    found = []
+    for name in LIBRARIES:
+        path = next((f"{folder}/{name}" for folder in folders if reader.exists(f"{folder}/{name}")), None)
+        if path:
+            found.append(Library(name=name, path=path, target=reader.target(path)))
+    return tuple(found)
+
+
+def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of libibverbs' drivers, ``mlx5`` and the like; without one NCCL says "No device found"."""
+    found = {
+        name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d") if name.endswith(".driver")
+    }
+    for folder in library_folders(reader, env):
+        for name in reader.names(f"{folder}/libibverbs", r"lib\w+-rdmav\d+\.so"):
+            found.add(name.removeprefix("lib").rsplit("-rdmav", 1)[0])
+    return tuple(sorted(found))
+
+
+def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
+    """Version of the NCCL that torch loads here and where it was read; two empty texts if unknown.
+
+    torch is not imported for it: that takes seconds. A torch wheel finds the NCCL wheel beside it before any
+    library path, an NGC image has NCCL as a system library.
+
+    Raises
+    ------
+    UsageError : ``IMGKIT_NCCL_VERSION`` is no version.
+    """
+    stated = env.get("IMGKIT_NCCL_VERSION")
+    if stated:
+        version = _version(stated)
+        if not version or version != stated:
+            raise UsageError(
+                f"{stated!r} is no NCCL version", where="IMGKIT_NCCL_VERSION", hint="for example 2.20.5"
+            )
+        return version, f"IMGKIT_NCCL_VERSION={stated}"
+    for folder in sys.path:
+        wheels = reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info") if folder.startswith("/") else ()
+        for name in wheels:
+            version = _version(name.split("-")[1])
+            if version:
+                return version, f"{folder}/{name}"
+    for folder in library_folders(reader, env):
+        target = reader.target(f"{folder}/libnccl.so.2")
+        found = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
+        if found:
+            return found[1], f"{folder}/libnccl.so.2 -> {target}"
+    said = _version(env.get("NCCL_VERSION", ""))
+    return (said, f"NCCL_VERSION={env['NCCL_VERSION']}") if said else ("", "")
+
+
+def _version(text: str) -> str:
+    found = re.match(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else ""
+
+
+def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
+    """What nccl.conf files set; the first file that names a variable counts, the environment before both."""
+    home = env.get("HOME", "")
+    own = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
+    found: dict[str, Setting] = {}
+    for path in (own, "/etc/nccl.conf"):
+        for line in (reader.text(path) or "").splitlines() if path else ():
+            name, equals, value = line.partition("=")
+            if equals and not name.startswith("#"):
+                found.setdefault(name.strip(), Setting(name=name.strip(), value=value.strip(), path=path))
+    return tuple(found.values())
+
+
+def peermem(reader: Reader) -> str:
+    """The peer memory module's version file with its content; empty where there is none (NCCL's gdr.cc)."""
+    for path in (
+        "/sys/module/nvidia_peermem/version",
+        "/sys/kernel/mm/memory_peers/nv_mem/version",
+        "/sys/kernel/mm/memory_peers/nv_mem_nc/version",
+    ):
+        content = reader.text(path)
+        if content is not None:
+            return f"{path}: {content}"
+    return ""
+
+
+def dmabuf(reader: Reader) -> bool:
+    """True if GPU memory can be shared as DMA-BUF: the driver's open kernel module, and Linux >= 5.12."""
+    found = re.match(r"(\d+)\.(\d+)", reader.text("/proc/sys/kernel/osrelease") or "")
+    return bool(
+        found and "Open Kernel Module" in driver(reader) and (int(found[1]), int(found[2])) >= (5, 12)
+    )

@@ -1,0 +1,242 @@
+"""The machine as values; raw texts are kept beside what was read, so that a reason can quote them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gid:
+    """One used slot of a port's GID table; empty slots are left out."""
+
+    index: int
+    value: str
+    """Eight groups of four hex digits."""
+    kind: str
+    """``RoCE v2``, ``IB/RoCE v1``, or empty where the kernel does not say."""
+    netdev: str = ""
+
+    @property
+    def address(self) -> ipaddress.IPv6Address:
+        """The GID as an address."""
+        return ipaddress.IPv6Address(self.value)
+
+    @property
+    def ipv4(self) -> str:
+        """The IPv4 address that it maps, or empty."""
+        mapped = self.address.ipv4_mapped
+        return str(mapped) if mapped else ""
+
+    @property
+    def link_local(self) -> bool:
+        """True for fe80:0:0:0:... - the form that NCCL passes over."""
+        return self.address.packed[:8] == b"\xfe\x80" + bytes(6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One port of an RDMA device."""
+
+    device: str
+    number: int
+    path: str
+    state: str
+    """As in the file: ``4: ACTIVE``."""
+    phys_state: str
+    link_layer: str
+    rate: str
+    """As in the file: ``200 Gb/sec (2X NDR)``."""
+    lid: str = ""
+    gids: tuple[Gid, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As NCCL_IB_HCA spells it: ``mlx5_0:1``."""
+        return f"{self.device}:{self.number}"
+
+    @property
+    def active(self) -> bool:
+        """True in state 4; NCCL takes no other."""
+        return self.state.split(":")[0] == "4"
+
+    @property
+    def rate_Gbps(self) -> float | None:
+        """The link's rate, in 1e9 bit/s; None if unknown: kernels print SDR for a speed new to them."""
+        found = re.match(r"([\d.]+) Gb/sec \((\d+)X (\w+)\)", self.rate)
+        return float(found[1]) if found and found[3] != "SDR" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaDevice:
+    """One device of /sys/class/infiniband."""
+
+    name: str
+    path: str
+    node_type: str
+    pci: str
+    """PCI address with the path of bridges above it, empty without a ``device`` link."""
+    numa_node: int | None
+    """None where the kernel says -1 or nothing."""
+    vendor: str
+    physical: str
+    """For a virtual function: PCI address of the card that it belongs to; else empty."""
+    netdevs: tuple[str, ...]
+    verbs: str
+    """Its device file, ``/dev/infiniband/uverbs0``; empty where sysfs names none."""
+    verbs_opens: bool
+    """True if that file could be opened for reading and writing."""
+    ports: tuple[Port, ...]
+
+    @property
+    def card(self) -> str:
+        """PCI address by which NCCL merges ports and virtual functions of one card (net_ib/init.cc)."""
+        address = self.pci.rsplit("/", 1)[-1]
+        if not address:
+            return self.name
+        address = address[:-1] + "0"
+        return address[:-4] + "00" + address[-2:] if self.physical else address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CxiDevice:
+    """One Slingshot NIC."""
+
+    name: str
+    path: str
+    numa_node: int | None
+    pci: str
+    opens: bool
+    """True if /dev/cxiN could be opened for reading and writing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """One network interface."""
+
+    name: str
+    state: str
+    """operstate: ``up``, ``down``, ``unknown`` (lo, some virtual ones)."""
+    speed_Mbps: int | None
+    addresses: tuple[str, ...]
+    """IPv4 first, then IPv6 that is not link-local."""
+    physical: bool
+    """True where a device is behind it."""
+    pci: str = ""
+    vendor: str = ""
+
+    @property
+    def running(self) -> bool:
+        """True if NCCL may take it."""
+        return self.state in ("up", "unknown")
+
+    @property
+    def ipv4(self) -> str:
+        """Its first IPv4 address, or empty."""
+        return next((text for text in self.addresses if ":" not in text), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One IPv4 route of the main table."""
+
+    interface: str
+    network: str
+    """``10.0.0.0/24``; the default route is ``0.0.0.0/0``."""
+    gateway: str
+    metric: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as the driver's /proc shows it, also in a container that was started without ``--nv``."""
+
+    model: str
+    address: str
+    pci: str
+    """PCI address with the path of bridges above it."""
+    numa_node: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A resource limit; neither a value nor unlimited means unknown."""
+
+    value: int | None = None
+    unlimited: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """A shared library that the dynamic linker would find."""
+
+    name: str
+    path: str
+    target: str
+    """The file behind the link: ``/usr/lib/.../libnccl.so.2.20.5``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A variable set where no shell shows it: in an nccl.conf."""
+
+    name: str
+    value: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """The machine as this process sees it."""
+
+    hostname: str
+    arch: str
+    """As ``uname -m`` says: x86_64, aarch64."""
+    python: str
+    cpus: int
+    """Processors this process may use, not those of the node: affinity and the cgroup's quota."""
+    gpus: int
+    """GPUs a worker could use: CUDA_VISIBLE_DEVICES where set, else the driver's device files."""
+    gpus_source: str
+    cpus_source: str = ""
+    cpu_quota: float | None = None
+    """Processors by the cgroup's quota; None without one."""
+    gpu_devices: tuple[Gpu, ...] = ()
+    driver: str = ""
+    """First line of /proc/driver/nvidia/version."""
+    kernel: str = ""
+    boot_id: str = ""
+    memlock: Limit = Limit()
+    """In bytes."""
+    stack: Limit = Limit()
+    """In bytes."""
+    open_files: Limit = Limit()
+    shm_bytes: int | None = None
+    """Size of /dev/shm."""
+    ephemeral_ports: tuple[int, int] | None = None
+    rdma: tuple[RdmaDevice, ...] = ()
+    rdma_cm: bool = False
+    """True if /dev/infiniband/rdma_cm could be opened."""
+    cxi: tuple[CxiDevice, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    routes: tuple[Route, ...] = ()
+    peermem: str = ""
+    """Path and content of the peer memory module's version; empty without it."""
+    dmabuf: bool = False
+    """True where the driver's open kernel module and the kernel allow DMA-BUF."""
+    libraries: tuple[Library, ...] = ()
+    verbs_providers: tuple[str, ...] = ()
+    nccl_version: str = ""
+    """``2.20.5``; empty if unknown."""
+    nccl_source: str = ""
+    nccl_settings: tuple[Setting, ...] = ()
+
+    @property
+    def nccl(self) -> tuple[int, ...] | None:
+        """The NCCL version as numbers that compare; None if unknown."""
+        return tuple(int(part) for part in self.nccl_version.split(".")) if self.nccl_version else None
+
+    def library(self, name: str) -> Library | None:
+        """The library of that name, or None."""
+        return next((known for known in self.libraries if known.name == name), None)

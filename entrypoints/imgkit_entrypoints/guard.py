@@ -1,0 +1,159 @@
+"""A small process between the launcher and what it runs, so that nothing of a run outlives it.
+
+torchrun puts each worker into a session of its own, and none of them ends when its parent is killed. So the
+guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER): "nothing is left"
+is then exactly "the guard has no child". It reads words from the launcher on one pipe (``signal N``,
+``kill``) and writes what happens on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file on
+the first one means that the launcher is gone, whatever killed it, and ends everything at once.
+
+Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS COMMAND...``. The mask of
+blocked signals is inherited through it by torchrun and the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+PR_SET_CHILD_SUBREAPER = 36
+LEAVE_S = 3.0
+"""Given to what the program left behind to end by itself, once torchrun has ended."""
+REAP_S = 8.0
+"""After KILL; what is still there hangs in the kernel, and no signal reaches it."""
+TICK_S = 0.05
+
+
+def adopt_orphans() -> bool:
+    """Make this process the parent of every orphan below it; False where the system cannot."""
+    try:
+        import ctypes
+
+        return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    except (ImportError, OSError, AttributeError):
+        return False
+
+
+def descendants() -> dict[int, str]:
+    """Process ids below this one, with their names."""
+    parents: dict[int, tuple[int, str]] = dict(_processes())
+    found: dict[int, str] = {}
+    grown = True
+    while grown:
+        grown = False
+        for pid, (parent, name) in parents.items():
+            if pid not in found and (parent == os.getpid() or parent in found):
+                found[pid] = name
+                grown = True
+    return found
+
+
+def _processes() -> Iterator[tuple[int, tuple[int, str]]]:
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - pathlib costs this process a third of its start
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{entry}/stat", "rb") as file:  # noqa: PTH123
+                # "12 (a name) S 1 ...": the name may hold spaces and parentheses.
+                head, _, tail = file.read().rpartition(b")")
+                state, parent = tail.split()[:2]
+                if state not in (b"Z", b"X"):
+                    yield int(entry), (int(parent), head.partition(b"(")[2].decode(errors="replace"))
+
+
+def reap(codes: dict[int, int]) -> bool:
+    """Collect the children that have ended into `codes`; False when there are no children left at all."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+        codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
+    """KILL and collect everything below this process; the names of what is still there after `within_s`."""
+    end = time.monotonic() + within_s
+    while reap({}):
+        for pid in descendants():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() >= end:
+            return tuple(sorted(descendants().values()))
+        time.sleep(TICK_S)
+    return ()
+
+
+def main(control: int, status: int, command: list[str]) -> None:
+    """Run `command` and watch over it until nothing of it is left."""
+    adopted = adopt_orphans()
+    # A handler, not SIG_IGN: handlers end at exec, so that torchrun can still be ended by these two.
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda *_: None)
+    for descriptor in (control, status):
+        os.set_inheritable(descriptor, False)
+    woken = _wake_on_child()
+    try:
+        # Python ignores these two, and that would be inherited.
+        usual = (signal.SIGPIPE, signal.SIGXFSZ)
+        child = os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
+    except OSError as error:
+        _say(status, f"failed {error.strerror}")
+        return
+    _say(status, f"started {child}" + ("" if adopted else " alone"))
+    codes: dict[int, int] = {}
+    go_on = True
+    while go_on and reap(codes) and child not in codes:
+        go_on = _obey(control, child, (woken,), 1.0)
+    if go_on:
+        _say(status, f"exit {codes[child]}")
+        # Killed: its workers do not know yet. Ended: the program may still be tidying up behind itself.
+        end = time.monotonic() + (LEAVE_S if codes[child] >= 0 else 0.0)
+        while go_on and reap(codes) and time.monotonic() < end:
+            go_on = _obey(control, None, (), TICK_S)
+    left = sorted(set(descendants().values()))
+    stuck = end_all()
+    if child not in codes:
+        _say(status, f"exit {-signal.SIGKILL}")
+    _say(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(left)}")
+
+
+def _wake_on_child() -> int:
+    """A descriptor that becomes readable when a child ends."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return reader
+
+
+def _obey(control: int, child: int | None, others: tuple[int, ...], seconds: float) -> bool:
+    """Wait for a word of the launcher or a byte on `others`; False when everything is to end at once."""
+    readable, _, _ = select.select([control, *others], [], [], seconds)
+    for descriptor in others:
+        if descriptor in readable:
+            os.read(descriptor, 4096)
+    if control not in readable:
+        return True
+    data = os.read(control, 4096)
+    for line in data.decode().splitlines():
+        word, _, number = line.partition(" ")
+        if word == "kill":
+            return False
+        if word == "signal" and child is not None:
+            os.kill(child, int(number))  # not collected yet, so this id is still its own
+    return bool(data)
+
+
+def _say(status: int, line: str) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone
+        os.write(status, f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,173 @@
+"""Slurm's compact lists: ``node-[42,49-51]`` of hosts, ``2(x3),1`` of counts.
+
+Read here since images hold no scontrol, and never with a fallback to this machine alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import NoReturn
+
+from imgkit_entrypoints.errors import NoPlan
+
+MOST = 65536
+"""Hosts in one list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
+
+_NUMBER = re.compile("[0-9]+")
+_COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
+
+
+def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
+    """The hosts that a compact list names, in its order: neither sorted nor freed of repeats.
+
+    Node 0 of a step is the first host of its list. The width of a range's low bound is kept, as Slurm does:
+    ``n[098-101]`` is n098 n099 n100 n101, ``n[8-12]`` has no zeros. Several brackets in a name multiply in
+    Slurm's own order (`scontrol show hostnames`, 22.05): the last runs fastest, then the first, the second,
+    ...
+
+    Raises
+    ------
+    NoPlan : the list is empty, malformed or names more than 65536 hosts; the message has a caret under the
+    place.
+    """
+    if text.strip() in ("", "(null)"):
+        raise NoPlan(f"the node list is {text!r}: it names no host", where=where or None)
+    return tuple(_Reader(text, where).hosts())
+
+
+def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
+    """The numbers of a list like ``4(x2),3``, one a node.
+
+    Raises
+    ------
+    NoPlan : it is malformed.
+    """
+    counts: list[int] = []
+    at = 0
+    for item in text.split(","):
+        found = _COUNT.fullmatch(item)
+        if found is None:
+            _refuse(text, at, "a count like 4 or 4(x2) was expected", where)
+        times = int(found["times"] or 1)
+        if times > MOST or len(counts) + times > MOST:
+            _refuse(text, at, f"more than {MOST} nodes", where)
+        counts += [int(found["count"])] * times
+        at += len(item) + 1
+    return tuple(counts)
+
+
+class _Reader:
+    """One pass from left to right; `at` is where a refusal points."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text = text
+        self.where = where
+        self.at = 0
+
+    def hosts(self) -> list[str]:
+        hosts: list[str] = []
+        while True:
+            start = self.at
+            names = self.item()
+            if len(hosts) + len(names) > MOST:
+                self.refuse(start, f"more than {MOST} hosts")
+            hosts += names
+            if self.at == len(self.text):
+                return hosts
+            self.at += 1  # the comma
+
+    def item(self) -> list[str]:
+        """One host, or all that its brackets stand for."""
+        start = self.at
+        parts: list[list[str]] = []
+        brackets: list[int] = []
+        size = 1
+        while (char := self.peek()) not in ("", ","):
+            if char == "[":
+                opened = self.at
+                brackets.append(len(parts))
+                parts.append(self.bracket())
+                size *= len(parts[-1])
+                if size > MOST:
+                    self.refuse(opened, f"more than {MOST} hosts")
+            else:
+                parts.append([self.plain()])
+        if self.at == start:
+            self.refuse(start, "a host name is missing")
+        # From the slowest to the fastest. Two brackets are as anybody would have them; with more, Slurm
+        # unfolds the part before the last bracket from its right end.
+        order = [*reversed(brackets[:-1]), *brackets[-1:]]
+        names = []
+        for choice in itertools.product(*(parts[index] for index in order)):
+            chosen = dict(zip(order, choice, strict=True))
+            names.append("".join(chosen.get(index, part[0]) for index, part in enumerate(parts)))
+        return names
+
+    def plain(self) -> str:
+        start = self.at
+        while (char := self.peek()) not in ("", ",", "["):
+            if char == "]":
+                self.refuse(self.at, "] without [")
+            if char.isspace() or char in "()":
+                self.refuse(self.at, f"{char!r} is in no host name")
+            self.at += 1
+        return self.text[start : self.at]
+
+    def bracket(self) -> list[str]:
+        opened = self.at
+        numbers: list[str] = []
+        while self.peek() != "]":
+            self.at += 1  # the bracket, or the comma between two ranges
+            if self.at == len(self.text):
+                self.refuse(opened, "[ without ]")
+            begun = self.at
+            numbers += self.numbers()
+            if len(numbers) > MOST:
+                self.refuse(begun, f"more than {MOST} hosts")
+            if self.peek() == "":
+                self.refuse(opened, "[ without ]")
+            if self.peek() not in (",", "]"):
+                self.refuse(self.at, "only numbers, ranges like 1-5 and commas stand in brackets")
+        self.at += 1
+        return numbers
+
+    def numbers(self) -> list[str]:
+        """One number or range, padded as its low bound is."""
+        begun = self.at
+        low = self.number()
+        if self.peek() != "-":
+            return [low]
+        self.at += 1
+        high = self.number()
+        first, last = int(low), int(high)
+        if first > last:
+            self.refuse(begun, f"the range goes down, from {low} to {high}")
+        if last - first >= MOST:
+            self.refuse(begun, f"more than {MOST} hosts")
+        return [f"{value:0{len(low)}d}" for value in range(first, last + 1)]
+
+    def number(self) -> str:
+        found = _NUMBER.match(self.text, self.at)
+        if found is None:
+            if self.peek() in ("", "["):
+                self.refuse(self.text.rindex("[", 0, self.at), "[ without ]")
+            self.refuse(self.at, "a number was expected")
+        if len(found[0]) > 18:
+            self.refuse(self.at, "the number is too long")
+        self.at = found.end()
+        return found[0]
+
+    def peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def refuse(self, at: int, why: str) -> NoReturn:
+        _refuse(self.text, at, why, self.where)
+
+
+def _refuse(text: str, at: int, why: str, where: str) -> NoReturn:
+    # The caret must stand under its place on a terminal: control characters would move it, a long list hide
+    # it.
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    left = max(0, at - 50)
+    raise NoPlan(f"{why}\n  {shown[left : at + 50]}\n  {' ' * (at - left)}^", where=where or None)

@@ -1,0 +1,178 @@
+"""PBS (OpenPBS): one process per node by ``mpiexec``, ``pbsdsh`` or ssh, and how it finds its place.
+
+Notes
+-----
+* PBS runs the job script on the first host only; the others start nothing until asked. A launcher started
+  once in the script waits for agents that nobody starts.
+* PBS_NODEFILE has a line for each chunk x mpiprocs, and its path is in PBS' spool: not visible in a
+  container. So the job script hands the list in as IMGKIT_NODES, order kept: its first line is where the
+  script runs.
+* A task that pbsdsh starts gets PBS_NODENUM, its host's index, and none of the script's exports. PBS_TASKNUM
+  is decimal in the script and 8 hexadecimal digits in a task: it tells the two apart, and is never a rank.
+* pbsdsh starts one task for each LINE of the node file: with mpiprocs=2 two on a host, hence ``-n INDEX``.
+
+Source: openpbs src/resmom/start_exec.c, mom_comm.c, src/tools/pbsdsh.c.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.placement import Placement, Read, WrongStart
+from imgkit_entrypoints.schedulers.fields import (
+    NODES,
+    first,
+    given_nodes,
+    head_of,
+    hostname,
+    node_file,
+    number,
+    present,
+    short,
+)
+
+NAME = "pbs"
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "hosts": (NODES, "PBS_NODEFILE"),
+    "node_rank": ("PBS_NODENUM", "IMGKIT_NODE_RANK"),
+    "job_id": ("PBS_JOBID",),
+}
+
+FORWARD: tuple[str, ...] = (NODES,)
+"""Variables that a job script must hand to the processes."""
+
+_SPAWNED = re.compile("[0-9A-Fa-f]{8}")
+_UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
+_FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
+
+
+def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that show a PBS job."""
+    return present(env, "PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
+
+
+def place(env: Mapping[str, str], read: Read) -> Placement:
+    """The host of a PBS job that this process was started on.
+
+    Raises
+    ------
+    WrongStart : this is the job script itself, and the job has several hosts.
+    NoPlan : nothing says which hosts the job has.
+    """
+    hosts, hosts_from = _hosts(env, read)
+    if env.get("IMGKIT_NNODES") == "1" and not hosts:
+        nnodes, nnodes_from = 1, "IMGKIT_NNODES"
+    elif not hosts:
+        raise NoPlan(
+            "this is a PBS job, and which hosts it has is not visible here",
+            where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
+            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and hand it '
+            f'into the container (--env {NODES}="${NODES}"); for this host alone: --nnodes 1',
+        )
+    else:
+        nnodes, nnodes_from = len(hosts), hosts_from
+    if nnodes > 1 and _is_script(env):
+        raise WrongStart(
+            f"the job has {nnodes} hosts ({', '.join(hosts[:8])}) and this is the job script's process: "
+            "PBS starts nothing on the others",
+            where=f"{hosts_from}, {first(env, ('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
+            nnodes=nnodes,
+        )
+    node_rank, node_rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
+    if node_rank >= nnodes:
+        raise NoPlan(
+            f"this is host {node_rank} of the job, {hosts_from} lists {nnodes}: {', '.join(hosts[:8])}",
+            where=f"{node_rank_from}={node_rank}",
+        )
+    head, head_from = head_of(env, nnodes, hosts, hosts_from)
+    return Placement(
+        scheduler=NAME,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        hosts=hosts,
+        head=head,
+        port=None,
+        job_id=env.get("PBS_JOBID", ""),
+        source={
+            "nnodes": nnodes_from,
+            "node_rank": node_rank_from,
+            "hosts": hosts_from,
+            "head": head_from,
+            "job_id": first(env, FIELDS["job_id"]),
+        },
+    )
+
+
+def start_argv(
+    command: Sequence[str],
+    *,
+    line: int | None = None,
+    directory: str = ".",
+    forward: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The words that start `command` through pbsdsh, in `directory` and with `forward` in its environment.
+
+    Parameters
+    ----------
+    line : the node file's line, from 0, to start it on. None starts it on every line: once per host only
+    where
+        the request says mpiprocs=1.
+    """
+    given = ("env", *(f"{name}={value}" for name, value in forward.items())) if forward else ()
+    script = f"cd {shlex.quote(directory)} && exec {shlex.join([*given, *command])}"
+    where = () if line is None else ("-n", str(line))
+    return ("pbsdsh", *where, "--", "/bin/bash", "-c", script)
+
+
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+    """The lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
+    words = shlex.join(command)
+    # \" ends and resumes nothing: the script is one double-quoted word, the command inside keeps its own
+    # quotes.
+    inner = re.sub(r'(["\\$`])', r"\\\1", words)
+    return "\n     ".join(
+        (
+            f'export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)"',
+            f"mpiexec -n {nnodes} --ppn 1 --cpu-bind none {words}",
+            "or, where mpiexec is not HPE's:",
+            f"for line in $({_FIRST_LINES}); do",
+            f"  pbsdsh -n \"$line\" -- /bin/bash -c \"cd '$PBS_O_WORKDIR' && exec env {NODES}='${NODES}' "
+            f'{inner}" &',
+            "done; wait",
+        )
+    )
+
+
+def _hosts(env: Mapping[str, str], read: Read) -> tuple[tuple[str, ...], str]:
+    if given := given_nodes(env):
+        return given, NODES
+    if found := node_file(env, read):
+        return found, "PBS_NODEFILE"
+    return (), ""
+
+
+def _is_script(env: Mapping[str, str]) -> bool:
+    """Whether PBS started this through the job script, and not as a task on a host."""
+    if present(env, "PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
+        return False
+    if env.get("PBS_NODENUM", "0") != "0":
+        return False  # the script runs on host 0
+    return bool(present(env, "PBS_ENVIRONMENT", "PBS_TASKNUM")) or not present(env, NODES)
+
+
+def _node_rank(env: Mapping[str, str], read: Read, hosts: tuple[str, ...]) -> tuple[int, str]:
+    if name := first(env, FIELDS["node_rank"]):
+        return number(env, name), name
+    own = short(hostname(read))
+    places = [index for index, host in enumerate(hosts) if short(host) == own]
+    if len(places) != 1:
+        raise NoPlan(
+            f"which of the hosts is this? {own or 'its name'} is not one of {', '.join(hosts[:8])}",
+            where="PBS_NODENUM",
+            hint="start it by mpiexec or pbsdsh, or give --node-rank",
+        )
+    return places[0], "hostname"

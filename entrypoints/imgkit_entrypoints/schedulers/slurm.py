@@ -1,0 +1,247 @@
+"""Slurm: one process per node by ``srun``, and how that process finds its place.
+
+Notes
+-----
+Variables as set in Slurm's src/common/env.c, seen on 22.05:
+
+* A batch script has SLURM_PROCID=0 and SLURM_NODEID=0 too: they do not prove that srun started this process.
+  SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do, only srun sets them. SLURM_STEP_ID does not: the batch
+  script (-5) and salloc's interactive shell (-6) have one as well.
+* SLURM_LAUNCH_NODE_IPADDR is where srun ran, under salloc a login node: never the head.
+* srun stopped inheriting --cpus-per-task in 22.05 (again does since 23.11): it is always written out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.placement import Direct, Placement, Read, WrongStart
+from imgkit_entrypoints.schedulers.fields import (
+    first,
+    head_of,
+    hostname,
+    named_hosts,
+    number,
+    present,
+    short,
+    variable,
+)
+from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
+
+__all__ = [
+    "FIELDS",
+    "FORWARD",
+    "NAME",
+    "claims",
+    "expand_nodelist",
+    "per_node_command",
+    "place",
+    "start_argv",
+]
+
+NAME = "slurm"
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "nnodes": ("SLURM_STEP_NUM_NODES",),
+    "hosts": ("SLURM_STEP_NODELIST",),
+    "node_rank": ("SLURM_NODEID",),  # not PROCID: they differ with several tasks on a node
+    "job_id": ("SLURM_JOB_ID", "SLURM_JOBID"),
+    "step_id": ("SLURM_STEP_ID", "SLURM_STEPID"),
+    "tasks": ("SLURM_STEP_TASKS_PER_NODE",),
+    "rank": ("SLURM_PROCID",),
+    "local_rank": ("SLURM_LOCALID",),
+    "world_size": ("SLURM_STEP_NUM_TASKS",),
+}
+JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "nnodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    "hosts": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+}
+
+FORWARD: tuple[str, ...] = ()
+"""Variables that a job script must hand to the processes: srun passes the whole environment on."""
+
+# Not any *_PACK_GROUP_*: 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
+_HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
+
+
+def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that show a Slurm job; empty outside of one."""
+    known = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
+    # salloc's shell of a heterogeneous job has none of these, only the lists of its components.
+    return (*present(env, *known), *_components(env))
+
+
+def place(env: Mapping[str, str], read: Read) -> Placement:
+    """The node of a step that this process was started on.
+
+    Raises
+    ------
+    WrongStart : the batch script's shell or salloc's, on an allocation of several nodes.
+    NoPlan : a heterogeneous job, or variables that contradict each other.
+    """
+    _refuse_heterogeneous(env)
+    if not present(env, *FIELDS["nnodes"], *FIELDS["hosts"]):
+        return _outside_a_step(env, read)
+    hosts_from = first(env, FIELDS["hosts"])
+    hosts = expand_nodelist(env[hosts_from], where=hosts_from) if hosts_from else ()
+    nnodes_from = first(env, FIELDS["nnodes"])
+    nnodes = number(env, nnodes_from, least=1) if nnodes_from else len(hosts)
+    job_nodes, job_nodes_from = _job_nodes(env)
+    if nnodes < job_nodes and _is_shell(env):
+        raise WrongStart(
+            f"this shell is salloc's, on 1 of the job's {job_nodes} nodes",
+            where=f"{job_nodes_from}={env[job_nodes_from]}",
+            nnodes=job_nodes,
+        )
+    if hosts and len(hosts) != nnodes:
+        raise NoPlan(
+            f"{env[hosts_from]} has {len(hosts)} hosts, {nnodes_from} says {nnodes}", where=hosts_from
+        )
+    rank_from = variable(env, FIELDS["node_rank"])
+    node_rank = number(env, rank_from) if nnodes > 1 else 0
+    if node_rank >= nnodes:
+        raise NoPlan(f"{rank_from}={node_rank} on a step of {nnodes} nodes", where=rank_from)
+    node = env.get("SLURMD_NODENAME", "")
+    if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
+        raise NoPlan(
+            f"{rank_from}={node_rank} is {hosts[node_rank]} in {env[hosts_from]}, this is {node}",
+            where="SLURMD_NODENAME",
+            hint="was the environment of another task handed on?",
+        )
+    source = {"nnodes": nnodes_from or hosts_from, "node_rank": rank_from}
+    hosts, source["hosts"] = named_hosts(env, nnodes, hosts, hosts_from)
+    head, source["head"] = head_of(env, nnodes, hosts, source["hosts"])
+    job_id, source["job_id"] = _job_id(env)
+    return Placement(
+        scheduler=NAME,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        hosts=hosts,
+        head=head,
+        port=None,
+        job_id=job_id,
+        source=source,
+        direct=None if _is_shell(env) else _direct(env, nnodes, node_rank),
+    )
+
+
+def start_argv(
+    command: Sequence[str], *, nnodes: int, cpus: int | None = None, options: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each."""
+    return (
+        *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
+        *(() if cpus is None else (f"--cpus-per-task={cpus}",)),
+        *("--kill-on-bad-exit=1", *options, *command),
+    )
+
+
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+    """The line to type instead, inside the same allocation, with all CPUs that the job has on each node."""
+    cpus = None
+    if counts := env.get("SLURM_JOB_CPUS_PER_NODE"):
+        cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
+    elif present(env, "SLURM_CPUS_PER_TASK"):
+        cpus = number(env, "SLURM_CPUS_PER_TASK", least=1)
+    return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
+
+
+def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
+    found = _components(env)
+    if found:
+        raise NoPlan(
+            "this is a heterogeneous Slurm job, which is not supported",
+            where=", ".join(f"{name}={env[name]}" for name in found[:2]),
+            hint="ask for all nodes in one component, without `:` in the request and without `#SBATCH "
+            "hetjob`",
+        )
+
+
+def _components(env: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name in sorted(env) if _HET.fullmatch(name))
+
+
+def _job_nodes(env: Mapping[str, str]) -> tuple[int, str]:
+    """Nodes of the allocation and the variable that says so; 0 where none does."""
+    if name := first(env, JOB_FIELDS["nnodes"]):
+        return number(env, name, least=1), name
+    if name := first(env, JOB_FIELDS["hosts"]):
+        return len(expand_nodelist(env[name], where=name)), name
+    return 0, ""
+
+
+def _is_shell(env: Mapping[str, str]) -> bool:
+    """Whether the step is a shell of Slurm's own: ids -5 and -6, which some versions print without sign."""
+    text = env.get(first(env, FIELDS["step_id"]), "")
+    return text.startswith("-") or (text.isdigit() and int(text) >= 0xFFFFFFF0)
+
+
+def _outside_a_step(env: Mapping[str, str], read: Read) -> Placement:
+    """A process that srun has not started: right only on a job of one node, and on that node."""
+    nnodes, nnodes_from = _job_nodes(env)
+    hosts_from = first(env, JOB_FIELDS["hosts"])
+    hosts = expand_nodelist(env[hosts_from], where=hosts_from) if hosts_from else ()
+    on_node = bool(
+        first(env, FIELDS["node_rank"])
+    )  # a batch script has it, a salloc shell on the login node has not
+    if nnodes > 1:
+        shell = (
+            f"the batch script's, on 1 of the job's {nnodes} nodes"
+            if on_node
+            else "salloc's, outside of the job"
+        )
+        raise WrongStart(
+            f"this shell is {shell}: srun has started nothing on the others",
+            where=f"{nnodes_from}={env[nnodes_from]}",
+            nnodes=nnodes,
+        )
+    own = hostname(read)
+    if not on_node and hosts and own and short(own) != short(hosts[0]):
+        raise WrongStart(
+            f"this shell runs on {own}, the job's node is {hosts[0]}",
+            where=f"{hosts_from}={env[hosts_from]}",
+            nnodes=1,
+        )
+    job_id, job_id_from = _job_id(env)
+    return Placement(
+        scheduler=NAME,
+        nnodes=1,
+        node_rank=0,
+        hosts=hosts,
+        head="",
+        port=None,
+        job_id=job_id,
+        source={"nnodes": nnodes_from, "hosts": hosts_from, "job_id": job_id_from},
+    )
+
+
+def _job_id(env: Mapping[str, str]) -> tuple[str, str]:
+    """Job and step: two steps of one job may share a node."""
+    names = tuple(name for name in (first(env, FIELDS["job_id"]), first(env, FIELDS["step_id"])) if name)
+    return ".".join(env[name] for name in names), ", ".join(names)
+
+
+def _direct(env: Mapping[str, str], nnodes: int, node_rank: int) -> Direct | None:
+    """The rank of a task where a node has several of them."""
+    name = first(env, FIELDS["tasks"])
+    if name:
+        counts = expand_counts(env[name], where=name)
+        if len(counts) != nnodes:
+            raise NoPlan(f"{env[name]} is for {len(counts)} nodes, the step has {nnodes}", where=name)
+    else:
+        tasks = first(env, FIELDS["world_size"])
+        total = number(env, tasks, least=1) if tasks else nnodes
+        if total % nnodes:
+            raise NoPlan(f"{total} tasks on {nnodes} nodes, and nothing says how many are where", where=tasks)
+        counts = (total // nnodes,) * nnodes
+    if max(counts) == 1:
+        return None
+    return Direct(
+        rank=number(env, variable(env, FIELDS["rank"])),
+        local_rank=number(env, variable(env, FIELDS["local_rank"])),
+        world_size=sum(counts),
+        local_world_size=counts[node_rank],
+    )

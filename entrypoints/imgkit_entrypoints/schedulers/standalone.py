@@ -1,0 +1,106 @@
+"""One node and no launcher: a workstation, an interactive session, a single pod."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.placement import Direct, Placement, Read
+from imgkit_entrypoints.schedulers.fields import number, port_in, present, unique
+
+NAME = "standalone"
+WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+FORWARD: tuple[str, ...] = ()
+
+
+def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Nothing shows it: it is what remains."""
+    return ()
+
+
+def place(env: Mapping[str, str], read: Read) -> Placement:
+    """This machine alone.
+
+    Raises
+    ------
+    NoPlan : the process is already one rank of several, or a launcher that is not known here has several
+    hosts.
+    """
+    direct = None
+    if present(env, *WORKER) == WORKER and number(env, "WORLD_SIZE", least=1) > 1:
+        direct = _worker(env)
+    hosts = unique((read(env["LSB_DJOB_HOSTFILE"]) or "").split()) if env.get("LSB_DJOB_HOSTFILE") else ()
+    if len(hosts) > 1 and direct is None:
+        raise NoPlan(
+            f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}), and LSF is not known here",
+            where="LSB_DJOB_HOSTFILE",
+            hint=f"on each host: --nnodes {len(hosts)} --node-rank RANK --head {hosts[0]}; for this one "
+            f"alone: "
+            "--scheduler standalone",
+        )
+    return alone() if direct is None else _ranks(direct, env)
+
+
+def alone() -> Placement:
+    """One node, nobody else to find."""
+    return Placement(
+        scheduler=NAME, nnodes=1, node_rank=0, hosts=(), head="", port=None, job_id="", source={}
+    )
+
+
+def start_argv(command: Sequence[str]) -> tuple[str, ...]:
+    """The words themselves."""
+    return tuple(command)
+
+
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+    """The command itself."""
+    return shlex.join(start_argv(command))
+
+
+def _worker(env: Mapping[str, str]) -> Direct:
+    """The rank that somebody else's launcher gave; to be used only if --direct says so."""
+    where = ", ".join(f"{name}={env[name]}" for name in WORKER)
+    if env.get("IMGKIT_DIRECT") != "1":
+        raise NoPlan(
+            "this process is already one rank of several: a launcher here would start workers for each of "
+            "them",
+            where=where,
+            hint="start the command once per node; to run the program as this rank: --direct; if the "
+            "variables are "
+            f"left over: unset {' '.join(WORKER)}",
+        )
+    if not present(env, "LOCAL_WORLD_SIZE"):
+        raise NoPlan("--direct needs LOCAL_WORLD_SIZE as well", where=where)
+    ranks = Direct(
+        rank=number(env, "RANK"),
+        local_rank=number(env, "LOCAL_RANK"),
+        world_size=number(env, "WORLD_SIZE"),
+        local_world_size=number(env, "LOCAL_WORLD_SIZE", least=1),
+    )
+    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
+        raise NoPlan("a rank is not below its size", where=where)
+    return ranks
+
+
+def _ranks(direct: Direct, env: Mapping[str, str]) -> Placement:
+    """The node that a rank is on, where every node has the same number of them."""
+    nnodes, uneven = divmod(direct.world_size, direct.local_world_size)
+    head = env.get("MASTER_ADDR", "") if nnodes > 1 else ""
+    if uneven or (nnodes > 1 and not head):
+        raise NoPlan(
+            "--direct needs the same number of ranks on every node, and MASTER_ADDR where there are several",
+            where=f"WORLD_SIZE={direct.world_size}, LOCAL_WORLD_SIZE={direct.local_world_size}",
+        )
+    return Placement(
+        scheduler=NAME,
+        nnodes=nnodes,
+        node_rank=direct.rank // direct.local_world_size,
+        hosts=(),
+        head=head,
+        port=port_in(env, "MASTER_PORT"),
+        job_id="",
+        source={"nnodes": "WORLD_SIZE, LOCAL_WORLD_SIZE", "node_rank": "RANK", "head": "MASTER_ADDR"},
+        direct=direct,
+    )

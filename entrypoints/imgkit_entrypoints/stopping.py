@@ -1,0 +1,91 @@
+"""The stop protocol between the launcher and the program: two files in ``IMGKIT_STOP_DIR``, a node's folder.
+
+``stop`` appears when the program should save and end; its one line says why. A program that has saved writes
+``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0; the
+launcher then exits with 85, "requeue me". In a training loop, at a step boundary::
+
+    stop, job = Path(os.environ["IMGKIT_STOP_DIR"]), os.environ["IMGKIT_JOB_ID"]
+    if (stop / "stop").exists():
+        save(step)
+        (stop / "state-saved").write_text(f"{job} {step}")
+        sys.exit(0)
+
+Ranks see the file at slightly different times: agree on the step by an all-reduce before the collective save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from imgkit_entrypoints.errors import UsageError
+
+STOP, SAVED = "stop", "state-saved"
+LOCAL_JOB = "local"
+"""IMGKIT_JOB_ID where no scheduler gave one."""
+
+
+@contextlib.contextmanager
+def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
+    """This node's stop folder, empty of old marks; one made here is removed at the end.
+
+    Raises
+    ------
+    UsageError : it cannot be written.
+    """
+    try:
+        # A container may have a read-only root without /tmp.
+        made = _first_writable((None, "/dev/shm", os.curdir)) if wanted is None else None  # noqa: S108
+        # `wanted` may lie on a file system that all nodes share.
+        place = made or (wanted or Path()) / f"node{node_rank}"
+        place.mkdir(parents=True, exist_ok=True)
+        for name in (STOP, SAVED):
+            (place / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the stop folder cannot be used: {error.strerror}",
+            where=str(error.filename or wanted),
+            hint="name a writable folder of this node in IMGKIT_STOP_DIR, or set TMPDIR",
+        ) from error
+    try:
+        yield place
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _first_writable(places: tuple[str | None, ...]) -> Path:
+    last: OSError | None = None
+    for place in places:
+        try:
+            return Path(tempfile.mkdtemp(prefix="imgkit-stop-", dir=place)).absolute()
+        except OSError as error:
+            last = error
+    assert last is not None  # noqa: S101 - places is not empty
+    raise last
+
+
+def raise_flag(place: Path, reason: str) -> None:
+    """Ask the program to save and end."""
+    with contextlib.suppress(OSError):
+        temporary = place / f".{STOP}"
+        temporary.write_text(f"{reason}\n")
+        temporary.replace(place / STOP)
+
+
+def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
+    """The step that this job's program has saved, else None; and why a mark that is there does not count."""
+    try:
+        words = (place / SAVED).read_text().split()
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"{place / SAVED} cannot be read: {error}"
+    if words[:1] != [job_id]:
+        found = words[0] if words else "nothing"
+        return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID): it does not count"
+    return (words[1] if len(words) > 1 else "?"), ""

@@ -1,0 +1,116 @@
+"""Two nodes' launchers on one machine, with real torchrun and 2 gloo workers each; run where torch is.
+
+``launch_scenario.py NODE.PY SCENARIO`` prints one JSON object: exit codes, output, and what is left.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WORKER = """
+import os, time, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+rank, stop = dist.get_rank(), Path(os.environ["IMGKIT_STOP_DIR"])
+step = 0
+while True:
+    asked = torch.tensor([float((stop / "stop").exists())])
+    dist.all_reduce(asked)
+    step += 1
+    if step == 3:
+        print("rank", rank, "of", dist.get_world_size(), "works", flush=True)
+    if step == 5 and SCENARIO == "finish":
+        break
+    if step == 5 and SCENARIO == "worker fails" and rank == 3:
+        raise RuntimeError("this rank is broken")
+    if asked.item() and SCENARIO != "deaf":
+        (stop / "state-saved").write_text(os.environ["IMGKIT_JOB_ID"] + f" {step}")
+        break
+    time.sleep(0.02)
+"""
+
+
+def processes(mark: str) -> dict[int, str]:
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return found
+
+
+def start(node: str, folder: Path, scenario: str, rank: int) -> "subprocess.Popen[bytes]":
+    worker = folder / "worker.py"
+    worker.write_text(WORKER.replace("SCENARIO", repr(scenario)))
+    options = {
+        "nnodes": 2,
+        "rank": rank,
+        "job": str(folder),
+        "hosts": ["host0", "host1"],
+        "lost_s": 20.0,
+        "beat_s": 1.0,
+        "grace_s": 3.0 if scenario == "deaf" else 30.0,
+        "timeout_s": 3.0 if scenario == "one node missing" else 60.0,
+    }
+    # -u: torchrun's copy of the workers' output would else stay in its buffer until it ends.
+    torchrun = [sys.executable, "-I", "-u", "-m", "torch.distributed.run", "--rdzv-backend", "static"]
+    torchrun += ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
+    torchrun += ["--master-port", "<port from the roll call>", "--nproc-per-node", "2", "--tee", "3"]
+    torchrun += ["--log-dir", str(folder / f"logs{rank}"), "--no-python", sys.executable, "-u", str(worker)]
+    log = (folder / f"node{rank}.log").open("wb")
+    return subprocess.Popen(
+        [sys.executable, node, json.dumps(options), *torchrun],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "SCENARIO_MARK": folder.name, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    node, scenario = sys.argv[1:]
+    folder = Path(tempfile.mkdtemp())
+    mark = f"SCENARIO_MARK={folder.name}"
+
+    def output() -> str:
+        return "".join(path.read_text() for path in sorted(folder.glob("node*.log")))
+
+    ranks = (0,) if scenario == "one node missing" else (0, 1)
+    launchers = [start(node, folder, scenario, rank) for rank in ranks]
+    end = time.monotonic() + 90
+    while output().count("works") < 4 and time.monotonic() < end and launchers[0].poll() is None:
+        time.sleep(0.1)
+    if scenario in ("terminate one launcher", "deaf"):
+        launchers[1].terminate()
+    elif scenario in ("SIGUSR1 to every process", "SIGTERM to every process"):
+        for pid in processes(mark):
+            os.kill(pid, getattr(signal, scenario.split()[0]))
+    elif scenario == "kill a launcher":
+        launchers[1].kill()
+    elif scenario == "kill the head's launcher":
+        launchers[0].kill()
+    elif scenario == "kill a torchrun":
+        lines = processes(mark).items()
+        # The guard and the launcher name torchrun on their own command lines too.
+        victim = [
+            pid for pid, line in lines if line.split()[1:5] == ["-I", "-u", "-m", "torch.distributed.run"]
+        ]
+        os.kill(victim[0], signal.SIGKILL)
+    began = time.monotonic()
+    codes = [launcher.wait(timeout=120) for launcher in launchers]
+    ended_s = time.monotonic() - began
+    while processes(mark) and time.monotonic() - began < ended_s + 10:
+        time.sleep(0.1)
+    left = list(processes(mark).values())
+    print(json.dumps({"codes": codes, "ended_s": ended_s, "left": left, "output": output()}))
+
+
+main()

@@ -1,0 +1,149 @@
+"""The apps under a real torchrun in the stand-in image, without a network: hello, pi, bench, doctor."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
+PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
+# Without a network no host name resolves: Gloo finds lo by itself, but warns first.
+QUIET = ("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1")
+
+pytestmark = pytest.mark.docker
+
+
+def inside(standin: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    options = ("--rm", "--interactive", "--network", "none", "--volume", f"{PACKAGE}:{PLACE}:ro")
+    return subprocess.run(
+        ["docker", "run", *options, *QUIET, standin, *words],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def command(standin: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return inside(standin, "python3", "-I", "-m", "imgkit_entrypoints", *words)
+
+
+def test_rank_0_talks_with_every_rank(standin: str) -> None:
+    done = command(standin, "dist-hello", "--nproc", "3", "--rounds", "5")
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 3" in done.stdout
+    assert re.findall(r" (\d)  \S+  cpu, 1 threads +(?:-|[\d.]+ us)$", done.stdout, re.MULTILINE) == [
+        "0",
+        "1",
+        "2",
+    ]
+
+
+def test_pi_is_right_to_the_last_digits(standin: str) -> None:
+    done = command(standin, "dist-pi", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    error = re.search(r"error (\S+), 100000000 intervals, 2 ranks", done.stdout)
+    assert error is not None, done.stdout
+    assert float(error[1]) <= 1e-12
+    terms = re.findall(r"rank \d on \S+: (\d+) terms", done.stdout)
+    assert sum(map(int, terms)) == 100_000_001
+    assert "parallel efficiency" in done.stdout
+
+
+WORLD_SIZES = """
+import math, types, torch
+from imgkit_entrypoints.apps import pi
+here = types.SimpleNamespace(device=torch.device("cpu"))
+for n in (1, 2, 7, pi.BLOCK - 1, pi.BLOCK, 3 * pi.BLOCK + 1, 100_000_000):
+    for world_size in range(1, 9):
+        shares = (pi.share(n + 1, rank, world_size) for rank in range(world_size))
+        value = math.fsum(pi.partial_sum(*share, n, here) for share in shares) / n
+        assert abs(value - math.pi) <= pi.tolerance(n), (n, world_size, value)
+        assert abs(value - math.pi + 1 / (6 * n * n)) <= 0.03 / n**4 + 1e-12, (n, world_size, value)
+print("all right")
+"""
+
+
+def test_every_world_size_gives_the_same_pi(standin: str) -> None:
+    done = inside(standin, "python3", "-I", "-c", WORLD_SIZES)
+    assert "all right" in done.stdout, done.stderr
+
+
+SPOILED = """
+import sys
+import torch.distributed as dist
+
+app, how = sys.argv[1:3]
+sys.argv = [app, *sys.argv[3:]]
+right = dist.all_reduce
+
+def all_reduce(tensor, *args, **kwargs):
+    # A rank whose numbers are wrong as it sends them, or as it gets them.
+    spoil = dist.get_rank() == 1
+    if spoil and how == "sends" and tensor.numel() > 1024:
+        tensor[tensor != 0] += 1
+    right(tensor, *args, **kwargs)
+    if spoil and how == "gets" and tensor.numel() == 1024:
+        tensor[0] += 1
+
+dist.all_reduce = all_reduce
+if app == "bench":
+    from imgkit_entrypoints.apps.bench import main
+else:
+    from imgkit_entrypoints.apps.doctor import main
+main()
+"""
+TORCHRUN = (
+    *("python3", "-I", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+    *("--nproc-per-node", "2"),
+)
+
+
+def spoiled(standin: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run an app on two ranks, of which rank 1 computes wrongly."""
+    shell = ("sh", "-c", 'cat > /spoiled.py && exec "$@"', "sh")
+    return inside(standin, *shell, *TORCHRUN, "/spoiled.py", *words, given=SPOILED)
+
+
+def test_wrong_elements_are_counted_and_exit_one(standin: str) -> None:
+    done = spoiled(standin, "bench", "gets", "--sizes", "4K,1M", "--iterations", "2")
+    assert done.returncode == 1
+    assert "elements were wrong" in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d", line)]
+    # Only 1024 elements are spoiled: one of them an iteration, the five of the warm-up included.
+    assert [(row[0], row[-1]) for row in rows] == [("4096", "7"), ("1048576", "0")]
+    for row in rows:
+        assert float(row[2]) == pytest.approx(float(row[3]), abs=0.002)  # two ranks: the factor is 1
+
+
+TWO_AGENTS = """
+agent() {
+    node=$1; shift
+    python3 -I -m torch.distributed.run --rdzv-backend static --nnodes 2 --node-rank $node \\
+        --master-addr 127.0.0.1 --master-port 15555 --nproc-per-node 1 "$@"
+}
+agent 1 "$@" & agent 0 "$@"; code=$?; wait $! && exit $code
+"""
+
+
+def test_two_nodes_verify_their_sum(standin: str) -> None:
+    words = ("-m", "imgkit_entrypoints.apps.doctor", "--json")
+    done = inside(standin, "sh", "-c", TWO_AGENTS, "sh", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert (found["schema"], found["passed"], found["world_size"]) == (1, True, 2)
+    assert [node["ranks"] for node in found["nodes"]] == [[0], [1]]
+    assert [node["reasons"] for node in found["nodes"]] == [[], []]
+    assert all(node["host"].endswith(f"(node {rank})") for rank, node in enumerate(found["nodes"]))
+
+
+def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
+    done = spoiled(standin, "doctor", "sends")
+    assert done.returncode == 1
+    assert "the numbers of rank 1 arrived wrong at 2 of 2 ranks" in done.stdout
+    assert "FAILED on" in done.stdout

@@ -1,0 +1,112 @@
+"""The launcher over real torchrun: two nodes on loopback, real signals and kills, and what is left of them.
+
+Runs in the stand-in image, or with the Python named in IMGKIT_TEST_TORCH_PYTHON, which must have torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
+NODE = ROOT / "tests/unit/launch/node.py"
+SCENARIO = ROOT / "tests/lab/launch_scenario.py"
+
+PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
+
+Play = Callable[[str], "dict[str, Any]"]
+
+
+def _has_torch(python: str) -> bool:
+    code = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest) -> Play:
+    """``play(scenario)``: what came of it."""
+    if PYTHON:
+        if not _has_torch(PYTHON):
+            pytest.fail(f"IMGKIT_TEST_TORCH_PYTHON={PYTHON} has no torch", pytrace=False)
+        argv = [PYTHON, str(SCENARIO), str(NODE)]
+        env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    else:
+        image = request.getfixturevalue("standin")
+        site = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
+        mounts = (f"{PACKAGE}:{site}:ro", f"{NODE}:/node.py:ro", f"{SCENARIO}:/scenario.py:ro")
+        argv = ["docker", "run", "--rm", "--network", "none"]
+        argv += [word for mount in mounts for word in ("--volume", mount)]
+        argv += [image, "python3", "/scenario.py", "/node.py"]
+        env = dict(os.environ)
+
+    def run(scenario: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [*argv, scenario], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=env
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        assert found["left"] == []
+        return found
+
+    return run
+
+
+pytestmark = () if PYTHON else pytest.mark.docker
+
+
+def test_two_nodes_make_one_run(play: Play) -> None:
+    found = play("finish")
+    assert found["codes"] == [0, 0]
+    for rank in range(4):
+        assert f"[host{rank // 2}:{rank}]: rank {rank} of 4 works" in found["output"]
+
+
+def test_missing_node_is_named_soon(play: Play) -> None:
+    found = play("one node missing")
+    assert found["codes"] == [5]
+    assert "node 1 of 2 (host1) never called; 1/2 present after 3 s" in found["output"]
+    assert "RendezvousTimeoutError" not in found["output"]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["terminate one launcher", "SIGUSR1 to every process", "SIGTERM to every process"]
+)
+def test_stop_request_saves_on_all_nodes(play: Play, scenario: str) -> None:
+    found = play(scenario)
+    assert found["codes"] == [85, 85]
+    assert found["output"].count("state saved at step") == 2
+
+
+def test_deaf_program_is_ended_on_all_nodes(play: Play) -> None:
+    found = play("deaf")
+    assert found["codes"] == [1, 143]
+
+
+def test_failed_worker_ends_all_nodes(play: Play) -> None:
+    found = play("worker fails")
+    assert found["codes"] == [1, 1]
+    assert "this rank is broken" in found["output"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "codes"),
+    [
+        ("kill a launcher", [4, -9]),
+        ("kill the head's launcher", [-9, 4]),
+    ],
+)
+def test_killed_launcher_leaves_no_process(play: Play, scenario: str, codes: list[int]) -> None:
+    assert play(scenario)["codes"] == codes
+
+
+def test_killed_torchrun_leaves_no_process(play: Play) -> None:
+    codes = play("kill a torchrun")["codes"]
+    assert 137 in codes
+    assert 0 not in codes

@@ -1,0 +1,137 @@
+"""Placement on a real Slurm: what srun, sbatch and salloc set, and its own expansion of node lists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.schedulers.slurm import expand_nodelist
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.cluster
+
+SHOW = """
+import os, sys
+from pathlib import Path
+from imgkit_entrypoints import schedulers
+from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.placement import Wanted
+def read(path):
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+try:
+    found = schedulers.place(Wanted(command=("python3", sys.argv[0])), os.environ, read)
+except ImgkitError as error:
+    print(error.exit_code, error)
+else:
+    ranks = "-" if found.direct is None else f"rank {found.direct.rank} of {found.direct.world_size}"
+    hosts = ",".join(found.hosts)
+    print(f"place {found.scheduler} {found.node_rank}/{found.nnodes} {hosts} {found.head} {ranks}",
+    flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[Path]:
+    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
+    folder = Path(f"/tmp/imgkit-test-placement-{os.getpid()}")
+    cluster(folder, "up", 2, "--die-with", os.getpid())
+    (folder / "show.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}")
+    yield folder
+    cluster(folder, "down")
+
+
+def cluster(state: Path, *words: str | int) -> list[str]:
+    """The lines that a command of the cluster printed."""
+    argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(state), *map(str, words)]
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
+    )
+    return done.stdout.splitlines()
+
+
+def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
+    """What a batch job printed."""
+    script, output = state / "job.sh", state / "job.out"
+    script.write_text("\n".join(("#!/bin/bash", *lines, "")))
+    cluster(state, "sbatch", "-W", f"-N{nodes}", "-o", output, script)
+    return output.read_text().splitlines()
+
+
+def show(state: Path) -> tuple[str, ...]:
+    return ("python3", str(state / "show.py"))
+
+
+def test_each_node_of_a_step_is_placed(state: Path) -> None:
+    lines = cluster(state, "srun", "-N2", "--mpi=pmi2", *show(state))
+    assert sorted(lines) == [f"place slurm {node}/2 node1,node2 node1 -" for node in (0, 1)]
+
+
+def test_tasks_of_uneven_nodes_are_ranks(state: Path) -> None:
+    lines = cluster(state, "srun", "-O", "-N2", "-n3", *show(state))
+    nodes = {0: 0, 1: 0, 2: 1}
+    assert sorted(lines, key=lambda line: line.split("rank")[1]) == [
+        f"place slurm {node}/2 node1,node2 node1 rank {rank} of 3" for rank, node in nodes.items()
+    ]
+
+
+def test_batch_script_is_refused_and_its_hint_works(state: Path) -> None:
+    command = " ".join(show(state))
+    refused = batch(state, command)
+    assert refused[0].startswith("5 SLURM_JOB_NUM_NODES=2: this shell is the batch script's")
+    typed = next(line.strip() for line in refused if line.strip().startswith("srun "))
+    assert sorted(batch(state, typed)) == [f"place slurm {node}/2 node1,node2 node1 -" for node in (0, 1)]
+
+
+def test_one_node_step_of_larger_job_is_valid(state: Path) -> None:
+    assert batch(state, f"srun -N1 -n1 {' '.join(show(state))}") == ["place slurm 0/1 node1  -"]
+
+
+def test_batch_script_on_one_node_is_placed(state: Path) -> None:
+    assert batch(state, " ".join(show(state)), nodes=1) == ["place slurm 0/1 node1  -"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-N2",), "salloc's, outside of the job"),
+        (("-N1",), "runs on login, the job's node is node1"),
+        (("-N1", ":", "-N1"), "heterogeneous"),
+    ],
+    ids=" ".join,
+)
+def test_shell_of_salloc_is_refused(state: Path, words: tuple[str, ...], message: str) -> None:
+    lines = cluster(state, "salloc", *words, *show(state))
+    assert lines[0].startswith("5 ")
+    assert message in lines[0]
+
+
+def test_pods_are_placed(state: Path) -> None:
+    lines = cluster(state, "pods", "--", *show(state))
+    assert sorted(re.sub(r"^\[\w+\] ", "", line) for line in lines) == [
+        f"place kubeflow {node}/2  node1 -" for node in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node-[42,49-51]",
+        "rack[0-1]n[1-2]",
+        "n[098-101],m",
+        "n[8-12],n8,n[3,01]",
+        "a[1-2]b[3-4]c[5-6]d[7-8]",
+        "x[1-2]y[01-03]z[9-10]",
+    ],
+)
+def test_expansion_is_slurm_s_own(state: Path, text: str) -> None:
+    assert list(expand_nodelist(text)) == cluster(state, "scontrol", "show", "hostnames", text)

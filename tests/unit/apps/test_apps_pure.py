@@ -1,0 +1,147 @@
+"""What the apps decide without torch: parts, weights, factors, texts, options."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+
+import pytest
+
+from imgkit_entrypoints.apps import bench, hello, pi
+
+WORLD_SIZES = range(1, 9)
+
+
+def plain_pi(intervals: int, world_size: int) -> float:
+    """The trapezoid rule as the workers share it, in plain Python."""
+    total = 0.0
+    for rank in range(world_size):
+        first, end = pi.share(intervals + 1, rank, world_size)
+        total += math.fsum(4.0 / (1.0 + (i / intervals) ** 2) for i in range(first, end))
+        total -= pi.end_points(first, end, intervals)
+    return total / intervals
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("total", [0, 1, 7, 100_000_001])
+def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
+    parts = [pi.share(total, rank, world_size) for rank in range(world_size)]
+    assert parts[0][0] == 0
+    assert parts[-1][1] == total
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
+    sizes = [end - first for first, end in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_end_points_count_half_once(world_size: int) -> None:
+    halves = [pi.end_points(*pi.share(101, rank, world_size), 100) for rank in range(world_size)]
+    assert sum(halves) == 3.0  # half of f(0) = 4 and half of f(1) = 2
+    assert halves[0] >= 2.0
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("intervals", [1, 2, 3, 1000])
+def test_error_is_the_trapezoid_rules(intervals: int, world_size: int) -> None:
+    value = plain_pi(intervals, world_size)
+    assert abs(value - math.pi) <= pi.tolerance(intervals)
+    # Not better either: a rule with wrong ends would hide behind a loose bound.
+    assert value == pytest.approx(math.pi - 1 / (6 * intervals**2), abs=0.03 / intervals**4 + 1e-12)
+
+
+def test_tolerance_is_tight_at_the_default() -> None:
+    assert pi.tolerance(100_000_000) < 1.1e-12
+
+
+def done(rank: int, seconds: float) -> pi.Done:
+    return pi.Done(rank=rank, host=f"n{rank}", points=1000, seconds=seconds)
+
+
+def test_efficiency_compares_with_one_alone() -> None:
+    lines = pi.report(math.pi, 2000, [done(0, 1.0), done(1, 1.25)], 1.25, done(0, 1.0))
+    assert lines[0].startswith("pi = 3.14159265358979")
+    assert "rank 1 on n1: 1000 terms in 1.250 s, 8.000e+02 terms/s" in lines
+    assert "parallel efficiency 80% of 2 x" in lines[-1]
+
+
+def test_many_ranks_are_summed_up() -> None:
+    lines = pi.report(math.pi, 10, [done(rank, 1.0 + rank) for rank in range(64)], 64.0, done(0, 1.0))
+    assert [line.split()[1] for line in lines[1:4]] == ["63", "31", "0"]
+    assert len(lines) == 6
+
+
+def test_rank_without_points_does_not_divide_by_zero() -> None:
+    idle = pi.Done(rank=0, host="n0", points=0, seconds=0.1)
+    assert "nan" in pi.report(3.0, 1, [idle, done(1, 1.0)], 1.0, idle)[-1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "algbw", "busbw"),
+    # Published rows of all_reduce, columns rounded to 0.1 (EPFL's RoCE guide; BSC's MareNostrum 5 tables).
+    [(2, 1687.1, 1687.1), (4, 1081.0, 1621.5), (8, 703.3, 1230.8), (16, 349.9, 656.0), (64, 335.4, 660.4)],
+)
+def test_bus_factor_reproduces_published_rows(ranks: int, algbw: float, busbw: float) -> None:
+    assert algbw * bench.bus_factor(ranks) == pytest.approx(busbw, abs=0.16)
+
+
+def test_one_rank_uses_no_bus() -> None:
+    assert bench.bus_factor(1) == 0.0
+
+
+def test_row_has_both_units() -> None:
+    row = bench.Row(size_bytes=1 << 30, seconds=0.5, world_size=4, wrong=0)
+    assert row.algbw_GBps == pytest.approx(2.147483648)
+    assert bench.line(row).split() == ["1073741824", "500000.0", "2.147", "3.221", "17.18", "25.77", "0"]
+    assert len(bench.line(row)) == len(bench.HEADER)
+
+
+def test_sizes_are_powers_of_1024() -> None:
+    assert bench.sizes("4,4K,1m,2G") == (4, 4096, 1 << 20, 2 << 30)
+
+
+@pytest.mark.parametrize("text", ["", "0", "5", "1T", "-4K", "4K,,1M", "1.5M"])
+def test_odd_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        bench.sizes(text)
+
+
+@pytest.mark.parametrize("text", ["hello", "Grüße von Knoten 7", "x" * hello.TEXT_BYTES, ""])
+def test_texts_survive_the_way(text: str) -> None:
+    assert len(hello.packed(text)) == hello.TEXT_BYTES
+    assert hello.unpacked(hello.packed(text)) == text
+
+
+def test_long_text_is_cut() -> None:
+    assert len(hello.packed("ü" * 1000)) == hello.TEXT_BYTES
+    assert hello.unpacked(hello.packed("ü" * 1000)).startswith("ü" * 100)
+
+
+def test_table_shows_every_rank() -> None:
+    peers = [
+        hello.Peer(rank=0, host="as07r3b13", device="cuda:0, NVIDIA H100"),
+        hello.Peer(rank=10, host="n", device="cpu", seconds=12.34e-6),
+    ]
+    assert hello.table(peers).splitlines() == [
+        "rank  host       device                  latency",
+        "   0  as07r3b13  cuda:0, NVIDIA H100           -",
+        "  10  n          cpu                     12.3 us",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [
+        (hello, ["--rounds", "0"]),
+        (pi, ["--intervals", "1e8"]),
+        (bench, ["--iterations", "0"]),
+        (bench, ["--sizes", "7"]),
+    ],
+)
+def test_bad_numbers_are_refused(app: object, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    app.add_arguments(parser)  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(words)
+    assert caught.value.code == 2
+    assert words[0] in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""What is read of a machine, and that nothing is read beside the given root."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import fabric, facts
+from imgkit_entrypoints.errors import UsageError
+
+Planted = Callable[[str], Path]
+
+
+def put(root: Path, files: dict[str, str]) -> Path:
+    for path, content in files.items():
+        place = root / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content + "\n")
+    return root
+
+
+STATUS = {"/proc/self/status": "Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,8,10-12"}
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus", "evidence"),
+    [
+        ({}, 8, "Cpus_allowed_list 0-3,8,10-12"),
+        (
+            {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "350000 100000"},
+            3,
+            "cpu.max: 350000 100000",
+        ),
+        (
+            {"/proc/self/cgroup": "0::/a/b", "/sys/fs/cgroup/a/cpu.max": "200000 100000"},
+            2,
+            "/cgroup/a/cpu.max",
+        ),
+        (
+            {
+                "/proc/self/cgroup": "0::/a",
+                "/sys/fs/cgroup/a/cpu.max": "600000 100000",
+                "/sys/fs/cgroup/cpu.max": "400000 100000",
+            },
+            4,
+            "/cgroup/cpu.max: 400000",
+        ),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "max 100000"}, 8, "Cpus_allowed_list"),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "50000 100000"}, 1, "cpu.max"),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "garbage"}, 8, "Cpus_allowed_list"),
+        (
+            # Docker with cgroup v1: the path is the host's, the mount's top is the container's own.
+            {
+                "/proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc",
+                "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000",
+                "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            4,
+            "cpu.cfs_quota_us: 400000 of 100000",
+        ),
+        (
+            {
+                "/proc/self/cgroup": "4:cpu:/",
+                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            8,
+            "Cpus_allowed_list",
+        ),
+    ],
+)
+def test_cpus_are_those_allowed(tmp_path: Path, files: dict[str, str], cpus: int, evidence: str):
+    found = facts.gather(put(tmp_path, {**STATUS, **files}), {})
+    assert found.cpus == cpus
+    assert evidence in found.cpus_source
+
+
+@pytest.mark.parametrize(
+    ("line", "limit"),
+    [
+        ("Max locked memory         unlimited            unlimited            bytes", (None, True)),
+        ("Max locked memory         65536                65536                bytes", (65536, False)),
+        ("Max open files            1024                 4096                 files", (None, False)),
+    ],
+)
+def test_memory_lock_limit_is_read(tmp_path: Path, line: str, limit: tuple[int | None, bool]):
+    found = facts.gather(put(tmp_path, {"/proc/self/limits": line}), {})
+    assert (found.memlock.value, found.memlock.unlimited) == limit
+
+
+def test_driver_without_device_files_shows(planted: Planted):
+    root = planted("cxi4")
+    for path in (root / "dev").glob("nvidia*"):
+        path.unlink()
+    found = facts.gather(root, {})
+    assert found.gpus == 0
+    assert "the driver has 4" in found.gpus_source
+    assert found.gpu_devices[0].model == "NVIDIA GH200 120GB"
+
+
+def test_visible_list_ends_at_minus_one(planted: Planted):
+    assert facts.gather(planted("cxi4"), {"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}).gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "env", "version", "source"),
+    [
+        ({}, {"IMGKIT_NCCL_VERSION": "2.20.5"}, "2.20.5", "IMGKIT_NCCL_VERSION=2.20.5"),
+        ({}, {"NCCL_VERSION": "2.18.3-1"}, "2.18.3", "NCCL_VERSION=2.18.3-1"),
+        ({"/usr/lib64/libnccl.so.2.22.3": ""}, {}, "2.22.3", "/usr/lib64/libnccl.so.2"),
+        ({"/opt/nccl/libnccl.so.2.27.7": ""}, {"LD_LIBRARY_PATH": "/opt/nccl"}, "2.27.7", "/opt/nccl"),
+        ({}, {}, "", ""),
+    ],
+)
+def test_nccl_version_without_torch(
+    tmp_path: Path, files: dict[str, str], env: dict[str, str], version: str, source: str
+):
+    put(tmp_path, files)
+    for path in files:
+        place = tmp_path / path.lstrip("/")
+        place.with_name("libnccl.so.2").symlink_to(place.name)
+    found = facts.gather(tmp_path, env)
+    assert found.nccl_version == version
+    assert source in found.nccl_source
+
+
+def test_nccl_wheel_beside_torch_counts_first(tmp_path: Path):
+    folder = next(path for path in sys.path if path.endswith("site-packages"))
+    (tmp_path / folder.lstrip("/") / "nvidia_nccl_cu12-2.21.5.dist-info").mkdir(parents=True)
+    assert facts.gather(tmp_path, {"NCCL_VERSION": "2.18.3"}).nccl == (2, 21, 5)
+
+
+def test_wrong_nccl_version_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="no NCCL version"):
+        facts.gather(tmp_path, {"IMGKIT_NCCL_VERSION": "newest"})
+
+
+def test_root_that_is_missing_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="IMGKIT_ROOT"):
+        facts.gather(env={"IMGKIT_ROOT": str(tmp_path / "none")})
+
+
+def test_facts_json_that_is_broken_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="not JSON"):
+        facts.gather(put(tmp_path, {"facts.json": "{"}), {})
+
+
+def test_facts_json_stands_for_calls(planted: Planted):
+    root = planted("roce_pod")
+    (root / "proc/self/status").unlink()
+    data = {"arch": "aarch64", "shm_bytes": 67108864, "cpus": 72, "closed": ["/dev/infiniband/uverbs0"]}
+    put(root, {"facts.json": json.dumps(data)})
+    found = facts.gather(root, {})
+    assert (found.arch, found.shm_bytes, found.cpus) == ("aarch64", 67108864, 72)
+    assert not found.rdma[0].verbs_opens
+
+
+def test_empty_slots_are_left_out(planted: Planted):
+    port = facts.gather(planted("roce_pod"), {}).rdma[0].ports[0]
+    assert [(gid.index, gid.kind, gid.netdev) for gid in port.gids] == [
+        (8, "IB/RoCE v1", "net1"),
+        (9, "RoCE v2", "net1"),
+    ]
+
+
+def test_slots_are_in_numeric_order(planted: Planted):
+    port = facts.gather(planted("roce_idx10"), {}).rdma[0].ports[0]
+    assert [gid.index for gid in port.gids] == [2, 10]
+
+
+def test_rails_of_one_network_each_have_address(planted: Planted):
+    found = facts.gather(planted("cxi4"), {}).interfaces
+    assert {item.name: item.ipv4 for item in found if item.name.startswith("hsn")} == {
+        f"hsn{number}": f"10.30.0.{number + 1}" for number in range(4)
+    }
+
+
+@pytest.mark.parametrize("garbage", ["", "x " * 12, "0 " * 12, "-1", "a:b:c\n::\n: \n=\n,"])
+def test_garbled_files_are_no_error(planted: Planted, garbage: str):
+    """Every file of a machine in turn with another content."""
+    root = planted("roce_storage")
+    put(root, {**STATUS, "/proc/self/limits": "", "/proc/self/cgroup": "0::/", "/etc/nccl.conf": "A=1"})
+    put(root, {"/sys/fs/cgroup/cpu.max": "1 1", "/proc/net/if_inet6": "", "/etc/ld.so.conf.d/a.conf": "/x"})
+    files = sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
+    for path in files:
+        before = path.read_text()
+        path.write_text(garbage)
+        fabric.choose(facts.gather(root, {}), None, {}, nnodes=2)
+        path.write_text(before)
+
+
+def test_facts_are_json(planted: Planted, tree: str, row: object):
+    assert json.loads(json.dumps(dataclasses.asdict(facts.gather(planted(tree), {}))))["hostname"]
+
+
+def test_system_facts_follow_the_root(tmp_path: Path):
+    put(tmp_path, {"/opt/imgkit/system.json": '{"schema": 1, "title": "here"}'})
+    found = facts.system_facts(env={"IMGKIT_ROOT": str(tmp_path)})
+    assert found is not None
+    assert found.title == "here"
+
+
+def test_nothing_is_read_beside_root(planted: Planted):
+    """Every file and folder that Python opens is recorded by an audit hook, in an interpreter of its own."""
+    root = planted("roce_storage")
+    program = (
+        "import sys, os, json\n"
+        "from imgkit_entrypoints import facts, fabric, system\n"
+        "seen = []\n"
+        "names = ('open', 'os.listdir', 'os.scandir')\n"
+        "sys.addaudithook(lambda name, args: seen.append(str(args[0])) if name in names else None)\n"
+        "found = facts.gather()\n"
+        "facts.system_facts()\n"
+        "taken = list(seen)\n"
+        "print(json.dumps(taken))\n"
+    )
+    env = {**os.environ, "IMGKIT_ROOT": str(root), "HOME": "/root", "LD_LIBRARY_PATH": "/opt/lib"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    seen = json.loads(done.stdout)
+    assert len(seen) > 50
+    assert [path for path in seen if not path.startswith(str(root))] == []
+
+
+def test_long_proc_files_are_whole():
+    """The kernel hands out such files a page at a time."""
+    text = facts.Reader(root=Path("/")).text("/proc/self/smaps")
+    assert text is not None
+    assert text.count("VmFlags") == Path("/proc/self/maps").read_text().count("\n")
+
+
+def test_addresses_agree_with_the_kernel():
+    """The files' addresses on this very machine, against the call that NCCL's own would be like."""
+    found = facts.gather(Path("/"), {})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for item in found.interfaces:
+            try:
+                answer = fcntl.ioctl(asked, 0x8915, struct.pack("256s", item.name.encode()[:15]))
+            except OSError:
+                assert not item.ipv4, item
+            else:
+                assert socket.inet_ntoa(answer[20:24]) in item.addresses, item
+
+
+def replay(root: Path, target: Path, env: dict[str, str]) -> tuple[facts.HostFacts, facts.HostFacts]:
+    facts.tree.write(facts.snapshot(root, env), target)
+    return facts.gather(root, env), facts.gather(target, env)
+
+
+def test_snapshot_replays_every_tree(planted: Planted, tmp_path: Path, tree: str, row: object):
+    seen, again = replay(planted(tree), tmp_path / "saved", {"LD_LIBRARY_PATH": "/opt/lib"})
+    assert again == seen
+
+
+def test_snapshot_replays_this_machine(tmp_path: Path):
+    seen, again = replay(Path("/"), tmp_path / "saved", dict(os.environ))
+    assert again == seen
+
+
+def test_snapshot_of_a_snapshot_is_equal(planted: Planted, tmp_path: Path):
+    first = facts.snapshot(planted("vf"), {})
+    facts.tree.write(first, tmp_path / "saved")
+    assert facts.snapshot(tmp_path / "saved", {}) == first
+
+
+def test_snapshot_has_nothing_else(planted: Planted):
+    root = planted("roce_pod")
+    put(
+        root,
+        {
+            "/etc/passwd": "secret",
+            "/root/.netrc": "secret",
+            "/sys/class/infiniband/mlx5_bond_0/key": "secret",
+        },
+    )
+    found = facts.snapshot(root, {"TOKEN": "secret", "HOME": "/root"})
+    assert "secret" not in repr(found)

@@ -1,0 +1,98 @@
+"""Launchers as real processes, below a mark that finds everything they ever started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+STUB = str(HERE / "stub_torchrun.py")
+MARK = "IMGKIT_TEST_LAUNCH"
+
+
+def until(condition: Callable[[], Any], *, within_s: float = 20.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class Nodes:
+    """Starts launchers, and knows every process below them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"{MARK}={uuid.uuid4()}"
+        self.job = self.mark
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """One node."""
+        name, value = self.mark.split("=")
+        log = (self.folder / f"node{options.get('rank', 0)}-{len(self.processes)}.log").open("wb")
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "node.py"), json.dumps({"job": self.job, **options}), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, name: value, "TMPDIR": str(self.folder)},
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def two(self, code: str, *, workers: int = 2, **options: Any) -> tuple[subprocess.Popen[bytes], ...]:
+        """Two nodes with a stub torchrun of `workers` each."""
+        both = {"nnodes": 2, "hosts": ["host0", "host1"], **options}
+        return tuple(
+            self.start([sys.executable, STUB, str(workers), code], rank=rank, **both) for rank in range(2)
+        )
+
+    def output(self) -> str:
+        """Of all nodes."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("node*.log")))
+
+    def said(self, text: str, times: int = 1, within_s: float = 20.0) -> None:
+        """Wait until `text` is in the output."""
+        assert until(lambda: self.output().count(text) >= times, within_s=within_s), self.output()
+
+    def left(self) -> dict[int, str]:
+        """Every process that carries the mark, but zombies."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes().split(
+                    b"\0"
+                ):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+        return found
+
+    def codes(self, within_s: float = 20.0) -> list[int]:
+        """Exit codes of all nodes, in order of their start; nothing of theirs is left."""
+        codes = [process.wait(timeout=within_s) for process in self.processes]
+        assert until(lambda: not self.left(), within_s=10), self.left()
+        return codes
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for pid in made.left():
+        os.kill(pid, signal.SIGKILL)
+    for process in made.processes:
+        process.wait()

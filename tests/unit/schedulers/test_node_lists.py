@@ -1,0 +1,182 @@
+"""Slurm's compact lists: against an independent expander, and the refusals with a caret under the place."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.schedulers.hostlist import expand_counts
+from imgkit_entrypoints.schedulers.slurm import expand_nodelist
+
+# Right-hand sides as `scontrol show hostnames` of Slurm 22.05 prints them; it refuses text after a bracket,
+# which newer ones write.
+LISTS = {
+    "n1": "n1",
+    "n1.dom,gpu-2": "n1.dom gpu-2",
+    "node-[42,49-51]": "node-42 node-49 node-50 node-51",
+    "rack[0-1]n[1-2]": "rack0n1 rack0n2 rack1n1 rack1n2",
+    "n[098-101]": "n098 n099 n100 n101",
+    "n[8-12]": "n8 n9 n10 n11 n12",
+    "n[1,03]": "n1 n03",
+    "a,b[1-2],c": "a b1 b2 c",
+    "n[3,1-2],n1": "n3 n1 n2 n1",
+    "x[10,2,9]": "x10 x2 x9",
+    "n[1-2]a[3-4]b[5-6]": "n1a3b5 n1a3b6 n2a3b5 n2a3b6 n1a4b5 n1a4b6 n2a4b5 n2a4b6",
+    "cn[0001-0003]i": "cn0001i cn0002i cn0003i",
+    "gpu[1-2]-hsn0": "gpu1-hsn0 gpu2-hsn0",
+    "[1-2]": "1 2",
+}
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_known_lists_expand(text: str) -> None:
+    assert expand_nodelist(text) == tuple(LISTS[text].split())
+
+
+# column of the caret, part of the reason
+MALFORMED = {
+    "n[1-2": (1, "[ without ]"),
+    "n[": (1, "[ without ]"),
+    "n[1,": (1, "[ without ]"),
+    "a,n[1-": (3, "[ without ]"),
+    "n[[1]]": (1, "[ without ]"),
+    "n1]": (2, "] without ["),
+    "n[1-2]]": (6, "] without ["),
+    "n[]": (2, "a number was expected"),
+    "n[1,]": (4, "a number was expected"),
+    "n[-3]": (2, "a number was expected"),
+    "a,,b": (2, "a host name is missing"),
+    ",a": (0, "a host name is missing"),
+    "a,": (2, "a host name is missing"),
+    "n[5-1]": (2, "goes down"),
+    "n[099-1]": (2, "goes down"),
+    "n[1-5:2]": (5, "only numbers"),
+    "bgl[000x133]": (7, "only numbers"),
+    "n[1 ]": (3, "only numbers"),
+    "n[0-65536]": (2, "more than 65536 hosts"),
+    "n[0-99999999999]": (2, "more than 65536 hosts"),
+    "n[1-300]m[1-300]": (9, "more than 65536 hosts"),
+    "n[0-65535],m": (11, "more than 65536 hosts"),
+    "a b": (1, "in no host name"),
+    "a,(null)": (2, "in no host name"),
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_lists_are_pointed_at(text: str) -> None:
+    column, reason = MALFORMED[text]
+    with pytest.raises(NoPlan) as caught:
+        expand_nodelist(text, where="SLURM_STEP_NODELIST")
+    why, shown, caret = caught.value.what.split("\n")
+    assert reason in why
+    assert (shown, caret) == (f"  {text}", "  " + " " * column + "^")
+    assert caught.value.where == "SLURM_STEP_NODELIST"
+
+
+@pytest.mark.parametrize("text", ["", " ", "(null)"])
+def test_lists_without_hosts_are_refused(text: str) -> None:
+    with pytest.raises(NoPlan, match="names no host"):
+        expand_nodelist(text)
+
+
+def test_caret_of_long_list_stays_in_view() -> None:
+    text = ",".join(f"host{number}" for number in range(500)) + ",bad[3-1]"
+    with pytest.raises(NoPlan) as caught:
+        expand_nodelist(text)
+    _, shown, caret = caught.value.what.split("\n")
+    assert len(shown) < 110
+    assert shown[caret.index("^") :].startswith("3-1]")
+
+
+def split(text: str) -> list[str]:
+    """At the commas outside of brackets."""
+    items, depth = [""], 0
+    for char in text:
+        depth += {"[": 1, "]": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return items
+
+
+def numbers(inside: str) -> list[str]:
+    found = []
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        found += [str(value).zfill(len(low)) for value in range(int(low), int(high or low) + 1)]
+    return found
+
+
+def rewritten(text: str) -> list[str]:
+    """Every bracket replaced, the rightmost in the outermost loop, as Slurm does with a prefix."""
+    if "[" not in text:
+        return [text]
+    opened = text.rindex("[")
+    closed = text.index("]", opened)
+    return [
+        host
+        for number in numbers(text[opened + 1 : closed])
+        for host in rewritten(text[:opened] + number + text[closed + 1 :])
+    ]
+
+
+def reference(text: str) -> list[str]:
+    """Another way to the same list: text replaced step by step, no parser."""
+    hosts: list[str] = []
+    for item in split(text):
+        if "[" not in item:
+            hosts.append(item)
+            continue
+        opened = item.rindex("[")
+        closed = item.index("]", opened)
+        for prefix in rewritten(item[:opened]):
+            hosts += [prefix + number + item[closed + 1 :] for number in numbers(item[opened + 1 : closed])]
+    return hosts
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> str:
+    low = draw(st.integers(0, 1100))
+    text = str(low).zfill(draw(st.integers(0, 5)))
+    return text if draw(st.booleans()) else f"{text}-{low + draw(st.integers(0, 12))}"
+
+
+brackets = st.lists(ranges(), min_size=1, max_size=3).map(lambda parts: f"[{','.join(parts)}]")
+plain = st.text("abn0123456789-._", min_size=1, max_size=4)
+items = st.lists(st.one_of(plain, brackets), min_size=1, max_size=4).filter(
+    lambda parts: sum(part[0] == "[" for part in parts) <= 3
+)
+compact = st.lists(items.map("".join), min_size=1, max_size=4).map(",".join)
+
+
+@given(compact)
+def test_any_list_matches_the_reference(text: str) -> None:
+    assert list(expand_nodelist(text)) == reference(text)
+
+
+@given(st.text("n[]1-,0", max_size=12))
+def test_any_text_expands_or_is_refused(text: str) -> None:
+    try:
+        hosts = expand_nodelist(text)
+    except NoPlan:
+        return
+    assert list(hosts) == reference(text)
+    assert all(hosts)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20)), min_size=1, max_size=5))
+def test_counts_of_tasks_expand(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert expand_counts(text) == tuple(count for count, times in runs for _ in range(times))
+
+
+@pytest.mark.parametrize(
+    ("text", "column"), [("2(x", 0), ("1,x2", 2), ("", 0), ("2(x3),", 6), ("1(x99999)", 0)]
+)
+def test_malformed_counts_are_pointed_at(text: str, column: int) -> None:
+    with pytest.raises(NoPlan) as caught:
+        expand_counts(text)
+    assert caught.value.what.split("\n")[2] == "  " + " " * column + "^"
