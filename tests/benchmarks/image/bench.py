@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import Side, alternate, ratio, spread
 
 PARTS = ("sif", "squash", "build", "rebuild", "save", "startup")

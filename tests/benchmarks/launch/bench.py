@@ -1,0 +1,118 @@
+"""What the launcher costs over bare torchrun, and dist-pi against numba; tables for docs/benchmarks.md.
+
+    PYTHON tests/benchmarks/launch/bench.py [--repeat N] [PART ...]
+
+PYTHON has torch and imgkit, for the part `pi` numba too. Parts: start plan pi.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from measure import Side, alternate, ratio, spread
+
+PARTS = ("start", "plan", "pi")
+DIST = (sys.executable, "-I", "-m", "imgkit_entrypoints")
+TERMS = 200_000_000
+
+NUMBA = """
+import json, sys, time
+from numba import njit
+
+def loop(n):
+    total = 0.0
+    for i in range(n):
+        x = (i + 0.5) / n
+        total += 4.0 / (1.0 + x * x)
+    return total / n
+
+for name, jit in (("numba", njit(loop)), ("numba, fastmath", njit(fastmath=True)(loop))):
+    jit(10)
+    began = time.perf_counter()
+    jit(int(sys.argv[1]))
+    print(json.dumps([name, int(sys.argv[1]) / (time.perf_counter() - began)]))
+"""
+TORCH = """
+import json, sys, time, torch
+from imgkit_entrypoints.apps import pi, ranks
+
+torch.set_num_threads(1)
+n = int(sys.argv[1])
+here = ranks.Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+pi.partial_sum(0, 10_000, n, here)
+began = time.perf_counter()
+pi.partial_sum(0, n, n, here)
+print(json.dumps(["dist-pi", n / (time.perf_counter() - began)]))
+"""
+
+
+def main() -> None:
+    """Measure the chosen parts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    cpus = len(os.sched_getaffinity(0))
+    print(f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}")
+    for part in options.parts or PARTS:
+        print(f"\n### {part}\n", flush=True)
+        {"start": start, "plan": plan, "pi": pi}[part](options.repeat)
+
+
+def start(repeat: int) -> None:
+    """An empty module under torchrun, with and without the launcher around it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "noop.py").write_text("")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+        env = {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        bare = Side(name="torchrun", commands=((*torchrun, "-m", "noop"),), env=env)
+        ours = Side(name="dist-run", commands=((*DIST, "dist-run", "-m", "noop"),), env=env)
+        runs = alternate((bare, ours), repeat)
+    walls = {name: [run.wall_s for run in done] for name, done in runs.items()}
+    for name, wall in walls.items():
+        print(f"* `{name} -m noop`: {spread(wall)} s")
+    more = [(b - a) * 1000 for a, b in zip(walls["torchrun"], walls["dist-run"], strict=True)]
+    print(f"* difference, pair by pair: {spread(more, 0)} ms")
+
+
+def plan(repeat: int) -> None:
+    """The decision alone."""
+    runs = alternate((Side(name="plan", commands=((*DIST, "dist-train", "--plan"),)),), repeat)
+    print(f"* `dist-train --plan`: {spread([run.wall_s * 1000 for run in runs['plan']], 0)} ms")
+
+
+def pi(repeat: int) -> None:
+    """Terms per second on one core; each side in a process of its own, in turn."""
+    rates: dict[str, list[float]] = {}
+    for _ in range(repeat):
+        for source in (NUMBA, TORCH):
+            done = subprocess.run(
+                [sys.executable, "-c", source, str(TERMS)], check=True, stdout=subprocess.PIPE, text=True
+            )
+            for line in done.stdout.splitlines():
+                name, rate = json.loads(line)
+                rates.setdefault(name, []).append(rate)
+    for name, values in rates.items():
+        print(f"* {name}: {spread([value / 1e9 for value in values])}e9 terms/s")
+    for name in [other for other in rates if other != "dist-pi"]:
+        print(f"* dist-pi against {name}: {ratio(rates['dist-pi'], rates[name])}")
+    print(
+        f"* medians of {len(next(iter(rates.values())))}: {statistics.median(rates['dist-pi']):.3e} terms/s"
+    )
+
+
+if __name__ == "__main__":
+    main()
