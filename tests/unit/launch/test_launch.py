@@ -151,7 +151,8 @@ def test_killed_process_group_leaves_nothing(nodes: Any) -> None:
 def test_killed_torchrun_leaves_nothing(nodes: Any) -> None:
     nodes.start(stub(HANG))
     nodes.said("ready", 2)
-    os.kill(next(pid for pid, line in nodes.left().items() if line.split()[1] == STUB), signal.SIGKILL)
+    started = f"{sys.executable} {STUB} "
+    os.kill(next(pid for pid, line in nodes.left().items() if line.startswith(started)), signal.SIGKILL)
     assert nodes.codes() == [137]
     assert "memory ran out" in nodes.output()
 
