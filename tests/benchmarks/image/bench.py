@@ -139,7 +139,7 @@ class Bench:
             if source == tar:
                 run(*IMGKIT, "save", TAG, "-o", tar)
             extra = () if source == tar else ("--from", "daemon")
-            stages = json.loads(run(*IMGKIT, "sif", source, *extra, "-o", sif, "--json")).get("stages_s", {})
+            stages = json.loads(run(*IMGKIT, "sif", source, *extra, "-o", sif, "--json"))["seconds"]
             print(
                 f"\nstages of {way}: " + ", ".join(f"{name} {float(s):.2f} s" for name, s in stages.items())
             )
