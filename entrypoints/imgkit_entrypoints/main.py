@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imgkit_entrypoints import __version__, fabric, facts, launch, options, plan, rollcall, schedulers
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
-from imgkit_entrypoints.placement import Wanted
+from imgkit_entrypoints.placement import Placement, Wanted
 from imgkit_entrypoints.registry import COMMANDS, Command
 
 
@@ -41,7 +41,7 @@ def _run(words: list[str], env: Mapping[str, str]) -> int:
     if command.name in _WITHOUT_LAUNCH:
         return _WITHOUT_LAUNCH[command.name](words[1:], env)
     asked, worker = _user_program(command, words, env) if command.app is None else _app(command, words, env)
-    return _launch(asked, worker, env, own=command.app is not None)
+    return _launch(asked, worker, env, _place(asked.wanted, env), own=command.app is not None)
 
 
 def _app(
@@ -77,13 +77,18 @@ def _user_program(
     return options.read(parsed, tuple(words)), (sys.executable, *flags, *parsed.program)
 
 
-def _launch(asked: options.Options, worker: tuple[str, ...], env: Mapping[str, str], *, own: bool) -> int:
-    reader = facts.Reader(root=facts.root_of(env))
+def _place(wanted: Wanted, env: Mapping[str, str]) -> Placement:
+    return schedulers.place(wanted, env, facts.Reader(root=facts.root_of(env)).text)
+
+
+def _launch(
+    asked: options.Options, worker: tuple[str, ...], env: Mapping[str, str], place: Placement, *, own: bool
+) -> int:
     host = facts.gather(env=env)
     made = plan.make(
         asked.request,
         worker,
-        place=schedulers.place(asked.wanted, env, reader.text),
+        place=place,
         host=host,
         system=facts.system_facts(env=env),
         env=env,
@@ -98,8 +103,8 @@ def _launch(asked: options.Options, worker: tuple[str, ...], env: Mapping[str, s
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     if made.mode == "direct":
         os.execvpe(made.argv[0], made.argv, child)  # noqa: S606 - an argv list, no shell
-    if made.placement.node_rank == 0:
-        for text in (*(f"{_told(decision)}" for decision in made.decisions if decision.used), *warnings):
+    if place.node_rank == 0:
+        for text in (*(_told(decision) for decision in made.decisions if decision.used), *warnings):
             _say(text)
     me = rollcall.Caller(
         host=host.hostname,
@@ -110,14 +115,14 @@ def _launch(asked: options.Options, worker: tuple[str, ...], env: Mapping[str, s
     return launch.run(
         made.argv,
         child,
-        place=made.placement,
+        place=place,
         me=me,
         say=_say,
         grace_s=asked.grace_s,
         rollcall_timeout_s=asked.rollcall_timeout_s,
         stop_dir=Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None,
         # An elastic run counts its nodes by itself.
-        meet=made.placement.min_nnodes is None,
+        meet=place.min_nnodes is None,
     )
 
 
@@ -160,7 +165,7 @@ def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
     place: dict[str, object] = {}
     nnodes, head = 1, ""
     try:
-        found = schedulers.place(Wanted(), env, facts.Reader(root=facts.root_of(env)).text)
+        found = _place(Wanted(), env)
         place = {**dataclasses.asdict(found), "source": dict(found.source)}
         nnodes, head = found.nnodes, found.head
     except ImgkitError as error:
@@ -178,7 +183,7 @@ def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
         if system is None
         else dataclasses.asdict(dataclasses.replace(system, env=dict(system.env))),
         "placement": place,
-        "fabric": {**dataclasses.asdict(dataclasses.replace(network, env=dict(network.env)))},
+        "fabric": dataclasses.asdict(dataclasses.replace(network, env=dict(network.env))),
     }
     if chosen.json:
         print(json.dumps(found_all, indent=2))
@@ -210,14 +215,14 @@ def _doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
     asked = options.read(parsed, ("dist-doctor", *words))
     if not any(word.startswith("--bundle") for word in rest):
         try:
-            place = schedulers.place(asked.wanted, env, facts.Reader(root=facts.root_of(env)).text)
+            place = _place(asked.wanted, env)
         except NoPlan as error:
             _say(f"this node only: {error}")
         else:
             if place.nnodes > 1 or asked.request.nproc != "auto":
                 request = dataclasses.replace(asked.request, prefix=False)
                 worker = (sys.executable, "-I", "-u", "-m", "imgkit_entrypoints.apps.doctor", *rest)
-                return _launch(dataclasses.replace(asked, request=request), worker, env, own=True)
+                return _launch(dataclasses.replace(asked, request=request), worker, env, place, own=True)
     return doctor.main(rest, env)
 
 
