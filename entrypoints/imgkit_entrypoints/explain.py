@@ -112,6 +112,11 @@ KNOWN: tuple[_Known, ...] = (
         remedy="take an older (driver) or newer (GPU) base image; nvidia-smi shows the driver",
     ),
     _Known(
+        pattern=r"terminate called without an active exception",
+        cause="gloo's threads outlived the interpreter of a script that had ended well: DDP keeps them",
+        remedy="end the script by sys.stdout.flush(); os._exit(0) after destroy_process_group()",
+    ),
+    _Known(
         pattern=r"Connection reset by peer|Connection closed by peer|Socket closed|recvValue failed",
         cause="another rank's process ended first; the reason is in its output, not here. With no other "
         "message at all: the rendezvous port belongs to a different service",

@@ -44,6 +44,24 @@ def test_rank_0_talks_with_every_rank(standin: str) -> None:
     ]
 
 
+WORKER = """
+import atexit, sys
+from imgkit_entrypoints.apps.ranks import run_worker
+atexit.register(print, "finalized")
+def main():
+    print("worked")
+    sys.exit({code})
+run_worker(main)
+"""
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("None", 0), ("85", 85), ("'lost'", 1)])
+def test_worker_leaves_without_finalizing(standin: str, code: str, exit_code: int) -> None:
+    done = inside(standin, "python3", "-c", WORKER.format(code=code))
+    assert (done.returncode, done.stdout) == (exit_code, "worked\n"), done.stderr
+    assert ("lost" in done.stderr) == (exit_code == 1)
+
+
 def test_pi_is_right_to_the_last_digits(standin: str) -> None:
     done = command(standin, "dist-pi", "--nproc", "2")
     assert done.returncode == 0, done.stderr

@@ -149,4 +149,6 @@ def measure(size_bytes: int, iterations: int, warmup: int, here: Ranks) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    from imgkit_entrypoints.apps.ranks import run_worker
+
+    run_worker(main)

@@ -322,4 +322,6 @@ def _wait_for_all_to_leave(store: Any, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from imgkit_entrypoints.apps.ranks import run_worker
+
+    run_worker(main)

@@ -150,4 +150,6 @@ def _receive_text(peer: int, here: Ranks) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    from imgkit_entrypoints.apps.ranks import run_worker
+
+    run_worker(main)

@@ -171,4 +171,6 @@ def _alone(first: int, end: int, intervals: int, here: Ranks) -> Done | None:
 
 
 if __name__ == "__main__":
-    main()
+    from imgkit_entrypoints.apps.ranks import run_worker
+
+    run_worker(main)

@@ -36,6 +36,7 @@ SEEN = [
     ("NCCL WARN Error: network AWS Libfabric not found.", "libfabric plugin"),
     ("No eligible providers were found", "efa exists on EC2 only"),
     ("NET/IB : Got completion with error 12, opcode 0", "an RDMA transfer timed out"),
+    ("terminate called without an active exception", "gloo's threads outlived the interpreter"),
 ]
 
 

@@ -63,4 +63,4 @@ def _mean(loss: torch.Tensor, here: ranks.Ranks) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    ranks.run_worker(main)
