@@ -13,6 +13,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.layers import Layers, layers, refuse
@@ -88,27 +89,29 @@ def copy_words(words: Sequence[str]) -> str:
 
 
 def _fill(template: str, made: Layers) -> str:
-    environment = _environment()
+    jinja = environment(FOLDER / "templates")
     filters: Mapping[str, Callable[..., str]] = {
         "docker_quote": docker_quote,
         "docker_key": docker_key,
         "copy_words": copy_words,
-        "sh_quote": shlex.quote,
     }
-    environment.filters.update(filters)
+    jinja.filters.update(filters)
     values = {name: getattr(made, name) for name in made.__slots__}
-    return environment.get_template(template).render(values)
+    return jinja.get_template(template).render(values)
 
 
-def _environment() -> Environment:
-    # Here, because only two verbs render and importing it takes longer than the rest of "imgkit --help".
+def environment(*folders: Path) -> Environment:
+    """Templates of `folders`, the first that has one of a name counts; a missing value is an error."""
+    # Here, because only some verbs render and importing it takes longer than the rest of "imgkit --help".
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return Environment(
-        loader=FileSystemLoader(FOLDER / "templates", encoding="utf-8"),
+    made = Environment(
+        loader=FileSystemLoader(folders, encoding="utf-8"),
         undefined=StrictUndefined,
         autoescape=False,  # noqa: S701 - the output is no HTML; the filters quote for where a value stands
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.filters["sh_quote"] = shlex.quote
+    return made

@@ -94,6 +94,8 @@ class Queue:
     """``HH:MM:SS``."""
     required: tuple[str, ...] = ()
     """Fields that a job must state, for example ``account``."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """Name of a queue or QoS -> the longest time of its jobs, ``HH:MM:SS``."""
     sif: tuple[str, ...] = ()
     """Scheduler options of the job that converts an archive to a .sif."""
     options: tuple[str, ...] = ()

@@ -26,6 +26,11 @@ VERBS: dict[str, str] = {
     "save": "archives",
     "sif": "sif",
     "verify": "archives",
+    "job": "jobs",
+    "submit": "jobs",
+    "status": "jobs",
+    "logs": "jobs",
+    "cancel": "jobs",
     "doctor": "tools",
     "bundle": "tools",
 }

@@ -241,6 +241,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("system", "runtime", "binds", ANY), bind),
     (("system", "queue", "time"), walltime),
     (("system", "queue", "required", ANY), job_field),
+    (("system", "queue", "limits", ANY), walltime),
     (("system", "queue", "options", ANY), not_empty),
     (("system", "queue", "sif", ANY), not_empty),
     (("system", "queue", "chunk", ANY), word),

@@ -129,11 +129,15 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def start_argv(
-    command: Sequence[str], *, nnodes: int, cpus: int | None = None, options: Sequence[str] = ()
+    command: Sequence[str], *, nnodes: int | None, cpus: int | None = None, options: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each."""
+    """The words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
+
+    Without `nnodes`, on all nodes that the job was given.
+    """
+    counts = () if nnodes is None else (f"--nodes={nnodes}", f"--ntasks={nnodes}")
     return (
-        *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
+        *("srun", *counts, "--ntasks-per-node=1"),
         *(() if cpus is None else (f"--cpus-per-task={cpus}",)),
         *("--kill-on-bad-exit=1", *options, *command),
     )

@@ -1,0 +1,73 @@
+"""The words that start a command in a container on the node where they are executed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from imgkit_builder.job.request import Job
+
+GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
+"""Options of every start that make no sense in a job without GPUs."""
+
+
+def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> tuple[str, ...]:
+    """`command` in the job's image, with the user's variables set.
+
+    Parameters
+    ----------
+    forward : variables that docker takes over from its own environment; the others pass all on.
+    """
+    if job.run_by == "docker":
+        words = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
+        return (*words, job.image, *command)
+    # By env inside the container: apptainer and older singularities run what stands in $(...) in the value of
+    # --env and SINGULARITYENV_*, and an exported variable loses against one that the image sets.
+    given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
+    if job.run_by == "singularity":
+        return (program(job), "exec", *options(job), *_binds(job), job.image, *given, *command)
+    if command and command[0].startswith("dist-"):
+        # The installed package has no dist-* programs, only images have.
+        command = ("python3", "-I", "-m", "imgkit_entrypoints", *command)
+    return (*given, *command)
+
+
+def shell(job: Job) -> tuple[str, ...]:
+    """A shell in the job's image."""
+    if job.run_by == "singularity" and not job.env:
+        return (program(job), "shell", *options(job), *_binds(job), job.image)
+    return start(job, ("bash",))
+
+
+def program(job: Job) -> str:
+    """The runtime's command; the recipe's, unless another runtime is asked for."""
+    runtime = job.recipe.system.runtime
+    return runtime.command if runtime.kind == job.run_by else job.run_by
+
+
+def options(job: Job) -> tuple[str, ...]:
+    """Options of every start."""
+    runtime = job.recipe.system.runtime
+    gpu = ("--nv",) if job.run_by == "singularity" else ("--gpus=all",)
+    words = runtime.options if runtime.kind == job.run_by else gpu
+    return words if job.gpus else tuple(word for word in words if word not in GPU_OPTIONS)
+
+
+def exports(job: Job) -> tuple[str, ...]:
+    """Shell lines that set what the launcher is told by variables, where it inherits the environment."""
+    return tuple(f"export {name}={shlex.quote(value)}" for name, value in job.settings.items())
+
+
+def _binds(job: Job) -> tuple[str, ...]:
+    return tuple(word for bind in (*job.binds, str(job.directory)) for word in ("--bind", bind))
+
+
+def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
+    binds = (*job.binds, f"{job.directory}:{job.directory}")
+    given = {**job.settings, **job.env}
+    return (
+        *(word for bind in binds for word in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
+        *("--workdir", str(job.directory)),
+        *(word for name, value in given.items() for word in ("--env", f"{name}={value}")),
+        *(word for name in forward for word in ("--env", name)),
+    )

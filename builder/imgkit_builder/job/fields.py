@@ -1,0 +1,95 @@
+"""Values that end up in directive lines (``#SBATCH``, ``#PBS``) and in names: no shell quotes those.
+
+Each has a pattern; what does not match is refused with the reason, never escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from imgkit_entrypoints.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """What a value must be like."""
+
+    pattern: str
+    allowed: str
+
+
+_WORD = Field(
+    pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blank"
+)
+# Blanks are no danger in a directive, a `"` around the value holds them; these would change it, or a bind.
+_PATH = Field(
+    pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
+)
+
+FIELDS: Mapping[str, Field] = {
+    "--name": Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"),
+    "--account": _WORD,
+    "--queue": _WORD,
+    "--qos": _WORD,
+    "--directory": _PATH,
+}
+
+
+def check(flag: str, value: str) -> str:
+    """`value` where it matches the pattern of `flag`; empty is "not set".
+
+    Raises
+    ------
+    UsageError : it does not.
+    """
+    known = FIELDS[flag]
+    if value and not re.fullmatch(known.pattern, value):
+        raise UsageError(f"{value!r} cannot stand in a job", where=flag, hint=f"allowed: {known.allowed}")
+    return value
+
+
+def option(value: str) -> str:
+    """A scheduler option as one directive: a word, without anything that a second directive needs.
+
+    Raises
+    ------
+    UsageError : it is not.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+", value):
+        raise UsageError(
+            f"{value!r} cannot stand in a directive",
+            where="--option",
+            hint="one word without blanks and quotes, for example --option=--exclusive",
+        )
+    return value
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str, *, where: str) -> int:
+    """A time limit in seconds: ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, ``90m``, ``2h``.
+
+    Raises
+    ------
+    UsageError : it is none of these, or zero.
+    """
+    found = 0
+    if match := re.fullmatch(r"(\d{1,5})([smhd])", text):
+        found = int(match[1]) * _UNITS[match[2]]
+    elif match := re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", text):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        if minutes < 60 and rest < 60:
+            found = days * 86400 + hours * 3600 + minutes * 60 + rest
+    elif match := re.fullmatch(r"(\d{1,4}):(\d{2})", text):
+        found = int(match[1]) * 60 + int(match[2]) if int(match[2]) < 60 else 0
+    if found == 0:
+        raise UsageError(f"{text!r} is not a time limit", where=where, hint="write HH:MM:SS, or 90m, 2h")
+    return found
+
+
+def clock(seconds: int) -> str:
+    """``HH:MM:SS``, with more than 24 hours where need be."""
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -1,0 +1,40 @@
+"""Fill a job template: the shipped one, or the user's of the same name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from imgkit_builder.job import container
+from imgkit_builder.job.request import Job
+from imgkit_builder.render import environment
+from imgkit_entrypoints.errors import UsageError
+from imgkit_recipes import FOLDER
+
+
+def fill(job: Job, name: str, **values: Any) -> str:
+    """Text of template `name` for `job`, with `values` beside it.
+
+    Raises
+    ------
+    UsageError : the user's own template is faulty; with its file and line.
+    """
+    import jinja2
+
+    own = job.request.templates
+    if own is not None and not own.is_dir():
+        raise UsageError(f"no folder {own}", where="--templates")
+    folders = (*((own,) if own is not None else ()), FOLDER / "templates" / "job")
+    try:
+        return (
+            environment(*folders)
+            .get_template(name)
+            .render(
+                job=job, exports=container.exports(job), modules=job.recipe.system.runtime.modules, **values
+            )
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(
+            error.message or "a faulty template", where=f"{error.filename}:{error.lineno}"
+        ) from None
+    except jinja2.UndefinedError as error:
+        raise UsageError(error.message or "a faulty template", where=f"{own or ''}/{name}") from None

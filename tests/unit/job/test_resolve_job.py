@@ -1,0 +1,154 @@
+"""A request held against the recipe's system: limits, duties, and flags that mean nothing there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.job import fields
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+MN5 = Request(command=("dist-bench",), account="a1", qos="acc_debug", time="10m", directory=Path("/w"))
+
+
+def job(recipe: str | Path = "mn5", **given: Any) -> Job:
+    return resolve(load(recipe), dataclasses.replace(MN5, **given))
+
+
+def refused(recipe: str | Path = "mn5", **given: Any) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        job(recipe, **given)
+    return caught.value
+
+
+def test_recipe_fills_what_is_not_given() -> None:
+    found = job()
+    assert (found.nodes, found.gpus, found.cpus, found.image) == (1, 4, 80, "/w/mn5.sif")
+    assert (found.name, found.time, found.run_by) == ("mn5", "00:10:00", "singularity")
+
+
+def test_gpus_bring_their_share_of_cpus() -> None:
+    assert job(gpus=2).cpus == 40
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "key"),
+    [
+        ({"gpus": 8}, "--gpus 8, and a node has 4", ("system", "node", "gpus")),
+        ({"gpus": 2, "cpus": 80}, "2 GPUs come with 40 CPUs", ("system", "node", "cpus_per_gpu")),
+        ({"gpus": 0, "cpus": 81}, "a node has 80", ("system", "node", "cpus")),
+        ({"account": "", "time": ""}, "needs --account, --time", ("system", "queue", "required")),
+    ],
+)
+def test_limit_is_named_with_its_line(given: dict[str, Any], what: str, key: tuple[str, ...]) -> None:
+    error = refused(**given)
+    assert what in error.what
+    assert error.where == load("mn5").where(*key)
+    assert error.where.startswith("mn5.yaml:")
+
+
+def test_queue_s_limit_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text('extends: mn5\nsystem:\n  queue:\n    limits:\n      acc_debug: "02:00:00"\n')
+    assert job(file, time="2h").time == "02:00:00"
+    assert job(file, time="3h", qos="acc_other").time == "03:00:00"  # an unknown limit is none
+    error = refused(file, time="02:00:01")
+    assert error.where == "mine.yaml:5"
+    assert "acc_debug ends jobs after 02:00:00" in error.what
+
+
+def test_flag_without_meaning_is_a_warning_or_strict_error() -> None:
+    given = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2"}
+    warning = "--account is not used: EPFL RCP (runai) has no such thing"
+    assert job("rcp", **given).warnings == (warning,)
+    assert warning in refused("rcp", strict=True, **given).what
+
+
+def test_part_of_a_node_on_several_is_doubted() -> None:
+    assert "2 nodes with 1 of 4 GPUs" in job(nodes="2", gpus=1).warnings[0]
+    assert job(nodes="1", gpus=1).warnings == ()
+    assert job(nodes="2", gpus=0).warnings == ()
+
+
+def test_job_without_gpus_tells_the_launcher() -> None:
+    assert job(gpus=0, nproc=20).settings == {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}
+    assert job(nodes="1:3").settings == {"IMGKIT_NNODES": "1:3"}
+
+
+def test_plain_program_is_doubted() -> None:
+    assert "dist-run makes ranks" in job(command=("python", "train.py")).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"name": "a b"}, "--name"),
+        ({"name": "x\n#SBATCH --qos=y"}, "--name"),
+        ({"account": "a\nb"}, "--account"),
+        ({"account": "-x"}, "--account"),
+        ({"qos": "a;b"}, "--qos"),
+        ({"queue": "$(id)"}, "--queue"),
+        ({"directory": Path('/a"b')}, "--directory"),
+        ({"directory": Path("/a\nb")}, "--directory"),
+        ({"directory": Path("/a:b")}, "--directory"),
+        ({"time": "10"}, "--time"),
+        ({"time": "00:00:00"}, "--time"),
+        ({"time": "1:99:00"}, "--time"),
+        ({"nodes": "0"}, "--nodes"),
+        ({"nodes": "3:2"}, "--nodes"),
+        ({"nodes": "two"}, "--nodes"),
+        ({"gpus": -1}, "--gpus"),
+        ({"cpus": 0}, "--cpus"),
+        ({"nproc": 0}, "--nproc"),
+        ({"env": ("1A=b",)}, "--env"),
+        ({"env": ("A",)}, "--env"),
+        ({"env": ("A=b\nc",)}, "--env"),
+        ({"binds": ("relative",)}, "--bind"),
+        ({"binds": ("/a:/b,/c",)}, "--bind"),
+        ({"image": "a\nb.sif"}, "--image"),
+        ({"command": ("dist-benhc",)}, "COMMAND"),
+        ({"command": ("dist-run", "a\nb")}, "COMMAND"),
+        ({"command": ()}, "COMMAND"),
+        ({"archive": Path("x.tar")}, "--sif"),
+        ({"runtime": "docker"}, "--runtime"),
+        ({"stop_before_s": 600}, "--stop-before"),
+    ],
+)
+def test_bad_value_is_refused_by_its_flag(given: dict[str, Any], where: str) -> None:
+    assert refused(**given).where == where
+
+
+def test_misspelt_command_is_corrected() -> None:
+    assert "dist-bench" in (refused(command=("dist-benhc",)).hint or "")
+
+
+def test_pods_need_an_image_from_a_registry() -> None:
+    assert "imgkit push rcp" in (refused("rcp", account="", qos="", time="").hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:10:00", 600),
+        ("10:00", 600),
+        ("1-02:00:00", 93600),
+        ("90m", 5400),
+        ("2h", 7200),
+        ("100:00:00", 360000),
+    ],
+)
+def test_time_is_read_as_schedulers_do(text: str, seconds: int) -> None:
+    assert fields.seconds(text, where="--time") == seconds
+    assert fields.seconds(fields.clock(seconds), where="--time") == seconds
+
+
+def test_short_job_is_not_asked_to_save() -> None:
+    assert job(time="9m").stop_before_s == 0
+    assert job(time="10m").stop_before_s == 120
+    assert job(time="2m", stop_before_s=60).stop_before_s == 60
