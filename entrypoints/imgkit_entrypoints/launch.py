@@ -215,7 +215,10 @@ class _Supervisor:
 
             for found in explain.explain(copier.tail.decode(errors="replace")):
                 self.say(str(found))
-        return self._meet_at_the_end(code)
+        code = self._meet_at_the_end(code)
+        if code == EXIT_SAVED:
+            self._tell_the_job()
+        return code
 
     def _start(self) -> tuple[subprocess.Popen[bytes], int, int]:
         control_read, control_write = os.pipe()
@@ -357,6 +360,17 @@ class _Supervisor:
                 "it was killed (SIGKILL), often by the kernel because memory ran out: dmesg | grep -i oom"
             )
         return self.code if self.code > 0 else 128 - self.code
+
+    def _tell_the_job(self) -> None:
+        """Leave the mark in the run's folder, which all nodes and the job script share."""
+        run_dir = self.env.get("IMGKIT_RUN_DIR")
+        failed = any(code not in (0, EXIT_SAVED) for code in self.codes)
+        if not run_dir or failed or (self.roll and self.roll.place.node_rank != 0):
+            return
+        try:
+            stopping.hand_on(self.folder, Path(run_dir))
+        except OSError as error:
+            self.say(f"warning: {run_dir}: {error.strerror}; the job script will not see that it was saved")
 
     def _meet_at_the_end(self, code: int) -> int:
         """Closing barrier: a node that leaves with an error lets schedulers kill those that still save."""

@@ -1,0 +1,172 @@
+"""``imgkit submit mn5`` on a real Slurm of three nodes: run, requeue, cancel, allocate, lose a node."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
+CPU = ("--device", "cpu", "--nproc", "2")
+COUNT = ("dist-run", *CPU, "--grace", "20", "save_and_resume.py")
+
+pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A login node, three nodes, and the folder with a blank in its name that the jobs run in."""
+
+    state: Path
+    folder: Path
+
+    def cluster(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
+        env = {
+            **os.environ,
+            "XDG_STATE_HOME": str(self.state / "state"),
+            # What a site's login shell hands on to jobs.
+            "BASH_FUNC_module%%": '() { echo "module $*"; }',
+        }
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env, check=False
+        )
+
+    def imgkit(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """On the login node, in the jobs' folder."""
+        argv = (sys.executable, "-m", "imgkit_builder", *words)
+        return self.cluster("exec", "login", "--cwd", self.folder, "--", *argv)
+
+    def submit(self, *words: str) -> str:
+        done = self.imgkit("submit", "mn5", *SITE, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def told(self, job: str) -> str:
+        output = self.folder / f"mn5-{job}.out"
+        return output.read_text() if output.exists() else ""
+
+    def queued(self, job: str) -> bool:
+        return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+
+    def finished(self, *words: str) -> str:
+        """What a job that ran to its end has printed."""
+        job = self.submit(*words)
+        self.until(lambda: not self.queued(job), job)
+        return self.told(job)
+
+    def until(self, condition: Callable[[], bool], job: str) -> None:
+        end = time.monotonic() + 90
+        while not condition():
+            assert time.monotonic() < end, self.told(job)
+            time.sleep(0.3)
+
+    def processes(self, *nodes: str) -> list[str]:
+        """Of a run, on these nodes."""
+        lines = "\n".join(self.cluster("exec", node, "--", "ps", "-eo", "args").stdout for node in nodes)
+        return [line for line in lines.splitlines() if re.search(r"imgkit_entrypoints|torch|save_and", line)]
+
+
+@pytest.fixture(scope="module")
+def site(mn5_sif: Path) -> Iterator[Site]:
+    made = Site(
+        state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
+    )
+    made.folder.mkdir()
+    (made.folder / "mn5.sif").symlink_to(mn5_sif)
+    shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
+    try:
+        made.cluster("up", "3", "--cpus", "80", "--die-with", str(os.getpid()))
+        yield made
+    finally:
+        made.cluster("down")
+        shutil.rmtree(made.folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "result"),
+    [
+        (("dist-hello", *CPU), "all_reduce of ones: 4"),
+        (("dist-pi", *CPU), "error [0-9.]+e-1[2-9], 100000000 intervals, 4 ranks"),
+        (("dist-train", *CPU, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 4 ranks"),
+        (("dist-bench", *CPU), r"all_reduce \w+ sum, 4 ranks, gloo"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, tuple) else "",
+)
+def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...], result: str) -> None:
+    told = site.finished("--nodes", "2", "--", *command)
+    assert told.startswith("module load singularity\n")
+    assert re.search(result, told), told
+
+
+def test_values_arrive_as_they_were_typed(site: Site) -> None:
+    (site.folder / "show me.py").write_text("import os, sys\nprint(os.environ['NOTE'], sys.argv[1:])\n")
+    note = """$(touch pwned) "and" 'more'"""
+    told = site.finished("--env", f"NOTE={note}", "--", "dist-run", *CPU, "show me.py", "$(id)", "a b")
+    assert f"{note} ['$(id)', 'a b']" in told, told
+    assert not (site.folder / "pwned").exists()
+
+
+def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
+    job = site.submit("--nodes", "2", "--", *COUNT, "100")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.cluster("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
+    site.until(lambda: "requeued" in site.told(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
+    assert saved is not None, site.told(job)
+    # Slurm holds a requeued job back for two minutes.
+    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
+    site.cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+    site.until(lambda: not site.queued(job), job)
+    assert f"starts at {saved[1]}\n" in site.told(job)
+    assert "finished at 100" in site.told(job)
+
+
+def test_cancelled_job_is_not_requeued(site: Site) -> None:
+    job = site.submit("--nodes", "2", "--", *COUNT, "6000")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    shown = site.imgkit("status", job)
+    assert "RUNNING" in shown.stdout
+    assert f"imgkit: squeue --jobs={job}" in shown.stderr
+    assert site.imgkit("cancel", job).returncode == 0
+    site.until(lambda: not site.queued(job), job)
+    site.until(lambda: not site.processes("node1", "node2"), job)
+    assert "requeued" not in site.told(job)
+
+
+def test_allocation_by_hand_runs_the_command(site: Site) -> None:
+    done = site.imgkit("submit", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *CPU)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--image", "no.sif", "--", "dist-hello"), "no image"),
+        (("--option=--no-such-option", "--", "dist-hello"), "sbatch refused the job"),
+        (("--gpus", "8", "--", "dist-hello"), "a node has 4"),
+    ],
+)
+def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) -> None:
+    done = site.imgkit("submit", "mn5", *SITE, *words)
+    assert done.returncode in (2, 4)
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_lost_node_ends_the_others_and_is_named(site: Site) -> None:
+    job = site.submit("--nodes", "3", "--stop-before", "0", "--", *COUNT, "6000")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.cluster("fault", "cut", "node3")
+    site.until(lambda: site.told(job).count("lost node 2 of 3 (node3)") == 2, job)
+    site.until(lambda: not site.processes("node1", "node2"), job)
