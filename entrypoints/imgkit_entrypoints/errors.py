@@ -12,6 +12,7 @@ EXIT_USAGE = 2
 EXIT_TOOL_MISSING = 3
 EXIT_TOOL_FAILED = 4
 EXIT_NO_PLAN = 5
+EXIT_SAVED = 85
 
 
 class ImgkitError(Exception):

@@ -77,6 +77,17 @@ KNOWN: tuple[_Known, ...] = (
         remedy="docker: --shm-size=8g or --ipc=host; singularity has the host's: df -h /dev/shm",
     ),
     _Known(
+        pattern=r"failed to extend /dev/shm/nccl-",
+        cause="the shared memory (/dev/shm) is too small for NCCL",
+        remedy="docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory",
+    ),
+    _Known(
+        pattern=r"unlink shared memory .* failed",
+        cause="something removed NCCL's files from /dev/shm while it ran: systemd does when a user's last "
+        "session on the node ends",
+        remedy="the node's administrator: RemoveIPC=no in /etc/systemd/logind.conf",
+    ),
+    _Known(
         pattern=r"DataLoader worker.*killed by signal: Killed|exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)",
         cause="a process was killed, most often by the kernel because memory ran out",
         remedy="ask for more memory (Slurm: --mem) or use fewer data workers; dmesg | grep -i oom",

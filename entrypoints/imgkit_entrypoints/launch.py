@@ -2,7 +2,8 @@
 
 Three processes: this one, which takes the signals and holds the heartbeat; the guard, below which everything
 runs (guard.py); torchrun. Schedulers signal every process of a job step, so torchrun and its workers are
-started with `STOP_SIGNALS` blocked: only this process acts on them, by the stop flag (stopping.py).
+started with `STOP_SIGNALS` blocked: only this process acts on them, by the stop flag (stopping.py). In a
+user's program they are unblocked again (program.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from imgkit_entrypoints import guard, stopping
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_TOOL_FAILED, NoPlan, ToolFailed
-from imgkit_entrypoints.roll import EXIT_SAVED, AllDone, Event, Failed, Lost, Place, Roll, StopAsked
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan, ToolFailed, UsageError
+from imgkit_entrypoints.roll import AllDone, Event, Failed, Lost, Place, Roll, StopAsked
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall import Caller, Say
@@ -65,10 +66,20 @@ def run(
 
     Raises
     ------
-    NoPlan : the roll call failed. ToolFailed : `argv` cannot be started.
+    NoPlan : the roll call failed. ToolFailed : `argv` cannot be started. UsageError : a folder of the run
+    cannot be written.
     """
     with _signals() as signals, stopping.folder(stop_dir, place.node_rank) as folder:
         roll: Roll | None = None
+        if place.node_rank == 0 and env.get("IMGKIT_RUN_DIR"):
+            try:
+                stopping.clear(Path(env["IMGKIT_RUN_DIR"]))
+            except OSError as error:
+                raise UsageError(
+                    f"the marks of an earlier run cannot be removed: {error.strerror}",
+                    where=f"IMGKIT_RUN_DIR: {error.filename}",
+                    hint="name a writable folder that all nodes share",
+                ) from error
         if meet and place.nnodes > 1:
             from imgkit_entrypoints import rollcall  # one node starts without it, and sooner
 
@@ -84,8 +95,6 @@ def run(
         child_env = {
             # torchrun knows no host name: each line of --tee says [host:rank].
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{me.host.replace('$', '$$')}:${{rank}}]: ",
-            # torchrun ends workers by TERM, which is blocked in them, and would wait 30 s before KILL.
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
             **env,
             "IMGKIT_STOP_DIR": str(folder),
             "IMGKIT_JOB_ID": job_id,
@@ -181,6 +190,7 @@ class _Supervisor:
     ) -> None:
         self.command, self.env, self.folder, self.job_id = command, env, folder, job_id
         self.roll, self.signals, self.say, self.grace_s = roll, signals, say, grace_s
+        self.run_dir = Path(env["IMGKIT_RUN_DIR"]) if env.get("IMGKIT_RUN_DIR") else None
         self.code: int | None = None
         """Of the command; negative: the signal that ended it."""
         self.stop_reason = ""
@@ -256,6 +266,7 @@ class _Supervisor:
             for event in self.roll.tick() if self.roll else ():
                 self._hear(event)
             self._act_on_signals()
+            self._look_for_the_stop_file()
             if time.monotonic() >= self._deadline:
                 self._next_step(control)
 
@@ -311,6 +322,16 @@ class _Supervisor:
                 self.roll.ask_stop(name)
             self._stop(name)
 
+    def _look_for_the_stop_file(self) -> None:
+        """What a job script or a user may leave in the run's folder; on one node only, it is shared."""
+        if self.run_dir is None or self.stop_reason or (self.roll and self.roll.place.node_rank != 0):
+            return
+        if (self.run_dir / stopping.STOP).exists():
+            reason = str(self.run_dir / stopping.STOP)
+            if self.roll:
+                self.roll.ask_stop(reason)
+            self._stop(reason)
+
     def _stop(self, reason: str) -> None:
         """Ask the program to save and end, once."""
         if self.stop_reason:
@@ -363,14 +384,13 @@ class _Supervisor:
 
     def _tell_the_job(self) -> None:
         """Leave the mark in the run's folder, which all nodes and the job script share."""
-        run_dir = self.env.get("IMGKIT_RUN_DIR")
-        failed = any(code not in (0, EXIT_SAVED) for code in self.codes)
-        if not run_dir or failed or (self.roll and self.roll.place.node_rank != 0):
+        if self.run_dir is None or (self.roll and self.roll.place.node_rank != 0):
             return
         try:
-            stopping.hand_on(self.folder, Path(run_dir))
+            stopping.hand_on(self.folder, self.run_dir)
         except OSError as error:
-            self.say(f"warning: {run_dir}: {error.strerror}; the job script will not see that it was saved")
+            why = f"{self.run_dir}: {error.strerror}"
+            self.say(f"warning: {why}; the job script will not see that the state was saved")
 
     def _meet_at_the_end(self, code: int) -> int:
         """Closing barrier: a node that leaves with an error lets schedulers kill those that still save."""

@@ -16,6 +16,7 @@ from imgkit_entrypoints import __version__, fabric, facts, launch, options, plan
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.placement import Placement, Wanted
 from imgkit_entrypoints.registry import COMMANDS, Command
+from imgkit_entrypoints.system import to_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_run(words, os.environ))
     except ImgkitError as error:
-        if "--plan" in words:
+        if options.plan_wanted(words, os.environ):
             told = {"what": error.what, "where": error.where, "hint": error.hint}
             print(json.dumps({"schema": plan.SCHEMA, "error": told}, indent=2))
         print(f"{words[0] if words else 'imgkit_entrypoints'}: {error}", file=sys.stderr)
@@ -40,6 +41,8 @@ def _run(words: list[str], env: Mapping[str, str]) -> int:
         raise UsageError(f"unknown command {words[0] if words else ''!r}", hint=f"one of: {names}")
     if command.name in _WITHOUT_LAUNCH:
         return _WITHOUT_LAUNCH[command.name](words[1:], env)
+    if words[1:] and words[1] in command.verbs:
+        return int(importlib.import_module(command.verbs[words[1]]).main(words[2:]))
     asked, worker = _user_program(command, words, env) if command.app is None else _app(command, words, env)
     return _launch(asked, worker, env, _place(asked.wanted, env), own=command.app is not None)
 
@@ -49,10 +52,12 @@ def _app(
 ) -> tuple[options.Options, tuple[str, ...]]:
     assert command.app is not None  # noqa: S101 - the caller branches on it
     app = importlib.import_module(command.options or command.app)
-    both = options.parser(command.name, command.summary, env)
+    both = options.parser(command.name, command.summary, env, device=command.device)
     app.add_arguments(both.add_argument_group("options of the program"))
     both.parse_args(words[1:])  # one check of everything, and --help with both groups
-    parsed, rest = options.parser(command.name, command.summary, env).parse_known_args(words[1:])
+    parsed, rest = options.parser(command.name, command.summary, env, device=command.device).parse_known_args(
+        words[1:]
+    )
     return options.read(parsed, tuple(words)), (sys.executable, "-I", "-u", "-m", command.app, *rest)
 
 
@@ -67,14 +72,16 @@ def _user_program(
     parser.add_argument(
         "--pass-local-rank",
         action="store_true",
-        help="append --local_rank=N, as torch.distributed.launch did",
+        help="give the program --local_rank=N, as torch.distributed.launch did",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="your script or module and its arguments")
     parsed = parser.parse_args(words[1:])
     if not parsed.program:
         raise UsageError("no script given", hint="dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]")
-    flags = ("-u", "-m") if parsed.module else ("-u",)
-    return options.read(parsed, tuple(words)), (sys.executable, *flags, *parsed.program)
+    flags = (("--pass-local-rank", parsed.pass_local_rank), ("-m", parsed.module))
+    first = (sys.executable, "-u", str(Path(__file__).with_name("program.py")))
+    given = tuple(flag for flag, wanted in flags if wanted)
+    return options.read(parsed, tuple(words)), (*first, *given, *parsed.program)
 
 
 def _place(wanted: Wanted, env: Mapping[str, str]) -> Placement:
@@ -84,16 +91,10 @@ def _place(wanted: Wanted, env: Mapping[str, str]) -> Placement:
 def _launch(
     asked: options.Options, worker: tuple[str, ...], env: Mapping[str, str], place: Placement, *, own: bool
 ) -> int:
-    host = facts.gather(env=env)
-    made = plan.make(
-        asked.request,
-        worker,
-        place=place,
-        host=host,
-        system=facts.system_facts(env=env),
-        env=env,
-    )
-    warnings = (*made.warnings, *(() if own else _shadows(env)))
+    host, system = facts.gather(env=env), facts.system_facts(env=env)
+    made = plan.make(asked.request, worker, place=place, host=host, system=system, env=env)
+    odd = schedulers.warnings(place, asked.wanted, env, recipe=system.scheduler if system else "")
+    warnings = (*odd, *made.warnings, *(() if own else _shadows(env)))
     if asked.show_plan:
         print(json.dumps(dataclasses.replace(made, warnings=warnings).to_dict(), indent=2))
         return 0
@@ -108,7 +109,7 @@ def _launch(
             _say(text)
     me = rollcall.Caller(
         host=host.hostname,
-        identity=rollcall.identity(nccl=host.nccl_version),
+        identity=rollcall.identity(torch=host.torch_version, nccl=host.nccl_version),
         nproc=made.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
     )
@@ -164,8 +165,10 @@ def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     place: dict[str, object] = {}
     nnodes, head = 1, ""
+    odd: tuple[str, ...] = ()
     try:
         found = _place(Wanted(), env)
+        odd = schedulers.warnings(found, Wanted(), env, recipe=system.scheduler if system else "")
         place = {**dataclasses.asdict(found), "source": dict(found.source)}
         nnodes, head = found.nnodes, found.head
     except ImgkitError as error:
@@ -179,9 +182,7 @@ def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
         "schema": plan.SCHEMA,
         "imgkit": __version__,
         "host": dataclasses.asdict(host),
-        "system": None
-        if system is None
-        else dataclasses.asdict(dataclasses.replace(system, env=dict(system.env))),
+        "system": None if system is None else json.loads(to_json(system)),
         "placement": place,
         "fabric": dataclasses.asdict(dataclasses.replace(network, env=dict(network.env))),
     }
@@ -197,7 +198,7 @@ def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
     print(f"fabric     {network.kind}: {network.reason}")
     for decision in network.decisions:
         print(f"  {'set ' if decision.used else 'note'} {_told(decision)}")
-    for text in (*network.warnings, *network.blockers):
+    for text in (*odd, *network.warnings, *network.blockers):
         print(f"  warn {text}")
     return 0
 
@@ -223,7 +224,7 @@ def _doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
                 request = dataclasses.replace(asked.request, prefix=False)
                 worker = (sys.executable, "-I", "-u", "-m", "imgkit_entrypoints.apps.doctor", *rest)
                 return _launch(dataclasses.replace(asked, request=request), worker, env, place, own=True)
-    return doctor.main(rest, env)
+    return doctor.main(rest, {**env, "IMGKIT_DEVICE": asked.request.device})
 
 
 _WITHOUT_LAUNCH: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.arguments import natural, positive
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.placement import Wanted
 from imgkit_entrypoints.plan import Request
 from imgkit_entrypoints.schedulers import NAMES
@@ -26,20 +28,44 @@ class Options:
     grace_s: int
 
 
+_ALSO: Mapping[str, tuple[str, ...]] = {
+    "--nproc": ("--nproc-per-node", "--nproc_per_node"),
+    "--node-rank": ("--node_rank",),
+    "--head": ("--master-addr", "--master_addr"),
+    "--port": ("--master-port", "--master_port"),
+    "--max-restarts": ("--max_restarts",),
+}
+"""Spellings of torchrun and torch.distributed.launch, for command lines that are there already."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, so that ``--plan`` shows them like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"{self.prog} --help")
+
+
 def parser(
-    name: str, summary: str, env: Mapping[str, str], usage: str | None = None
+    name: str, summary: str, env: Mapping[str, str], usage: str | None = None, *, device: str = "auto"
 ) -> argparse.ArgumentParser:
-    """A parser with the launch's options; the app adds its own."""
-    made = argparse.ArgumentParser(prog=name, description=summary, usage=usage, allow_abbrev=False)
+    """A parser with the launch's options; the app adds its own. Its errors are UsageError."""
+    made = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
     made.add_argument("--version", action="version", version=f"imgkit {__version__}")
     group = made.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
 
     def option(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
-        given = env.get("IMGKIT_" + flag.strip("-").replace("-", "_").upper())
+        given = env.get(_variable(flag))
         # A string default goes through `type` and its errors like a value on the command line.
         group.add_argument(flag, type=kind, default=given or default, metavar=metavar, help=text)
+        if flag in _ALSO:  # a help of its own would be twice as long
+            dest, hidden = flag.strip("-").replace("-", "_"), argparse.SUPPRESS
+            group.add_argument(*_ALSO[flag], dest=dest, type=kind, default=hidden, help=hidden)
 
-    option("--device", _one_of(DEVICES), "auto", "|".join(DEVICES), "default: cuda where GPUs are visible")
+    def switch(flag: str, text: str) -> None:
+        group.add_argument(flag, action="store_true", default=_on(flag, env), help=text)
+
+    default = "cuda where GPUs are visible" if device == "auto" else device
+    option("--device", _one_of(DEVICES), device, "|".join(DEVICES), f"default: {default}")
     option("--nproc", _nproc, "auto", "N|auto", "processes on this node; auto: one a GPU")
     option(
         "--scheduler",
@@ -52,15 +78,18 @@ def parser(
     option("--node-rank", natural, None, "RANK", "which of them this is; the head is 0")
     option("--head", str, None, "HOST", "name or address of node 0, as the others reach it")
     option("--port", positive, None, "PORT", "where the nodes meet on the head; default: from the job id")
-    option("--max-restarts", natural, 0, "N", "restarts of failed processes (default 0)")
+    option("--max-restarts", natural, None, "N", "restarts after a failure (default 0; elastic: 10)")
     option("--log-dir", str, None, "DIR", "keep each process' output there, a folder a node")
     option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default 120)")
     option("--grace", positive, 60, "S", "seconds to save in after a stop signal (default 60)")
-    group.add_argument(
-        "--direct", action="store_true", default=None, help="this process is one rank; do not start torchrun"
-    )
-    group.add_argument("--plan", action="store_true", help="print what would be run as JSON, and stop")
+    switch("--direct", "this process is one rank; do not start torchrun")
+    switch("--plan", "print what would be run as JSON, and stop")
     return made
+
+
+def plan_wanted(words: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether an error is to be told as JSON too, also one of the options themselves."""
+    return "--plan" in words or env.get(_variable("--plan")) == "1"
 
 
 def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
@@ -74,7 +103,7 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
             node_rank=parsed.node_rank,
             head=parsed.head,
             port=parsed.port,
-            direct=parsed.direct,
+            direct=parsed.direct or None,
             command=command,
         ),
         request=Request(
@@ -82,12 +111,22 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
             device=parsed.device,
             max_restarts=parsed.max_restarts,
             log_dir=parsed.log_dir,
-            pass_local_rank=getattr(parsed, "pass_local_rank", False),
         ),
         show_plan=parsed.plan,
         rollcall_timeout_s=parsed.rollcall_timeout,
         grace_s=parsed.grace,
     )
+
+
+def _variable(flag: str) -> str:
+    return "IMGKIT_" + flag.strip("-").replace("-", "_").upper()
+
+
+def _on(flag: str, env: Mapping[str, str]) -> bool:
+    given = env.get(_variable(flag), "")
+    if given not in ("", "0", "1"):
+        raise UsageError(f"{given!r} is neither 0 nor 1", where=_variable(flag), hint=f"1 is {flag}")
+    return given == "1"
 
 
 def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:

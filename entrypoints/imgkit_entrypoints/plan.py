@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,18 @@ from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
 
-# The user's values cannot get into this text: they are its arguments.
-_PASS_LOCAL_RANK = ("sh", "-c", 'exec "$@" --local_rank="$LOCAL_RANK"', "sh")
+_FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
+    # Between the signal that torchrun passes on and KILL; else 30 s, longer than the launcher waits.
+    ((2, 12), ("--shutdown-timeout", "3")),
+)
+"""Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
+
+
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""With a shared one, a node that joins later waits for the address of the workers' store, which is written in
+the first round only (next_rendezvous in dynamic_rendezvous.py of torch 2.13): all nodes end after 60 s."""
+ELASTIC_RESTARTS = 10
+"""Without any, no node may leave: its end makes the workers of all others fail, and that is a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +40,9 @@ class Request:
 
     nproc: str = "auto"
     device: str = "auto"
-    max_restarts: int = 0
+    max_restarts: int | None = None
+    """None: 0, or `ELASTIC_RESTARTS` where nodes may come and go."""
     log_dir: str | None = None
-    pass_local_rank: bool = False
     prefix: bool = True
     """Each line of output bears ``[host:rank]``."""
 
@@ -101,14 +112,16 @@ def make(
             where=f"fabric {network.kind}",
             hint="dist-doctor shows the evidence; --device cpu runs over gloo",
         )
-    decided = {**network.env, **_threads(host, nproc, place, env, decisions)}
+    decided = {**network.env, **_threads(host, nproc, env, decisions)}
     # So that nobody further in takes the launcher's choices for the user's wishes.
     variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
-    command = (*_PASS_LOCAL_RANK, *worker) if request.pass_local_rank else tuple(worker)
+    command = tuple(worker)
     if place.direct is not None:
         variables |= _ranks(place)
     else:
         command = (*_torchrun(request, place, host, nproc), *command)
+    if _elastic(place) and _NO_SHARED_STORE not in env:
+        variables[_NO_SHARED_STORE] = "1"
     # torchrun takes PET_* as defaults of its flags, and dies on some that operators send: PET_STANDALONE="".
     operators = tuple(sorted(name for name in env if name.startswith("PET_")))
     return LaunchPlan(
@@ -134,16 +147,16 @@ def _device(
             Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
         )
         return "cuda"
-    if expected or request.device == "cuda":
+    # A number of processes is a choice; without one, a forgotten --nv would start a rank for every CPU.
+    if request.device == "cuda" or (expected and request.nproc == "auto"):
         reason = f"the recipe says {expected} a node" if expected else "--device cuda asks for them"
         raise NoPlan(
             f"no GPU is visible here, but {reason} ({host.gpus_source})",
             hint="start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
             "or give --device cpu",
         )
-    decisions.append(
-        Decision(variable="device", value="cpu", reason="no GPU is visible, the recipe expects none")
-    )
+    known = f"the recipe says {expected} a node: --nv forgotten?" if expected else "the recipe expects none"
+    decisions.append(Decision(variable="device", value="cpu", reason=f"no GPU is visible, {known}"))
     return "cpu"
 
 
@@ -169,12 +182,14 @@ def _nproc(
 
 
 def _threads(
-    host: HostFacts, nproc: int, place: Placement, env: Mapping[str, str], decisions: list[Decision]
+    host: HostFacts, nproc: int, env: Mapping[str, str], decisions: list[Decision]
 ) -> dict[str, str]:
     name = "OMP_NUM_THREADS"
     given = env.get(name)
-    # PBS sets it to the node's processors by itself: that is no wish of the user's, and nproc times too many.
-    if given and not (place.scheduler == "pbs" and given == env.get("NCPUS")):
+    # PBS sets it to the chunk's processors by itself, and mpiexec hands it on: that is no wish of the user's,
+    # and nproc times too many. A task of pbsdsh has no NCPUS.
+    by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
+    if given and not by_pbs:
         decisions.append(Decision(variable=name, value=given, reason="yours"))
         return {}
     value = str(max(1, host.cpus // nproc))
@@ -199,22 +214,37 @@ def _ranks(place: Placement) -> dict[str, str]:
 def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
     # Each node its own folder: torchrun's paths hold no host, so nodes would mix on a shared file system.
     logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
+    restarts = request.max_restarts
+    if restarts is None:
+        restarts = ELASTIC_RESTARTS if _elastic(place) else 0
     return (
         # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
         # -u: it copies the workers' lines, and would keep them until its end where stdout is a file.
-        *(sys.executable or "python3", "-I", "-u", "-m", "torch.distributed.run"),
+        *(sys.executable or "python3", "-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"),
         *_rendezvous(place, host),
-        *("--nproc-per-node", str(nproc), "--max-restarts", str(request.max_restarts)),
+        *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts)),
+        *("--monitor-interval", "0.1"),  # torch 2.3 looks every 5 s only
+        *(word for since, flags in _FLAGS_SINCE if _version(host.torch_version) >= since for word in flags),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
+        "--",  # torchrun's parser would take the program's --max for a short --max-restarts, and refuse it
     )
 
 
+def _version(torch: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", torch)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _elastic(place: Placement) -> bool:
+    return place.min_nnodes is not None and place.nnodes > 1
+
+
 def _rendezvous(place: Placement, host: HostFacts) -> tuple[str, ...]:
-    if place.nnodes == 1 and place.min_nnodes is None:
+    if place.nnodes == 1:
         # Workers dial the agent by this address. The default is the host's name, which a container without a
         # network cannot resolve: the run then hangs for ten minutes.
         return ("--standalone", "--local-addr", "127.0.0.1")
-    if place.min_nnodes is not None:
+    if _elastic(place):
         found = sockets.best(host, place.head)
         return (
             *("--rdzv-backend", "c10d", "--nnodes", f"{place.min_nnodes}:{place.nnodes}"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,10 @@ class Command:
     """Module that each worker runs; None: no workers of its own."""
     options: str | None = None
     """Module whose ``add_arguments`` gives the options, where it is not `app`; it imports no torch."""
+    device: str = "auto"
+    """``--device`` where it is not given."""
+    verbs: Mapping[str, str] = field(default_factory=dict)
+    """First word -> module whose ``main(words)`` is run here, without a launch; it imports no torch."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -23,7 +28,12 @@ COMMANDS: tuple[Command, ...] = (
         summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
     ),
     Command(name="dist-hello", summary="every rank says where it runs", app="imgkit_entrypoints.apps.hello"),
-    Command(name="dist-pi", summary="compute pi on all ranks", app="imgkit_entrypoints.apps.pi"),
+    Command(
+        name="dist-pi",
+        summary="compute pi on all ranks; needs no GPU",
+        app="imgkit_entrypoints.apps.pi",
+        device="cpu",
+    ),
     Command(
         name="dist-train",
         summary="train a model with DDP",
@@ -34,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
         name="dist-bench",
         summary="measure collectives, with verified values",
         app="imgkit_entrypoints.apps.bench",
+        verbs={"report": "imgkit_entrypoints.apps.bench.report"},
     ),
     Command(name="dist-env", summary="print what was found here and what it means for a launch"),
     Command(name="dist-doctor", summary="check this node's network, limits and libraries, with fixes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import time
@@ -10,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from imgkit_entrypoints.errors import EXIT_SAVED
 from imgkit_entrypoints.wire import Link
 
 BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
-EXIT_SAVED = 85
 
 
 class Place(Protocol):
@@ -134,9 +135,13 @@ class HeadRoll(Roll):
         warnings: Sequence[str],
         links: Mapping[int, Link],
         hosts: Mapping[int, str],
+        listener: socket.socket,
     ) -> None:
         super().__init__(place, port, warnings)
         self._links, self._hosts = dict(links), hosts
+        # Open to the end: a command started twice on a host would else begin a second run of this job.
+        self._listener = listener
+        self._late: list[Link] = []
         self._codes: dict[int, int] = {}
         self._closed = False
 
@@ -151,8 +156,31 @@ class HeadRoll(Roll):
         if code not in (0, EXIT_SAVED):
             self._tell({"failed": {"node": self.node(0, self._hosts[0]), "code": code}, "head": True})
 
+    def close(self) -> None:
+        self._listener.close()
+        for link in self._late:
+            link.close()
+        super().close()
+
+    def _refuse_late(self) -> None:
+        """Whoever calls now is one too many."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._late.append(Link(self._listener.accept()[0]))
+        for link in list(self._late):
+            if link.receive():
+                what = "all nodes of this run had called before this process did"
+                hint = (
+                    "was it started twice on this host? pbsdsh starts it once for each line of the node file"
+                )
+                link.send({"refused": {"what": what, "where": self._hosts[0], "hint": hint}})
+            if link.why or time.monotonic() - link.heard > LINGER_S:
+                self._late.remove(link)
+                link.close()
+
     def tick(self) -> list[Event]:
         events: list[Event] = []
+        self._refuse_late()
         now = time.monotonic()
         for rank, link in list(self._links.items()):
             name = self.node(rank, self._hosts[rank])

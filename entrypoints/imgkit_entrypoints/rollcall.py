@@ -46,15 +46,10 @@ class Caller:
     gpu: str = ""
 
 
-def identity(*, nccl: str, root: Path = Path("/")) -> Identity:
-    """This image's identity, without importing torch."""
+def identity(*, torch: str, nccl: str, root: Path = Path("/")) -> Identity:
+    """This image's identity."""
     import hashlib
-    from importlib import metadata
 
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
     try:
         image = hashlib.sha256((root / MANIFEST).read_bytes()).hexdigest()[:12]
     except OSError:
@@ -79,11 +74,11 @@ def call(
         return _join(place, me, timeout_s, say, stopped)
     try:
         return run.gather()
-    except NoPlan as error:
-        run.refuse(error)
-        raise
-    finally:
+    except BaseException as error:
+        if isinstance(error, NoPlan):
+            run.refuse(error)
         run.listener.close()
+        raise
 
 
 class _Gathering:
@@ -104,8 +99,9 @@ class _Gathering:
                 f"port {self.port}, where the nodes of this run meet, is busy on the head: "
                 f"{ports.holder(self.port)} listens there",
                 where=f"{place.head or me.host}:{self.port} ({error.strerror})",
-                hint="give every node the same free port, for example: --port "
-                f"{ports.first_free(self.port) or 29500}; or end that process",
+                hint="if that is this very command, it was started twice on this host (pbsdsh: once for each "
+                "line of the node file); else give every node the same free port, for example: --port "
+                f"{ports.first_free(self.port) or 29500}",
             ) from error
 
     def gather(self) -> Roll:
@@ -131,7 +127,7 @@ class _Gathering:
         for link in self.strangers:
             link.close()
         hosts = {rank: caller.host for rank, caller in self.callers.items()}
-        return HeadRoll(self.place, port, warnings, self.links, hosts)
+        return HeadRoll(self.place, port, warnings, self.links, hosts, self.listener)
 
     def refuse(self, error: NoPlan) -> None:
         """Tell everybody who has called why there is no run."""

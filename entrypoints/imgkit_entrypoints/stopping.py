@@ -43,8 +43,7 @@ def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
         # `wanted` may lie on a file system that all nodes share.
         place = made or (wanted or Path()) / f"node{node_rank}"
         place.mkdir(parents=True, exist_ok=True)
-        for name in (STOP, SAVED):
-            (place / name).unlink(missing_ok=True)
+        clear(place)
     except OSError as error:
         raise UsageError(
             f"the stop folder cannot be used: {error.strerror}",
@@ -56,6 +55,17 @@ def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def clear(place: Path) -> None:
+    """Take away the marks of an earlier run.
+
+    Raises
+    ------
+    OSError : one is there and cannot be removed.
+    """
+    for name in (STOP, SAVED):
+        (place / name).unlink(missing_ok=True)
 
 
 def _first_writable(places: tuple[str | None, ...]) -> Path:

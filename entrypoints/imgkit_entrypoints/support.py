@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imgkit_entrypoints import facts, system
+from imgkit_entrypoints.checks import software
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import Reader
 from imgkit_entrypoints.facts.tree import Entry
@@ -36,7 +37,8 @@ def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
     UsageError : `target` cannot be written.
     """
     members = {
-        entry.path: entry for entry in (*facts.snapshot(env=env), *_more(Reader(root=facts.root_of(env))))
+        entry.path: entry
+        for entry in (*facts.snapshot(env=env), *_more(Reader(root=facts.root_of(env)), env))
     }
     telling = {name: value for name, value in sorted(env.items()) if _TELLING.fullmatch(name)}
     telling.pop("IMGKIT_ROOT", None)
@@ -71,7 +73,7 @@ def how_to_replay(target: Path) -> str:
     )
 
 
-def _more(reader: Reader) -> Iterator[Entry]:
+def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
     """What the checks and the recipe's facts read besides `facts.gather`."""
     text = reader.text(str(system.SYSTEM_JSON))
     try:
@@ -95,6 +97,12 @@ def _more(reader: Reader) -> Iterator[Entry]:
         yield Entry(path=f"sys/class/iommu/{name}", kind="folder")
     if reader.exists("/usr/local/cuda/compat"):
         yield Entry(path="usr/local/cuda/compat", kind="folder")
+    # Of a library the one line that a check reads.
+    host = facts.gather(env=env)
+    path, own = software.image_glibc(host, reader)
+    versions = {**software.needed_glibc(host, reader), **({path: own} if own else {})}
+    for name, newest in versions.items():
+        yield Entry(path=name.lstrip("/"), kind="file", content=f"GLIBC_2.{newest}\n")
 
 
 def _add(archive: tarfile.TarFile, entry: Entry) -> None:

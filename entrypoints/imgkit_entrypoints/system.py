@@ -47,6 +47,10 @@ class Runtime:
     """Options of every start, for example ``--nv``."""
     binds: tuple[str, ...] = ()
     """``SRC[:DEST[:ro]]`` mounts of every start."""
+    host_libs: tuple[str, ...] = ()
+    """Folders of the nodes' own NCCL, network plugin and libfabric, searched before the image's."""
+    host_modules: tuple[str, ...] = ()
+    """Environment modules of a run without a container, in load order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-TAG = "imgkit-test-line:latest"
+TAG = f"imgkit-test-mn5-{os.getpid()}:latest"
 
 
 def imgkit(*words: str | Path) -> None:

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from imgkit_entrypoints import launch
+
 WORKER = """
 import os, time, torch, torch.distributed as dist
 from pathlib import Path
@@ -27,6 +29,9 @@ while True:
     if step == 5 and SCENARIO == "finish":
         break
     if step == 5 and SCENARIO == "worker fails" and rank == 3:
+        raise RuntimeError("this rank is broken")
+    if step == 5 and SCENARIO == "worker fails, others hang":
+        time.sleep(0.1 if rank == 3 else 1000)
         raise RuntimeError("this rank is broken")
     if asked.item() and SCENARIO != "deaf":
         (stop / "state-saved").write_text(os.environ["IMGKIT_JOB_ID"] + f" {step}")
@@ -60,10 +65,12 @@ def start(node: str, folder: Path, scenario: str, rank: int) -> "subprocess.Pope
         "timeout_s": 3.0 if scenario == "one node missing" else 60.0,
     }
     # -u: torchrun's copy of the workers' output would else stay in its buffer until it ends.
-    torchrun = [sys.executable, "-I", "-u", "-m", "torch.distributed.run", "--rdzv-backend", "static"]
+    module = "imgkit_entrypoints.apps.torchrun"
+    torchrun = [sys.executable, "-I", "-u", "-m", module, "--rdzv-backend", "static"]
     torchrun += ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
     torchrun += ["--master-port", "<port from the roll call>", "--nproc-per-node", "2", "--tee", "3"]
-    torchrun += ["--log-dir", str(folder / f"logs{rank}"), "--no-python", sys.executable, "-u", str(worker)]
+    torchrun += ["--log-dir", str(folder / f"logs{rank}"), "--no-python", sys.executable, "-u"]
+    torchrun += [str(Path(launch.__file__).with_name("program.py")), str(worker)]
     log = (folder / f"node{rank}.log").open("wb")
     return subprocess.Popen(
         [sys.executable, node, json.dumps(options), *torchrun],
@@ -101,7 +108,9 @@ def main() -> None:
         lines = processes(mark).items()
         # The guard and the launcher name torchrun on their own command lines too.
         victim = [
-            pid for pid, line in lines if line.split()[1:5] == ["-I", "-u", "-m", "torch.distributed.run"]
+            pid
+            for pid, line in lines
+            if line.split()[1:5] == ["-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"]
         ]
         os.kill(victim[0], signal.SIGKILL)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The apps under a real torchrun in the stand-in image, without a network: hello, pi, bench, doctor."""
+"""The apps under a real torchrun in the stand-in image, without a network: hello, pi, doctor."""
 
 from __future__ import annotations
 
@@ -93,27 +93,18 @@ def test_every_world_size_gives_the_same_pi(standin: str) -> None:
 
 
 SPOILED = """
-import sys
 import torch.distributed as dist
 
-app, how = sys.argv[1:3]
-sys.argv = [app, *sys.argv[3:]]
 right = dist.all_reduce
 
 def all_reduce(tensor, *args, **kwargs):
-    # A rank whose numbers are wrong as it sends them, or as it gets them.
-    spoil = dist.get_rank() == 1
-    if spoil and how == "sends" and tensor.numel() > 1024:
+    # A rank whose numbers are wrong as it sends them.
+    if dist.get_rank() == 1 and tensor.numel() > 1024:
         tensor[tensor != 0] += 1
     right(tensor, *args, **kwargs)
-    if spoil and how == "gets" and tensor.numel() == 1024:
-        tensor[0] += 1
 
 dist.all_reduce = all_reduce
-if app == "bench":
-    from imgkit_entrypoints.apps.bench import main
-else:
-    from imgkit_entrypoints.apps.doctor import main
+from imgkit_entrypoints.apps.doctor import main
 main()
 """
 TORCHRUN = (
@@ -122,21 +113,10 @@ TORCHRUN = (
 )
 
 
-def spoiled(standin: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run an app on two ranks, of which rank 1 computes wrongly."""
+def spoiled(standin: str) -> subprocess.CompletedProcess[str]:
+    """Run the doctor on two ranks, of which rank 1 computes wrongly."""
     shell = ("sh", "-c", 'cat > /spoiled.py && exec "$@"', "sh")
-    return inside(standin, *shell, *TORCHRUN, "/spoiled.py", *words, given=SPOILED)
-
-
-def test_wrong_elements_are_counted_and_exit_one(standin: str) -> None:
-    done = spoiled(standin, "bench", "gets", "--sizes", "4K,1M", "--iterations", "2")
-    assert done.returncode == 1
-    assert "elements were wrong" in done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d", line)]
-    # Only 1024 elements are spoiled: one of them an iteration, the five of the warm-up included.
-    assert [(row[0], row[-1]) for row in rows] == [("4096", "7"), ("1048576", "0")]
-    for row in rows:
-        assert float(row[2]) == pytest.approx(float(row[3]), abs=0.002)  # two ranks: the factor is 1
+    return inside(standin, *shell, *TORCHRUN, "/spoiled.py", given=SPOILED)
 
 
 TWO_AGENTS = """
@@ -161,7 +141,7 @@ def test_two_nodes_verify_their_sum(standin: str) -> None:
 
 
 def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
-    done = spoiled(standin, "doctor", "sends")
+    done = spoiled(standin)
     assert done.returncode == 1
     assert "the numbers of rank 1 arrived wrong at 2 of 2 ranks" in done.stdout
     assert "FAILED on" in done.stdout

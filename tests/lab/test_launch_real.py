@@ -58,7 +58,7 @@ def play(request: pytest.FixtureRequest) -> Play:
     return run
 
 
-pytestmark = () if PYTHON else pytest.mark.docker
+pytestmark = [] if PYTHON else [pytest.mark.docker]
 
 
 def test_two_nodes_make_one_run(play: Play) -> None:
@@ -93,6 +93,13 @@ def test_failed_worker_ends_all_nodes(play: Play) -> None:
     found = play("worker fails")
     assert found["codes"] == [1, 1]
     assert "this rank is broken" in found["output"]
+
+
+def test_hanging_worker_ends_with_its_node(play: Play) -> None:
+    found = play("worker fails, others hang")
+    assert found["codes"] == [1, 1]
+    assert "Signal 1 (SIGHUP)" in found["output"]  # not KILL, half a minute later
+    assert "memory ran out" not in found["output"]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
         state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
     )
     made.folder.mkdir()
+    made.folder.chmod(0o777)
     (made.folder / "mn5.sif").symlink_to(mn5_sif)
     shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
     try:
@@ -117,9 +118,14 @@ def test_values_arrive_as_they_were_typed(site: Site) -> None:
 
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
-    job = site.submit("--nodes", "2", "--", *COUNT, "100")
+    # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
+    made = site.imgkit("job", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "100")
+    (site.folder / "job.sh").write_text(made.stdout)
+    submitted = site.cluster("--user", "sbatch", "--parsable", site.folder / "job.sh")
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
     site.until(lambda: "starts at 0" in site.told(job), job)
-    site.cluster("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
+    site.cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
     site.until(lambda: "requeued" in site.told(job), job)
     saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
     assert saved is not None, site.told(job)

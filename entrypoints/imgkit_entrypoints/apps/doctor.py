@@ -18,10 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints import __version__, facts
 from imgkit_entrypoints.checks import Check, Verdict
+from imgkit_entrypoints.checks.machine import SHM
 from imgkit_entrypoints.doctor import SCHEMA, add_arguments, examine, passed
 from imgkit_entrypoints.errors import ImgkitError
 
@@ -51,6 +53,10 @@ class Answer:
     """Ranks whose numbers arrived wrong here."""
     checks: tuple[Check, ...] = ()
     """Of the whole node; from the first rank of each node only."""
+    machine: str = ""
+    """The boot id: one for all containers of a machine."""
+    nccl_host: str = ""
+    """What NCCL takes for the machine, as `_nccl_host` says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +95,33 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
     for sender in sorted(senders):
         said = f"the numbers of rank {sender} arrived wrong at {complaints[sender]} of {heard} ranks"
         blamed.setdefault(sender, []).append(said)
+    answers = {rank: _with_neighbours(answer, answers) for rank, answer in answers.items()}
     failing = {rank for rank, answer in answers.items() if not passed(answer.checks)}
     suspects = bool(blamed or failing)
     return tuple(_node(host, ranks, answers, blamed, suspects) for host, ranks in _by_host(hosts).items())
+
+
+def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
+    """`answer` with a warning where its GPUs and others of one machine are in containers kept apart."""
+    if not answer.machine or not answer.device.startswith("cuda"):
+        return answer
+    others = sorted(
+        {
+            other.host
+            for other in answers.values()
+            if other.machine == answer.machine and other.nccl_host != answer.nccl_host
+        }
+    )
+    if not others:
+        return answer
+    apart = Check(
+        name="machine",
+        verdict="warn",
+        evidence=f"/proc/sys/kernel/random/boot_id is that of {', '.join(others)}, too, but the host name or "
+        f"{SHM} is not: NCCL takes the network between GPUs of one machine",
+        fix=f"one container for all GPUs of a machine; else one {SHM} (hostIPC) and NCCL_HOSTID for all",
+    )
+    return dataclasses.replace(answer, checks=(*answer.checks, apart))
 
 
 def _by_host(hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -221,8 +251,10 @@ def _examined(answer: Answer) -> Answer:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return answer
     try:
+        host = facts.gather()
+        answer = dataclasses.replace(answer, machine=host.boot_id, nccl_host=_nccl_host(host))
         found = examine(
-            facts.gather(),
+            host,
             facts.system_facts(),
             os.environ,
             reader=facts.Reader(root=facts.root_of(os.environ)),
@@ -232,6 +264,15 @@ def _examined(answer: Answer) -> Answer:
     except ImgkitError as error:
         found = (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)
     return dataclasses.replace(answer, checks=found)
+
+
+def _nccl_host(host: facts.HostFacts) -> str:
+    """NCCL's sign of a machine, by which it finds who can share memory (its misc/utils.cc, shm transport)."""
+    try:
+        shm = Path(SHM).stat().st_dev
+    except OSError:
+        shm = 0
+    return f"{os.environ.get('NCCL_HOSTID') or host.hostname} {shm}"
 
 
 def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:

@@ -6,13 +6,15 @@ guide, "Troubleshooting", unless a check names another source.
 
 from __future__ import annotations
 
-from imgkit_entrypoints.checks import machine, network
+from imgkit_entrypoints.checks import machine, network, software
 from imgkit_entrypoints.checks.values import Check, Subject, Verdict
 
 __all__ = ["CHECKS", "Check", "Subject", "Verdict"]
 
 CHECKS = (
     machine.image,
+    software.scheduler,
+    software.fuse,
     machine.gpus,
     machine.driver,
     machine.cpus,
@@ -26,6 +28,8 @@ CHECKS = (
     network.roce_gid,
     network.slingshot,
     network.gpudirect,
+    software.glibc,
     machine.iommu,
     machine.nccl,
+    software.cumem,
 )

@@ -118,6 +118,7 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         dmabuf=software.dmabuf(reader),
         libraries=libraries,
         verbs_providers=software.verbs_providers(reader, env),
+        torch_version=software.torch(reader),
         nccl_version=nccl_version,
         nccl_source=nccl_source,
         nccl_settings=software.nccl_settings(reader, env),

@@ -227,6 +227,7 @@ class HostFacts:
     """True where the driver's open kernel module and the kernel allow DMA-BUF."""
     libraries: tuple[Library, ...] = ()
     verbs_providers: tuple[str, ...] = ()
+    torch_version: str = ""
     nccl_version: str = ""
     """``2.20.5``; empty if unknown."""
     nccl_source: str = ""

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.placement import Direct, Placement, Read, Wanted, WrongStart
 from imgkit_entrypoints.schedulers import detect, manual, standalone
-from imgkit_entrypoints.schedulers.detect import BY_NAME, NAMES, Scheduler
+from imgkit_entrypoints.schedulers.detect import BY_NAME, NAMES, Scheduler, claims, unseen
 from imgkit_entrypoints.schedulers.fields import hostname, node_range, number, port_in, short
 
-__all__ = ["NAMES", "Scheduler", "place"]
+__all__ = ["NAMES", "Scheduler", "claims", "place", "unseen", "warnings"]
 
 
 # Field of `Wanted` -> the variable under which modules read it; `place` writes flags there.
@@ -56,6 +56,16 @@ def place(wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
         found = _place_by(module, wanted, asked, read)
     _check_host(found, read)
     return _with_flags(found, wanted, env)
+
+
+def warnings(found: Placement, wanted: Wanted, env: Mapping[str, str], *, recipe: str) -> tuple[str, ...]:
+    """What is odd about `found` where the image's recipe is for the scheduler `recipe`, but no error."""
+    alone = found.scheduler == standalone.NAME and found.direct is None
+    if not alone or wanted.scheduler or wanted.nnodes:
+        return ()
+    text = unseen(recipe, env)
+    meant = "this machine alone; in a job, start the container without --cleanenv (if meant: --nnodes 1)"
+    return (f"{text}: {meant}",) if text else ()
 
 
 def _filled(wanted: Wanted, env: Mapping[str, str]) -> Wanted:

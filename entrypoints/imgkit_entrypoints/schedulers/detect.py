@@ -28,6 +28,10 @@ class Scheduler(Protocol):
         """What to type instead."""
 
 
+SHOWING: tuple[str, ...] = ("slurm", "pbs")
+"""The recipes' schedulers that show in every job; the others do not in one of a single node."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
     """Two launchers whose variables are seen together for a known reason: the first one places the
@@ -101,6 +105,18 @@ def named(name: str, env: Mapping[str, str]) -> Scheduler:
             else "was this started by it, and without --cleanenv or --containall?",
         )
     return claiming[0]
+
+
+def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables by which launchers show, of each launcher one."""
+    return tuple(shown[0] for module in LAUNCHERS if (shown := module.claims(env)))
+
+
+def unseen(name: str, env: Mapping[str, str]) -> str:
+    """What is odd where `name`, the recipe's scheduler, should show and no launcher does; else empty."""
+    if name not in SHOWING or claims(env):
+        return ""
+    return f"the recipe says {name}, and no variable of a scheduler is set here"
 
 
 def refuse_two(claimants: Sequence[Scheduler], env: Mapping[str, str]) -> NoReturn:

@@ -45,6 +45,12 @@ class Ranks:
     hand_in: str
     """How the launcher sets variable {name} to {value} for its processes."""
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All that a container must be handed."""
+        ranks = (*self.rank, *self.world_size, *self.local_rank, *self.local_world_size)
+        return (*ranks, *self.node_rank, *self.job_id)
+
     def handing(self, name: str, value: str) -> str:
         """The words that hand a variable to all processes."""
         return self.hand_in.format(name=name, value=value)

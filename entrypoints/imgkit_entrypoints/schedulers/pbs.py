@@ -10,8 +10,9 @@ Notes
 * A task that pbsdsh starts gets PBS_NODENUM, its host's index, and none of the script's exports. PBS_TASKNUM
   is decimal in the script and 8 hexadecimal digits in a task: it tells the two apart, and is never a rank.
 * pbsdsh starts one task for each LINE of the node file: with mpiprocs=2 two on a host, hence ``-n INDEX``.
+* pbsdsh ends with 0 whatever became of its tasks, and what they print does not pass through it.
 
-Source: openpbs src/resmom/start_exec.c, mom_comm.c, src/tools/pbsdsh.c.
+Source: openpbs src/resmom/start_exec.c, mom_comm.c, src/cmds/pbsdsh.c.
 """
 
 from __future__ import annotations
@@ -107,25 +108,13 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
     )
 
 
-def start_argv(
-    command: Sequence[str],
-    *,
-    line: int | None = None,
-    directory: str = ".",
-    forward: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:
-    """The words that start `command` through pbsdsh, in `directory` and with `forward` in its environment.
+def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
+    """The words that start `command` through pbsdsh on the host of the node file's line `line`, from 0.
 
-    Parameters
-    ----------
-    line : the node file's line, from 0, to start it on. None starts it on every line: once per host only
-    where
-        the request says mpiprocs=1.
+    The command must bring what it needs: no variable, module or folder of the job script is there. pbsdsh
+    itself ends with 0 in any case; ``-v`` has it print the task's exit status.
     """
-    given = ("env", *(f"{name}={value}" for name, value in forward.items())) if forward else ()
-    script = f"cd {shlex.quote(directory)} && exec {shlex.join([*given, *command])}"
-    where = () if line is None else ("-n", str(line))
-    return ("pbsdsh", *where, "--", "/bin/bash", "-c", script)
+    return ("pbsdsh", "-v", "-n", line, "--", *command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:

@@ -84,8 +84,10 @@ def start(repeat: int) -> None:
     walls = {name: [run.wall_s for run in done] for name, done in runs.items()}
     for name, wall in walls.items():
         print(f"* `{name} -m noop`: {spread(wall)} s")
-    more = [(b - a) * 1000 for a, b in zip(walls["torchrun"], walls["dist-run"], strict=True)]
-    print(f"* difference, pair by pair: {spread(more, 0)} ms")
+    for label, value in (("wall", "wall_s"), ("CPU", "cpu_s")):
+        pairs = zip(runs["torchrun"], runs["dist-run"], strict=True)
+        more = [(getattr(ours, value) - getattr(bare, value)) * 1000 for bare, ours in pairs]
+        print(f"* difference in {label} time, pair by pair: {spread(more, 0)} ms")
 
 
 def plan(repeat: int) -> None:

@@ -87,3 +87,23 @@ def test_host_that_said_nothing_is_still_listed() -> None:
     assert nodes[-1].host == "a host that never said its name"
     assert nodes[-1].verdict == "fail"
     assert nodes[1].verdict == "ok"
+
+
+def test_containers_of_one_machine_are_told() -> None:
+    gpu = {"device": "cuda:0", "machine": "b00t"}
+    found = answers(
+        r0={**gpu, "nccl_host": "pod-0 27"},
+        r2={**gpu, "nccl_host": "pod-1 31"},
+        r4={**gpu, "machine": "0ther", "nccl_host": "pod-2 27"},
+    )
+    nodes = judge(HOSTS, found, 60)
+    assert [node.verdict for node in nodes] == ["warn", "warn", "ok"]
+    assert "that of as02, too" in nodes[0].checks[0].evidence
+    assert "NCCL_HOSTID" in nodes[0].checks[0].fix
+
+
+def test_containers_that_share_memory_are_fine() -> None:
+    same = {"device": "cuda:0", "machine": "b00t", "nccl_host": "one 27"}
+    assert set(judged(answers(r0=same, r2=same)).values()) == {"ok"}
+    unknown = {"device": "cuda:0", "machine": ""}
+    assert set(judged(answers(r0={**unknown, "nccl_host": "a"}, r2=unknown)).values()) == {"ok"}

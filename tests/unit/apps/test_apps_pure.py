@@ -1,4 +1,4 @@
-"""What the apps decide without torch: parts, weights, factors, texts, options."""
+"""What the apps decide without torch: parts, weights, texts, options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from imgkit_entrypoints.apps import bench, hello, pi
+from imgkit_entrypoints.apps import hello, pi
 
 WORLD_SIZES = range(1, 9)
 
@@ -76,36 +76,6 @@ def test_rank_without_points_does_not_divide_by_zero() -> None:
     assert "nan" in pi.report(3.0, 1, [idle, done(1, 1.0)], 1.0, idle)[-1]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "algbw", "busbw"),
-    # Published rows of all_reduce, columns rounded to 0.1 (EPFL's RoCE guide; BSC's MareNostrum 5 tables).
-    [(2, 1687.1, 1687.1), (4, 1081.0, 1621.5), (8, 703.3, 1230.8), (16, 349.9, 656.0), (64, 335.4, 660.4)],
-)
-def test_bus_factor_reproduces_published_rows(ranks: int, algbw: float, busbw: float) -> None:
-    assert algbw * bench.bus_factor(ranks) == pytest.approx(busbw, abs=0.16)
-
-
-def test_one_rank_uses_no_bus() -> None:
-    assert bench.bus_factor(1) == 0.0
-
-
-def test_row_has_both_units() -> None:
-    row = bench.Row(size_bytes=1 << 30, seconds=0.5, world_size=4, wrong=0)
-    assert row.algbw_GBps == pytest.approx(2.147483648)
-    assert bench.line(row).split() == ["1073741824", "500000.0", "2.147", "3.221", "17.18", "25.77", "0"]
-    assert len(bench.line(row)) == len(bench.HEADER)
-
-
-def test_sizes_are_powers_of_1024() -> None:
-    assert bench.sizes("4,4K,1m,2G") == (4, 4096, 1 << 20, 2 << 30)
-
-
-@pytest.mark.parametrize("text", ["", "0", "5", "1T", "-4K", "4K,,1M", "1.5M"])
-def test_odd_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
-        bench.sizes(text)
-
-
 @pytest.mark.parametrize("text", ["hello", "Grüße von Knoten 7", "x" * hello.TEXT_BYTES, ""])
 def test_texts_survive_the_way(text: str) -> None:
     assert len(hello.packed(text)) == hello.TEXT_BYTES
@@ -134,8 +104,6 @@ def test_table_shows_every_rank() -> None:
     [
         (hello, ["--rounds", "0"]),
         (pi, ["--intervals", "1e8"]),
-        (bench, ["--iterations", "0"]),
-        (bench, ["--sizes", "7"]),
     ],
 )
 def test_bad_numbers_are_refused(app: object, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

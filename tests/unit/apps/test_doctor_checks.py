@@ -269,6 +269,88 @@ def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
     assert verdicts(examine(IB, MN5, CUDA, root=image), "iommu") == ["unknown"]
 
 
+@pytest.mark.parametrize(
+    ("env", "verdict", "said"),
+    [
+        ({}, "warn", "the recipe says slurm"),
+        ({"SLURM_JOB_NODELIST": "n1"}, "ok", "SLURM_JOB_NODELIST"),
+        ({"PBS_JOBID": "7.pbs"}, "ok", "PBS_JOBID"),
+    ],
+)
+def test_hidden_job_is_told(env: dict[str, str], verdict: str, said: str) -> None:
+    system = dataclasses.replace(MN5, scheduler="slurm")
+    hits = [check for check in examine(IB, system, env) if check.name == "scheduler"]
+    assert [(check.verdict, said in check.evidence) for check in hits] == [(verdict, True)]
+
+
+def test_pod_alone_is_no_hidden_job() -> None:
+    system = dataclasses.replace(MN5, scheduler="runai")
+    assert verdicts(examine(IB, system), "scheduler") == []
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "verdict"), [(34, 36, "ok"), (36, 36, "ok"), (38, 36, "fail"), (100, 99, "fail")]
+)
+def test_host_library_needs_the_images_glibc(host: int, own: int, verdict: str, tmp_path: Path) -> None:
+    for path, newest in ((LIBRARY + ".14", host), ("/usr/lib/x86_64-linux-gnu/libc.so.6", own)):
+        place = tmp_path / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(b"\x7fELF\xff\0GLIBC_2.2.5\0GLIBC_2.%d\0GLIBC_PRIVATE\0" % newest)
+    hits = [check for check in examine(IB, root=tmp_path, nnodes=2) if check.name == "glibc"]
+    assert [check.verdict for check in hits] == [verdict]
+    assert (f"needs GLIBC_2.{host}" in hits[0].evidence) == (verdict == "fail")
+
+
+DOCKER = "CapEff:\t00000000a80425fb\nSeccomp:\t2\n"
+CUDA_12_6 = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  560.35.03  Fri Aug 16 21:39:15 UTC 2024"
+
+
+@pytest.mark.parametrize(
+    ("status", "nccl", "driver", "env", "told"),
+    [
+        (DOCKER, "2.25.1", CUDA_12_6, {}, ["warn"]),
+        (DOCKER.replace("a80425fb", "a88425fb"), "2.25.1", CUDA_12_6, {}, []),  # --cap-add SYS_NICE
+        (DOCKER.replace("\t2", "\t0"), "2.25.1", CUDA_12_6, {}, []),
+        (DOCKER, "2.23.4", CUDA_12_6, {}, []),
+        (DOCKER, "2.26.5", CUDA_12_6, {}, []),
+        (DOCKER, "", CUDA_12_6, {}, []),
+        (DOCKER, "2.25.1", IB.driver, {}, []),
+        (DOCKER, "2.25.1", CUDA_12_6, {"NCCL_CUMEM_HOST_ENABLE": "0"}, []),
+        ("", "2.25.1", CUDA_12_6, {}, []),
+    ],
+)
+def test_cumem_needs_numa_calls(
+    status: str, nccl: str, driver: str, env: dict[str, str], told: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text(status)
+    found = examine(IB, None, env, root=tmp_path, nccl_version=nccl, driver=driver)
+    assert verdicts(found, "cumem") == told
+
+
+PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": "squashfuse_ll 80"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "env", "told"),
+    [
+        ({}, {"SLURM_JOB_ID": "7"}, ["warn"]),
+        ({}, {}, []),  # nobody signals all processes
+        ({"91": "squashfuse_ll 70"}, {"SLURM_JOB_ID": "7"}, []),  # of another container
+        ({"91": "bash 80"}, {"SLURM_JOB_ID": "7"}, []),
+    ],
+)
+def test_image_that_a_process_mounts_is_told(
+    changed: dict[str, str], env: dict[str, str], told: list[str], tmp_path: Path
+) -> None:
+    for number, text in {**PROCESSES, **changed}.items():
+        name, parent = text.split()
+        (tmp_path / "proc" / number).mkdir(parents=True)
+        (tmp_path / "proc" / number / "comm").write_text(name + "\n")
+        (tmp_path / "proc" / number / "status").write_text(f"Name:\t{name}\nPPid:\t{parent}\n")
+    assert verdicts(examine(GOOD, None, env, root=tmp_path), "image mount") == told
+
+
 def test_broken_manifest_is_unknown(image: Path) -> None:
     for text in ("{", "[]", "{}", '{"platform": 3}'):
         (image / "opt/imgkit/manifest.json").write_text(text)

@@ -38,6 +38,12 @@ def node(tmp_path: Path) -> Path:
     (root / "opt/imgkit/manifest.json").write_text(
         json.dumps({"platform": "linux/amd64", "base": {"env": {"PIP_PASSWORD": "hunter2"}}})
     )
+    libraries = root / "usr/lib/x86_64-linux-gnu"
+    libraries.mkdir(parents=True)
+    (libraries / "libc.so.6").write_bytes(b"\x7fELF\0GLIBC_2.36\0")
+    (libraries / "libibverbs.so.1.14").write_bytes(b"\x7fELF\0GLIBC_2.39\0hunter2")
+    (libraries / "libibverbs.so.1").symlink_to("libibverbs.so.1.14")
+    (root / "facts.json").write_text('{"arch": "x86_64"}')
     (root / "etc").mkdir()
     (root / "etc/shadow").write_text("root:hunter2")
     return root
@@ -61,6 +67,7 @@ def test_bundle_gives_the_same_verdicts(
     env = environment(node)
     assert doctor.main(["--json"], env) == 1
     expected = json.loads(capsys.readouterr().out)
+    assert any("needs GLIBC_2.39" in check["evidence"] for check in expected["checks"])
     assert doctor.main(["--bundle", str(tmp_path / "node.tar.gz")], env) == 0
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -42,6 +42,26 @@ def test_variables_stand_in_for_flags():
     assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "3"
 
 
+def test_switches_have_variables_too():
+    env = {"IMGKIT_PLAN": "1", "IMGKIT_NPROC": "3"}
+    assert json.loads(command("dist-hello", env=env).stdout)["nproc"] == 3
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PLAN": "1"}
+    assert json.loads(command("dist-hello", env=ranks | sizes).stdout)["mode"] == "direct"
+
+
+def test_switch_that_is_neither_on_nor_off_is_refused():
+    done = command("dist-hello", env={"IMGKIT_PLAN": "yes"})
+    assert done.returncode == 2
+    assert "IMGKIT_PLAN: 'yes' is neither 0 nor 1" in done.stderr
+
+
+def test_variable_for_plan_shows_errors_as_json():
+    done = command("dist-hello", "--nproc", "many", env={"IMGKIT_PLAN": "1"})
+    assert done.returncode == 2
+    assert "'many'" in json.loads(done.stdout)["error"]["what"]
+
+
 def test_flag_beats_its_variable():
     made = json.loads(command("dist-hello", "--plan", "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
     assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "2"
@@ -60,6 +80,23 @@ def test_failed_plan_is_json_too():
     told = json.loads(done.stdout)["error"]
     assert "srun" in told["hint"]
     assert "Traceback" not in done.stderr
+
+
+def test_mistake_with_plan_is_json_too():
+    done = command("dist-hello", "--plan", "--nproc", "many")
+    assert done.returncode == 2
+    assert "--nproc: 'many'" in json.loads(done.stdout)["error"]["what"]
+    assert "--nproc: 'many'" in done.stderr
+
+
+def test_pi_needs_no_gpu(tmp_path: Path):
+    (tmp_path / "opt/imgkit").mkdir(parents=True)
+    (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
+    env = {"IMGKIT_ROOT": str(tmp_path)}
+    assert command("dist-hello", "--plan", env=env).returncode == 5
+    made = json.loads(command("dist-pi", "--plan", env=env).stdout)
+    assert (made["env"]["IMGKIT_DEVICE"], made["nproc"]) == ("cpu", 1)
+    assert command("dist-pi", "--plan", "--device", "cuda", env=env).returncode == 5
 
 
 def test_plan_imports_no_torch(tmp_path: Path):
@@ -88,7 +125,7 @@ def test_shell_lines_can_be_evaluated():
 
 def test_dist_run_takes_a_module():
     made = json.loads(command("dist-run", "--plan", "-m", "pkg.train", "--lr", "1").stdout)
-    assert made["argv"][-5:] == ["-u", "-m", "pkg.train", "--lr", "1"]
+    assert made["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]
 
 
 def test_help_shows_both_groups_of_options():
@@ -168,3 +205,19 @@ def test_broken_system_facts_are_named(tmp_path: Path):
     with pytest.raises(UsageError, match="cannot read the system facts") as caught:
         facts.system_facts(broken)
     assert str(broken) in str(caught.value)
+
+
+def test_torchrun_s_spellings_are_understood() -> None:
+    old = ("--nproc_per_node=2", "--node_rank=1", "--master_addr=node1", "--master_port=7000")
+    done = command("dist-hello", "--plan", "--nnodes=2", *old)
+    assert done.returncode == 0, done.stderr
+    placement = json.loads(done.stdout)["placement"]
+    # torchrun has the port that is given, the roll call the next.
+    assert (placement["node_rank"], placement["head"], placement["port"]) == (1, "node1", 7001)
+    assert json.loads(done.stdout)["nproc"] == 2
+
+
+def test_wrong_value_names_the_spelling_that_was_typed() -> None:
+    done = command("dist-hello", "--nproc_per_node", "many")
+    assert done.returncode == 2
+    assert "--nproc_per_node: 'many'" in done.stderr

@@ -16,7 +16,7 @@ from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 WORKER = ("python3", "-m", "program")
 
 
-def host(gpus: int = 0, cpus: int = 8) -> HostFacts:
+def host(gpus: int = 0, cpus: int = 8, torch: str = "") -> HostFacts:
     return HostFacts(
         hostname="n1",
         arch="x86_64",
@@ -24,6 +24,7 @@ def host(gpus: int = 0, cpus: int = 8) -> HostFacts:
         cpus=cpus,
         gpus=gpus,
         gpus_source=f"{gpus} device files",
+        torch_version=torch,
     )
 
 
@@ -33,13 +34,14 @@ def make(
     gpus: int = 0,
     system: SystemFacts | None = None,
     place: Placement | None = None,
+    torch: str = "",
     **request: object,
 ) -> plan.LaunchPlan:
     return plan.make(
         plan.Request(**request),  # type: ignore[arg-type]
         WORKER,
         place=place or node(),
-        host=host(gpus),
+        host=host(gpus, torch=torch),
         system=system,
         env=env or {},
     )
@@ -90,9 +92,14 @@ def test_users_threads_are_left_alone():
     assert "OMP_NUM_THREADS" not in make({"OMP_NUM_THREADS": "7"}).env
 
 
-def test_threads_that_pbs_set_are_divided():
-    made = make({"OMP_NUM_THREADS": "8", "NCPUS": "8"}, nproc="4", place=node(scheduler="pbs"))
-    assert made.env["OMP_NUM_THREADS"] == "2"
+@pytest.mark.parametrize(
+    "env",
+    [{"OMP_NUM_THREADS": "288", "NCPUS": "288"}, {"OMP_NUM_THREADS": "8"}],
+    ids=["through mpiexec", "task of pbsdsh"],
+)
+def test_threads_that_pbs_set_are_divided(env):
+    assert make({"PBS_JOBID": "7", **env}, nproc="4").env["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in make(env, nproc="4").env
 
 
 def test_recipe_environment_fills_gaps_only():
@@ -119,6 +126,23 @@ def test_range_of_nodes_uses_c10d():
     assert flag(made, "--rdzv-id") == "7"
 
 
+def test_node_may_leave_a_range_and_join_it():
+    place = node(3, min_nnodes=1)
+    made = make(place=place)
+    assert flag(made, "--max-restarts") == str(plan.ELASTIC_RESTARTS)
+    assert made.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert flag(make(place=place, max_restarts=0), "--max-restarts") == "0"
+    mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    assert mine.keys().isdisjoint(make(mine, place=place).env)
+    fixed = make(place=node(3))
+    assert flag(fixed, "--max-restarts") == "0"
+    assert mine.keys().isdisjoint(fixed.env)
+
+
+def test_range_that_ends_at_one_is_one_node():
+    assert "--standalone" in make(place=node(min_nnodes=1)).argv
+
+
 def test_logs_of_nodes_do_not_mix():
     assert flag(make(place=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/node1"
 
@@ -132,11 +156,12 @@ def test_ranks_of_an_mpi_start_need_no_torchrun():
     assert made.env["MASTER_ADDR"] == "n0"
 
 
-def test_old_scripts_get_their_local_rank():
-    assert make(pass_local_rank=True).argv[-len(WORKER) - 4 :] == (
-        *("sh", "-c", 'exec "$@" --local_rank="$LOCAL_RANK"', "sh"),
-        *WORKER,
-    )
+@pytest.mark.parametrize(
+    ("torch", "has"),
+    [("2.13.0+cpu", True), ("2.12.0", True), ("2.3.0a0+40ec155e58.nv24.3", False), ("", False)],
+)
+def test_flags_follow_the_version_of_torch(torch: str, has: bool):
+    assert ("--shutdown-timeout" in make(torch=torch).argv) == has
 
 
 def test_operator_variables_are_kept_from_torchrun():
@@ -152,6 +177,12 @@ def test_expected_but_invisible_gpus_are_refused():
     with pytest.raises(NoPlan, match="4 a node") as caught:
         make(system=SystemFacts(node=Node(gpus=4)))
     assert "--nv" in str(caught.value.hint)
+
+
+def test_number_of_processes_is_a_choice_without_gpus():
+    made = make(system=SystemFacts(node=Node(gpus=4)), nproc="2")
+    assert (made.nproc, made.env["IMGKIT_DEVICE"]) == (2, "cpu")
+    assert any("--nv forgotten?" in decision.reason for decision in made.decisions)
 
 
 def test_cuda_without_gpu_is_refused():

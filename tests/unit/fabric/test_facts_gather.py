@@ -140,6 +140,16 @@ def test_nccl_wheel_beside_torch_counts_first(tmp_path: Path):
     assert facts.gather(tmp_path, {"NCCL_VERSION": "2.18.3"}).nccl == (2, 21, 5)
 
 
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("debug = False\n__version__ = '2.3.0a0+40ec155e58.nv24.3'\n", "2.3.0a0+40ec155e58.nv24.3"), ("", "")],
+)
+def test_torch_version_without_torch(tmp_path: Path, text: str, version: str):
+    folder = next(path for path in sys.path if path.endswith("site-packages"))
+    put(tmp_path, {f"{folder}/torch/version.py": text})
+    assert facts.gather(tmp_path, {}).torch_version == version
+
+
 def test_wrong_nccl_version_is_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="no NCCL version"):
         facts.gather(tmp_path, {"IMGKIT_NCCL_VERSION": "newest"})

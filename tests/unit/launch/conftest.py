@@ -47,7 +47,12 @@ class Nodes:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, name: value, "TMPDIR": str(self.folder)},
+            env={
+                **os.environ,
+                name: value,
+                "TMPDIR": str(self.folder),
+                "IMGKIT_RUN_DIR": str(self.folder / "run"),
+            },
             start_new_session=True,
         )
         self.processes.append(process)

@@ -32,6 +32,11 @@ SEEN = [
     ),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "a GPU's memory is full"),
     ("RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error.", "is too small"),
+    ("NCCL WARN Error: failed to extend /dev/shm/nccl-03v824 to 4194660 bytes", "too small for NCCL"),
+    (
+        "NCCL WARN unlink shared memory /dev/shm/nccl-d5rTd0 failed, error: No such file or directory",
+        "when a user's last session on the node ends",
+    ),
     ("  exitcode  : -9 (pid: 4242)", "memory ran out"),
     ("NCCL WARN Error: network AWS Libfabric not found.", "libfabric plugin"),
     ("No eligible providers were found", "efa exists on EC2 only"),

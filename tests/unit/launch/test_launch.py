@@ -233,6 +233,34 @@ def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
     assert nodes.codes() == [85, 85]
 
 
+def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
+    run_dir = nodes.folder / "run"
+    run_dir.mkdir()
+    for name in ("stop", "state-saved"):
+        (run_dir / name).write_text("of an earlier run")
+    nodes.two(SAVE)
+    nodes.said("ready", 4)
+    assert [path.name for path in run_dir.iterdir()] == []
+    (run_dir / "stop").touch()
+    assert nodes.codes() == [85, 85]
+    assert f"{run_dir}/stop on node 0 of 2 (host0): asked the program to save" in nodes.output()
+    assert (run_dir / "state-saved").read_text().split()[1:] == ["7"]
+
+
+def test_run_that_saved_nothing_is_not_marked(nodes: Any) -> None:
+    nodes.two(READY + "sys.exit(1)")
+    assert nodes.codes() == [1, 1]
+    assert not (nodes.folder / "run/state-saved").exists()
+
+
+def test_run_folder_that_cannot_be_cleared_is_refused(nodes: Any) -> None:
+    (nodes.folder / "run").mkdir()
+    (nodes.folder / "run/stop").mkdir()
+    nodes.start(["true"])
+    assert nodes.codes() == [2]
+    assert "IMGKIT_RUN_DIR" in nodes.output()
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_lost_node_ends_the_other(nodes: Any, killed: int) -> None:
     both = nodes.two(HANG)

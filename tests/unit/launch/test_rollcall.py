@@ -305,3 +305,12 @@ def test_ports_stay_below_the_ephemeral_range() -> None:
     assert ports.first_free(30999) in range(15000, 15100)
     assert ports.roll_call("any", 29500) == 29501
     assert ports.roll_call("any", 65535) == 65534
+
+
+def test_call_after_the_roll_call_is_refused(place: Placement) -> None:
+    rolls = meet(place)
+    late = Call(place, 1)
+    hear(rolls, lambda _: not late.is_alive())
+    for call in (late, Call(place, 0)):
+        assert "started twice on this host" in call.refusal()
+    close(rolls)

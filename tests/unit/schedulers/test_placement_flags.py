@@ -171,6 +171,32 @@ def test_impossible_variables_are_named(name: str, text: str) -> None:
     assert caught.value.where == name
 
 
+def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, ...]:
+    return schedulers.warnings(place(env, **flags), Wanted(**flags), env, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["slurm", "pbs"])
+def test_hidden_job_is_a_warning(recipe: str) -> None:
+    (text,) = odd({"HOME": "/root"}, recipe)
+    assert text.startswith(f"the recipe says {recipe}, and no variable of a scheduler is set")
+    assert "--cleanenv" in text
+
+
+@pytest.mark.parametrize("recipe", ["runai", "mpi", "standalone", ""])
+def test_alone_is_no_warning_for_other_recipes(recipe: str) -> None:
+    assert odd({}, recipe) == ()
+
+
+@pytest.mark.parametrize("flags", [{"nnodes": 1}, {"scheduler": "standalone"}, HAND])
+def test_alone_as_asked_for_is_no_warning(flags: dict[str, Any]) -> None:
+    assert odd({}, **flags) == ()
+
+
+def test_shown_job_is_no_warning() -> None:
+    assert odd(STEP) == ()
+    assert odd({"PBS_JOBID": "7", "PBS_NODENUM": "0", "IMGKIT_NODES": "n1"}) == ()
+
+
 def test_direct_makes_a_node_a_rank() -> None:
     assert place(STEP, direct=True).direct == Direct(rank=1, local_rank=0, world_size=2, local_world_size=1)
     assert place(STEP).direct is None

@@ -24,7 +24,7 @@ def test_start_words_are_one_process_a_node() -> None:
         "pals": pals.start_argv(node, nnodes=2, forward=forward),
         "openmpi": openmpi.start_argv(node, nnodes=2, forward=forward),
         "hydra": hydra.start_argv(node, nnodes=2, forward=forward),
-        "pbs": pbs.start_argv(node, line=4, directory="/home/my run", forward=forward),
+        "pbs": pbs.start_argv(node, line="4"),
         "manual": manual.start_argv(
             ("sh", "dist-run", "a.py", "-x"), nnodes=2, node_rank=1, head="x9", port=7
         ),
@@ -45,10 +45,7 @@ def test_start_words_are_one_process_a_node() -> None:
             *("mpiexec", "-n", "2", "-ppn", "1", "-bind-to", "none"),
             *("-genv", "IMGKIT_HEAD", "x 9", "dist-pi"),
         ),
-        "pbs": (
-            *("pbsdsh", "-n", "4", "--", "/bin/bash", "-c"),
-            "cd '/home/my run' && exec env 'IMGKIT_HEAD=x 9' dist-pi",
-        ),
+        "pbs": ("pbsdsh", "-v", "-n", "4", "--", "dist-pi"),
         # The options come before the script: what follows it is the script's own.
         "manual": (
             *("sh", "dist-run", "--nnodes", "2", "--node-rank", "1", "--head", "x9", "--port", "7"),

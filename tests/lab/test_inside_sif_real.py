@@ -1,0 +1,127 @@
+"""Inside the real .sif: read-only root, HOME unset, and host files that would end any other program."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Path]:
+    """A folder of Python files, each of which ends whoever imports it."""
+    folder = Path("/tmp") / f"imgkit-hostile-{os.getpid()}"
+    (folder / "torch").mkdir(parents=True)
+    for name in ("json.py", "sitecustomize.py", "torch/__init__.py"):
+        (folder / name).write_text(f"raise SystemExit('the wrong {name}')")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["root", "user"])
+def who(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """In front of a command: as which user of the host it runs."""
+    if request.param == "user" and os.geteuid() == 0:
+        return ("runuser", "-u", request.getfixturevalue("user"), "--")
+    if request.param == "root" and os.geteuid() != 0:
+        pytest.skip("only root runs it as root")
+    return ()
+
+
+def inside(
+    sif: Path, path: Path, *words: str, who: tuple[str, ...] = (), options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run `words` in `sif` without HOME, in the folder `path`, which is on PYTHONPATH."""
+    # HOME is unset inside: the runtime sets it by itself.
+    shell = ("sh", "-c", 'unset HOME; cd "$PYTHONPATH"; exec "$@"', "sh")
+    given = ("--bind", str(path), "--env", f"PYTHONPATH={path}", *options)
+    return subprocess.run(
+        [*who, "singularity", "exec", *given, str(sif), *shell, *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=120,
+        check=False,
+    )
+
+
+def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:
+    done = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2", who=who)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 2" in done.stdout
+    assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", done.stdout)) == 2, done.stdout
+
+
+def test_pi_is_right(mn5_sif: Path, hostile: Path) -> None:
+    done = inside(mn5_sif, hostile, "dist-pi", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 2 ranks", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) <= 1e-12
+
+
+def test_nothing_of_the_host_is_needed(mn5_sif: Path, hostile: Path, user: str) -> None:
+    # Neither the host's environment and folders nor a /tmp: only /dev/shm can be written to.
+    options = ("--containall", "--no-mount", "tmp")
+    who = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
+    words = ("dist-hello", "--device", "cpu", "--nproc", "2")
+    assert inside(mn5_sif, hostile, "touch", "/tmp/x", who=who, options=options).returncode == 1
+    done = inside(mn5_sif, hostile, *words, who=who, options=options)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 2" in done.stdout
+
+
+def test_found_facts_are_json(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:
+    done = inside(mn5_sif, hostile, "dist-env", "--json", who=who)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["host"]["arch"] == os.uname().machine
+    assert found["host"]["cpus"] == len(os.sched_getaffinity(0))
+    assert (found["system"]["scheduler"], found["system"]["node"]["gpus"]) == ("slurm", 4)
+    assert (found["placement"]["scheduler"], found["placement"]["nnodes"]) == ("standalone", 1)
+
+
+def test_doctor_examines_the_node(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:
+    done = inside(mn5_sif, hostile, "dist-doctor", "--json", "--device", "cpu", who=who)
+    found = json.loads(done.stdout)
+    verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+    assert verdicts["image"] == "ok", done.stdout
+    assert {"/dev/shm", "processors", "stack", "network"} <= verdicts.keys()
+    failed = [name for name, verdict in verdicts.items() if verdict == "fail"]
+    assert (found["passed"], done.returncode) == (not failed, 1 if failed else 0)
+    assert "gpus" not in failed  # none was asked for
+
+
+def test_doctor_runs_a_collective(mn5_sif: Path, hostile: Path) -> None:
+    done = inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verified on 1 node, 2 ranks" in done.stdout
+
+
+def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "helper.py").write_text("said = 'mine'")
+    (tmp_path / "main.py").write_text("import helper; print(helper.said)")
+    done = inside(mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py"))
+    assert done.returncode == 0, done.stderr
+    assert "]: mine" in done.stdout
+    assert f"PYTHONPATH: {tmp_path} holds another torch, which hides the image's" in done.stderr
+
+
+def test_missing_gpus_are_named_by_the_doctor(mn5_sif: Path, hostile: Path) -> None:
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has GPUs")
+    done = inside(mn5_sif, hostile, "dist-doctor")
+    assert done.returncode == 1
+    assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 a node\n +-> .*--nv", done.stdout, re.M)

@@ -1,0 +1,157 @@
+"""The .sif under a real Slurm on two nodes: a right start, a wrong one and its printed way out, the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PER_NODE = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+TWO = ("--device", "cpu", "--nproc", "2")
+PLACES = [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
+"""Rank and node of every process, two a node."""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """A cluster of two nodes and the file that its jobs run."""
+
+    state: Path
+    sif: Path
+
+    def __call__(self, *words: str | Path) -> str:
+        """What a command of the cluster printed."""
+        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
+        )
+        return done.stdout
+
+    @property
+    def output(self) -> Path:
+        return self.state / "jobs/output"
+
+    def submit(self, *lines: str) -> str:
+        """Start a job script of `lines` as the cluster's ordinary user; returns its number."""
+        self.output.unlink(missing_ok=True)
+        script = self.state / "job.sh"
+        script.write_text("\n".join(("#!/bin/bash", *lines, "")))
+        return self("--user", "sbatch", "--parsable", "-N2", "-o", self.output, script).strip()
+
+    def run(self, *lines: str) -> str:
+        """What a job script of `lines` printed. Not by sbatch -W, which looks after 2, 10, 42 s only."""
+        self.ended(self.submit(*lines))
+        return self.output.read_text()
+
+    def ended(self, job: str) -> None:
+        self.until(lambda: not self("squeue", "-h", "-j", job))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            told = self.output.read_text() if self.output.exists() else ""
+            assert time.monotonic() < end, "\n".join((told, *self.processes()))
+            time.sleep(0.3)
+
+    def exec(self, *words: str | Path) -> str:
+        return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *words)))
+
+    def processes(self) -> list[str]:
+        """Of all nodes, those that belong to a job."""
+        lines = (self("exec", node, "--", "ps", "-eo", "user:16,args") for node in ("node1", "node2"))
+        return [line for line in "\n".join(lines).splitlines() if line.startswith("researcher ")]
+
+
+@pytest.fixture(scope="module")
+def slurm(mn5_sif: Path) -> Iterator[Slurm]:
+    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
+    made = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
+    made("up", "2", "--die-with", str(os.getpid()))
+    made.output.parent.mkdir()
+    made.output.parent.chmod(0o1777)
+    yield made
+    made("down")
+
+
+def test_one_command_a_node_computes_pi(slurm: Slurm) -> None:
+    told = slurm.run(" ".join((*PER_NODE, slurm.exec("dist-pi", *TWO))), "echo code=$?")
+    error = re.search(r"error (\S+), 100000000 intervals, 4 ranks", told)
+    assert error is not None, told
+    assert float(error[1]) <= 1e-12
+    assert re.findall(r"rank (\d) on (\w+):", told) == PLACES
+    assert told.endswith("code=0\n")
+
+
+def test_start_without_srun_prints_what_works(slurm: Slurm) -> None:
+    refused = slurm.run(slurm.exec("dist-hello", *TWO), "echo code=$?")
+    assert refused.endswith("code=5\n")
+    assert "srun has started nothing on the others" in refused
+    typed = next(line.strip() for line in refused.splitlines() if line.strip().startswith("srun "))
+    told = slurm.run(typed, "echo code=$?")
+    assert "all_reduce of ones: 4" in told, told
+    assert re.findall(r": +(\d)  (node\d)  cpu", told) == PLACES
+    assert told.endswith("code=0\n")
+
+
+def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
+    # srun starts both tasks, of which one never gets to the container.
+    start = slurm.exec("dist-hello", *TWO, "--rollcall-timeout", "3")
+    told = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
+    assert "node 1 of 2 (node2) never called; 1/2 present after 3 s" in told, told
+    assert told.endswith("code=5\n")
+
+
+def test_busy_port_names_its_holder(slurm: Slurm) -> None:
+    code = "import socket, time; held = socket.create_server(('', 29501)); time.sleep(60)"
+    start = slurm.exec("dist-hello", *TWO, "--port", "29500")
+    told = slurm.run(f'python3 -c "{code}" & sleep 1', " ".join((*PER_NODE, start)), "kill %1")
+    holder = "(python3 -c .*|a process of) user researcher"
+    said = f"port 29501, where the nodes of this run meet, is busy on the head: {holder}"
+    assert re.search(said, told), told
+    assert "node1: task 0: Exited with exit code 5" in told
+
+
+def test_hidden_job_is_told(slurm: Slurm) -> None:
+    command = slurm.exec("dist-hello", *TWO, "--plan").replace("exec", "exec --cleanenv", 1)
+    told = slurm.run(f"srun -N2 {command}")
+    assert len(re.findall("no variable of a scheduler is set here.*--cleanenv", told)) == 2, told
+
+
+def waiting(slurm: Slurm) -> tuple[str, list[str]]:
+    """A job whose four workers wait for ever: its number, and the processes of node 1's workers."""
+    code = "import os, time; print('waiting', os.environ['RANK'], os.getpid(), flush=True); time.sleep(600)"
+    (slurm.state / "wait.py").write_text(code)
+    run = slurm.exec("dist-run", *TWO, "--grace", "1", slurm.state / "wait.py")
+    job = slurm.submit(" ".join((*PER_NODE, run)), "echo code=$?")
+    slurm.until(lambda: slurm.output.exists() and slurm.output.read_text().count("waiting") == 4)
+    assert len(slurm.processes()) > 4
+    return job, re.findall(r"waiting [23] (\d+)", slurm.output.read_text())
+
+
+@pytest.mark.parametrize("how", [(), ("--signal=KILL", "--full")], ids=["term", "kill"])
+def test_cancelled_job_leaves_no_process(slurm: Slurm, how: tuple[str, ...]) -> None:
+    job, _ = waiting(slurm)
+    slurm("scancel", *how, job)
+    slurm.ended(job)
+    slurm.until(lambda: not slurm.processes())
+
+
+def test_killed_worker_ends_the_job(slurm: Slurm) -> None:
+    job, workers = waiting(slurm)
+    slurm("exec", "node2", "--", "kill", "-KILL", workers[0])
+    slurm.ended(job)
+    slurm.until(lambda: not slurm.processes())
+    told = slurm.output.read_text()
+    assert "why: a process was killed" in told, told
+    assert re.search(r"node 1 of 2 \(node2\) ended with exit code \d+", told), told
+    assert not told.endswith("code=0\n")

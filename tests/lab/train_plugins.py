@@ -1,0 +1,61 @@
+"""A model and data sets for the tests of dist-train; runs in the image."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Random at every reading; some ways to fail."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 17 and self.fails == "raises":
+            raise ValueError("spoiled")
+        if index == 17 and self.fails == "dies":
+            os._exit(3)
+        inputs = torch.linspace(0, 1 + index, 6)
+        return inputs + torch.randn(6), inputs[-1:] / 10
+
+
+def data(config, split):
+    return Noisy()
+
+
+def raises(config, split):
+    return Noisy("raises")
+
+
+def dies(config, split):
+    return Noisy("dies")
+
+
+def model(config):
+    layers = torch.nn.Linear(6, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2)
+    return torch.nn.Sequential(*layers, torch.nn.Linear(64, 1))
+
+
+def plain(config):
+    return torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+
+calls = 0
+
+
+def breaks(model, batch):
+    """The loss of one step is no number, on one rank."""
+    global calls
+    calls += 1
+    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    return loss * float("nan") if calls == 6 and torch.distributed.get_rank() == 1 else loss
+
+
+def vector(model, batch):
+    return (model(batch[0]) - batch[1]).square()
