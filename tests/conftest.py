@@ -59,7 +59,7 @@ def _cluster() -> str | None:
     if os.geteuid() != 0:
         return "the virtual cluster needs root"
     places = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    programs = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ip")
+    programs = ("slurmctld", "slurmd", "srun", "munged", "sshd", "mpirun", "ip")
     lacking = [name for name in programs if shutil.which(name, path=places) is None]
     return f"not installed: {', '.join(lacking)}; ci/check installs them" if lacking else None
 

@@ -45,13 +45,15 @@ class Format(str, enum.Enum):
 
 def _request(
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
-    nodes: str = typer.Option("1", metavar="N|MIN:MAX", help="Nodes; MIN:MAX where they may come and go."),
+    nodes: str = typer.Option(
+        "", metavar="N|MIN:MAX", help="Nodes (without it 1, or all --hosts); MIN:MAX may vary."
+    ),
     gpus: int | None = typer.Option(None, metavar="G", help="GPUs of each node; without it all."),
     cpus: int | None = typer.Option(None, metavar="C", help="CPUs of each node."),
     nproc: int | None = typer.Option(None, metavar="N", help="Processes a node, where not one a GPU."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit; 90m and 2h are right as well."),
     account: str = typer.Option("", "--account", "-A", help="Account or project that pays."),
-    queue: str = typer.Option("", "--queue", "-q", help="Queue, partition or pool."),
+    queue: str = typer.Option("", "--queue", "-q", help="Queue, partition, or RunAI's project."),
     qos: str = typer.Option("", help="Slurm's quality of service."),
     image: str = typer.Option("", metavar="PATH|REF", help="Without it RECIPE.sif here, or RECIPE:latest."),
     bind: list[str] = typer.Option([], metavar="/SRC[:/DEST[:ro]]", help="Mount into the container."),
@@ -149,7 +151,8 @@ def verb_job(
       imgkit job mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
       imgkit job rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
       imgkit job olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
-      imgkit job lambda --nodes 2 --hosts 10.0.0.1,10.0.0.2 -- dist-hello
+      imgkit job lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
+      imgkit job lambda --hosts 10.0.0.1,10.0.0.2 --ssh -- dist-hello
     """
     job, script = _made(recipe, request)
     print(json.dumps(_described(job, script), indent=2) if as_json else script.text, end="\n" * as_json)
@@ -171,6 +174,7 @@ def verb_submit(
     Examples:
       imgkit submit mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-pi
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
+      imgkit submit lambda --hosts node1,node2 --ssh -- dist-bench
     """
     from imgkit_builder.job import check, submit
 
@@ -179,18 +183,38 @@ def verb_submit(
         print(json.dumps(_described(job, script), indent=2) if as_json else script.text, end="\n" * as_json)
         return
     check.before_submission(job)
+    if script.remote:
+        raise typer.Exit(_fanned_out(script))
     if script.foreground:
         print(f"imgkit: {shlex.join(script.submit)}", file=sys.stderr)
-        raise typer.Exit(submit.through(script.submit, cwd=job.directory))
+        submit.become(script.submit, cwd=job.directory)
     record = submit.submit(job, script)
     if as_json:
         print(json.dumps({**_described(job, script), "id": record.id}, indent=2))
         return
     print(record.id)
+    if job.request.interactive:
+        # How to get in: these lines come before the command in what `imgkit job` prints.
+        comments = [text for text in script.text.splitlines() if text.startswith("#")]
+        print("\n".join(comments), file=sys.stderr)
     print(
         f"imgkit: imgkit status {record.id}; imgkit logs {record.id}; imgkit cancel {record.id}",
         file=sys.stderr,
     )
+
+
+def _fanned_out(script: Script) -> int:
+    """Run the lines of all hosts; what they say bears the host's name."""
+    from imgkit_builder.job import fanout, submit
+
+    submit.need("ssh", "apt-get install openssh-client")
+
+    def show(host: str, text: bytes, error: bool) -> None:
+        stream = sys.stderr.buffer if error else sys.stdout.buffer
+        stream.write(f"{host}: ".encode() + text + b"\n")
+        stream.flush()
+
+    return fanout.run(script.remote, show=show, say=lambda text: print(f"imgkit: {text}", file=sys.stderr))
 
 
 def verb_status(
@@ -213,7 +237,7 @@ def verb_status(
         record = submit.record_of(job_id)
         _thin(systems.named(record.system).status(record), as_json=as_json)
         return
-    known = [words for name in ("slurm", "pbs") for words in systems.named(name).queues()]
+    known = [words for name in ("slurm", "pbs", "runai") for words in systems.named(name).queues()]
     for words in known:
         if shutil.which(words[0]):
             _thin(words, as_json=as_json)

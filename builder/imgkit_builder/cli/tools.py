@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import EXIT_NO
+
+if TYPE_CHECKING:
+    from imgkit_builder.checks import Check
+    from imgkit_builder.targets import Target
 
 SCHEMA = 1
 
@@ -32,6 +38,11 @@ def verb_doctor(
         "--for",
         help="What must work here: build needs the engine, sif all but the engine, any one of the two.",
     ),
+    hosts: str = typer.Option(
+        "", metavar="A,B", help="Look at these hosts of one job instead: are they reached, and alike?"
+    ),
+    hostfile: Path | None = typer.Option(None, metavar="FILE", help="The same, one host a line."),
+    image: str = typer.Option("", metavar="PATH|REF", help="With --hosts: without it as imgkit job has it."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
 ) -> None:
     """Say what this machine has and lacks, with fixes.
@@ -42,20 +53,49 @@ def verb_doctor(
     \b
     Examples:
       imgkit doctor
+      imgkit doctor lambda --hosts 10.0.0.1,10.0.0.2
       imgkit doctor mn5 --for sif      # on the cluster
       imgkit doctor olivia --for build --json
     """
     from imgkit_builder import checks, doctor, targets
+    from imgkit_builder.job import hostlist
 
     target = targets.find(recipe) if recipe else None
-    results = doctor.examine(target, purpose=purpose.value)
+    about: dict[str, object] = {"recipe": target.name if target else ""}
+    if named := hostlist.read(hosts, hostfile):
+        results, about["hosts"] = _of_hosts(target, named, image), named
+    else:
+        results, about["for"] = doctor.examine(target, purpose=purpose.value), purpose.value
     if as_json:
-        about = {"recipe": target.name if target else "", "for": purpose.value}
         print(json.dumps(checks.to_dict(results, **about), indent=2))
     else:
         print(checks.table(results))
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
+
+
+def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tuple[Check, ...]:
+    from imgkit_builder.job import nodes
+    from imgkit_entrypoints.errors import ToolMissing, UsageError
+
+    if target is None:
+        raise UsageError(
+            "the hosts of which system?",
+            where="RECIPE",
+            hint=f"imgkit doctor lambda --hosts {','.join(hosts)}",
+        )
+    if shutil.which("ssh") is None:
+        raise ToolMissing("the program 'ssh' is not on PATH", hint="apt-get install openssh-client")
+    runtime = target.system.runtime
+    if runtime.kind == "singularity":
+        image = str(Path(image or f"{target.name}.sif").absolute())
+    return nodes.examine(
+        hosts,
+        kind=runtime.kind,
+        command=runtime.command,
+        image=image or f"{target.name}:latest",
+        gpus=target.system.node.gpus > 0,
+    )
 
 
 def verb_bundle(

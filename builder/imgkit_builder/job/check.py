@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from imgkit_builder.job import hostlist
 from imgkit_builder.job.request import Job
 from imgkit_entrypoints.errors import UsageError
 
@@ -15,13 +18,34 @@ def before_submission(job: Job) -> None:
     ------
     UsageError : the image is not there, or is for other nodes.
     """
-    if not job.directory.is_dir():
+    if job.run_by != "kubernetes" and not job.directory.is_dir():  # there it is a folder of the pods
         raise UsageError(f"no folder {job.directory}", where="--directory")
+    if job.recipe.system.scheduler == "mpi" and not job.request.ssh:
+        _check_order(job.request.hosts)
     if job.request.archive is not None:
         if not job.request.archive.is_file():
             raise UsageError(f"no file {job.request.archive}", where="--sif", hint="imgkit save makes one")
     elif job.run_by == "singularity":
         _check_sif(job)
+    elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
+        # Not whether it runs: login nodes may have another processor than the nodes it was made on.
+        raise UsageError(
+            f"no virtual environment {job.image}",
+            where="--image",
+            hint=f"on a node: python3 -m venv {job.image}",
+        )
+
+
+def _check_order(hosts: Sequence[str]) -> None:
+    # Open MPI 4.1 puts the host that it runs on before all others, wherever it stands in -H or a hostfile.
+    here = next((host for host in hosts if hostlist.is_here(host)), "")
+    if here and here != hosts[0]:
+        own_first = ",".join((here, *(host for host in hosts if host != here)))
+        raise UsageError(
+            f"this is {here}, and mpirun gives rank 0 to its own host, not to {hosts[0]}",
+            where="--hosts",
+            hint=f"--hosts {own_first}; or start it on {hosts[0]}",
+        )
 
 
 def _check_sif(job: Job) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from imgkit_builder.job.request import Job
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
 """Options of every start that make no sense in a job without GPUs."""
+
+DOCKER_OPTIONS = (
+    *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
+    "--network=host",  # NCCL and the rendezvous open ports of their own choice between the nodes
+)
+"""Of a start by docker where the recipe's runtime is another: what NVIDIA's page of the image asks for."""
 
 
 def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> tuple[str, ...]:
@@ -28,7 +35,8 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
         return (program(job), "exec", *options(job), *_binds(job), job.image, *given, *command)
     if command and command[0].startswith("dist-"):
         # The installed package has no dist-* programs, only images have.
-        command = ("python3", "-I", "-m", "imgkit_entrypoints", *command)
+        python = f"{job.image}/bin/python3" if job.image else "python3"
+        command = (python, "-I", "-m", "imgkit_entrypoints", *command)
     return (*given, *command)
 
 
@@ -48,18 +56,38 @@ def program(job: Job) -> str:
 def options(job: Job) -> tuple[str, ...]:
     """Options of every start."""
     runtime = job.recipe.system.runtime
-    gpu = ("--nv",) if job.run_by == "singularity" else ("--gpus=all",)
-    words = runtime.options if runtime.kind == job.run_by else gpu
+    usual = ("--nv",) if job.run_by == "singularity" else DOCKER_OPTIONS
+    words = runtime.options if runtime.kind == job.run_by else usual
     return words if job.gpus else tuple(word for word in words if word not in GPU_OPTIONS)
 
 
+def modules(job: Job) -> tuple[str, ...]:
+    """Environment modules that the start needs, in load order."""
+    runtime = job.recipe.system.runtime
+    if job.run_by == "host":
+        return runtime.host_modules
+    return runtime.modules if runtime.kind == job.run_by else ()
+
+
 def exports(job: Job) -> tuple[str, ...]:
-    """Shell lines that set what the launcher is told by variables, where it inherits the environment."""
-    return tuple(f"export {name}={shlex.quote(value)}" for name, value in job.settings.items())
+    """Shell lines that set what start and launcher are told by variables, where those are inherited."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
+    libraries = ":".join(job.recipe.system.runtime.host_libs)
+    # Expanded where it is used, to what the image has there: a plain value would take that one's place.
+    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    if job.run_by == "host":
+        # No image whose system.json the launcher would read.
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
+        lines += [f'export LD_LIBRARY_PATH="{libraries}{inherited}"'] if libraries else []
+    elif job.run_by == "singularity" and libraries:
+        prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
+        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{libraries}{inherited}'")
+    return tuple(lines)
 
 
 def _binds(job: Job) -> tuple[str, ...]:
-    return tuple(word for bind in (*job.binds, str(job.directory)) for word in ("--bind", bind))
+    libraries = (f"{folder}:{folder}:ro" for folder in job.recipe.system.runtime.host_libs)
+    return tuple(word for bind in (*libraries, *job.binds, str(job.directory)) for word in ("--bind", bind))
 
 
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:

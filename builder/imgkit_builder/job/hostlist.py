@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from pathlib import Path
 
 from imgkit_entrypoints.errors import UsageError
 
-_HOST = r"(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9.:_-]*"
+# No word may begin with "-": ssh and mpirun would take it for an option.
+_USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def read(text: str, file: Path | None) -> tuple[str, ...]:
@@ -21,17 +25,57 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
         raise UsageError("--hosts and --hostfile", where="--hostfile", hint="one of the two")
     places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
     if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot be read: {error}", where=str(file)) from None
-        # Open MPI's own files carry "slots=N" behind the name; how many ranks there are is --gpus' word here.
-        words = ((number, line.partition("#")[0].split()) for number, line in enumerate(lines, 1))
-        places = [(f"{file}:{number}", row[0]) for number, row in words if row]
+        places = _in_file(file)
     hosts = tuple(host for _, host in places)
     for where, host in places:
-        if not re.fullmatch(_HOST, host):
-            raise UsageError(f"{host!r} is not a host", where=where, hint="a name or an address")
+        if not _is_host(host):
+            raise UsageError(
+                f"{host!r} is not a host",
+                where=where,
+                hint="a name or an address, with USER@ before it for ssh; --gpus says how many ranks",
+            )
         if hosts.count(host) > 1:
             raise UsageError(f"{host} is there twice", where=where, hint="each node once")
     return hosts
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is this machine: its name is known here and one of its addresses can be bound to."""
+    try:
+        found = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _in_file(file: Path) -> list[tuple[str, str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(file), hint="one host a line") from None
+    # Open MPI's own files carry "slots=N" behind the name.
+    rows = ((number, text.partition("#")[0].split()) for number, text in enumerate(lines, 1))
+    places = [(f"{file}:{number}", row[0]) for number, row in rows if row]
+    if not places:
+        raise UsageError("no host in it", where=str(file), hint="one host a line")
+    return places
+
+
+def _is_host(text: str) -> bool:
+    user, at, name = text.rpartition("@")
+    if at and not re.fullmatch(_USER, user):
+        return False
+    if ":" not in name:
+        return re.fullmatch(_NAME, name) is not None
+    try:
+        ipaddress.IPv6Address(name)
+    except ValueError:
+        return False
+    return True

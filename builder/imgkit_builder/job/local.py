@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from imgkit_builder.job import container
+from imgkit_builder.job import container, fields
 from imgkit_builder.job.request import Job, Record, Script
 from imgkit_builder.job.words import line
 from imgkit_entrypoints.errors import UsageError
@@ -12,19 +12,56 @@ def script(job: Job) -> Script:
     """The one command."""
     if job.nodes > 1:
         raise UsageError(
-            f"{job.nodes} nodes, and {job.recipe.name} is for one machine",
+            f"{job.nodes} nodes, and this is one machine",
             where="--nodes",
             hint="a recipe with a scheduler: imgkit list",
         )
+    refuse_conversion(job)
+    _check_gpus(job)
+    words = container.start(job, job.command) if job.command else container.shell(job)
+    if job.run_by == "docker" and job.request.interactive:
+        # Only where one is asked for: docker refuses to make a terminal of a pipe.
+        words = with_options(job, words, "--interactive", "--tty")
+    words = with_settings(job, with_options(job, words, *map(fields.option, job.request.options)))
+    return Script(text=line(words) + "\n", submit=words, foreground=True)
+
+
+def with_options(job: Job, words: tuple[str, ...], *options: str) -> tuple[str, ...]:
+    """`words`, which start the job's container, with further options of the runtime."""
+    if options and job.run_by == "host":
+        raise UsageError(
+            f"{options[0]}, and there is no container to give it to", where="--option", hint="leave it out"
+        )
+    return (*words[:2], *options, *words[2:])
+
+
+def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
+    """`words` under the variables that a job script would export; docker's words have them already."""
+    if job.run_by == "docker":
+        return words
+    system = job.recipe.system
+    if system.runtime.host_libs:
+        # A path that goes before what is there where it runs: only a shell of that place knows.
+        return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *words)
+    # Without an image there is no system.json that the launcher would read.
+    given = {**job.settings, **(system.env if job.run_by == "host" else {})}
+    return ("env", *(f"{name}={value}" for name, value in given.items()), *words) if given else words
+
+
+def refuse_conversion(job: Job) -> None:
+    """Raise UsageError for ``--sif``, which is a job of its own on other systems."""
     if job.request.archive is not None:
         raise UsageError("there is no scheduler to convert by", where="--sif", hint="imgkit sif ARCHIVE")
-    given = ("env", *(f"{name}={value}" for name, value in job.settings.items()))
-    words = container.start(job, job.command) if job.command else container.shell(job)
-    if job.run_by == "docker" and not job.command:
-        words = (*words[:2], "--interactive", "--tty", *words[2:])
-    elif job.run_by != "docker" and len(given) > 1:
-        words = (*given, *words)
-    return Script(text=line(words) + "\n", submit=words, foreground=True)
+
+
+def _check_gpus(job: Job) -> None:
+    if job.gpus and job.run_by != "host" and not set(container.options(job)) & set(container.GPU_OPTIONS):
+        name = job.recipe.name
+        raise UsageError(
+            f"--gpus {job.gpus}, and {name} starts its container without GPUs",
+            where=job.recipe.where("system", "runtime"),
+            hint=f"a recipe that extends {name} with system.runtime.options: [--gpus=all]",
+        )
 
 
 def job_id(output: str) -> str:

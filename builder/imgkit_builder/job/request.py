@@ -20,8 +20,8 @@ class Request:
 
     command: tuple[str, ...] = ()
     """``dist-...`` with its arguments."""
-    nodes: str = "1"
-    """``N``, or ``MIN:MAX`` for an elastic run."""
+    nodes: str = ""
+    """``N``, or ``MIN:MAX`` for an elastic run; without it one, or as many as `hosts`."""
     gpus: int | None = None
     """Of each node."""
     cpus: int | None = None
@@ -79,7 +79,7 @@ class Job:
     queue: str
     qos: str
     image: str
-    """Path of a .sif, or an image reference."""
+    """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
     run_by: RunBy
     binds: tuple[str, ...]
     env: Mapping[str, str]
@@ -108,6 +108,8 @@ class Script:
     """Whether `submit` reads `text`; otherwise `text` is `submit` as a shell reads it, or its file."""
     foreground: bool = False
     """Whether `submit` is the run itself: its output is the run's, and no job id comes back."""
+    remote: tuple[tuple[str, str], ...] = ()
+    """Instead of `submit`: hosts, and for each the line that its shell runs; all are started by ssh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +122,5 @@ class Record:
     name: str
     recipe: str
     directory: Path
+    queue: str = ""
+    """Where it was submitted to; some systems find a job only by both."""

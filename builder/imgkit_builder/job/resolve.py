@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_builder.job import fields
+from imgkit_builder.job import fields, pods
 from imgkit_builder.job.request import Job, Request, RunBy
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import choices
@@ -44,7 +44,8 @@ def resolve(recipe: Recipe, request: Request) -> Job:
     """
     system = recipe.system
     warnings = _unused(recipe, request)
-    least, most = _nodes(request.nodes)
+    hosts = request.hosts if system.scheduler == "mpi" else ()
+    least, most = _nodes(request.nodes or str(len(hosts) or 1))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)
     time = _time(recipe, request)
@@ -211,14 +212,14 @@ def _doubts(
     recipe: Recipe, request: Request, command: tuple[str, ...], *, gpus: int, nodes: int
 ) -> list[str]:
     doubts = []
-    if command and not command[0].startswith("dist-"):
+    if command and not command[0].startswith("dist-") and not request.direct:
         doubts.append(f"{command[0]} is started once a node, as it is: dist-run makes ranks of a program")
     if 0 < gpus < recipe.system.node.gpus and nodes > 1:
-        pods = ": pods may share a node" if recipe.system.scheduler == "runai" else ""
+        note = ": pods may share a node" if recipe.system.scheduler == "runai" else ""
         doubts.append(
-            f"{nodes} nodes with {gpus} of {recipe.system.node.gpus} GPUs each{pods}; whole nodes are faster"
+            f"{nodes} nodes with {gpus} of {recipe.system.node.gpus} GPUs each{note}; whole nodes are faster"
         )
-    return doubts
+    return doubts + (pods.doubts(request, command) if recipe.system.scheduler == "runai" else [])
 
 
 def _run_by(recipe: Recipe, request: Request) -> RunBy:
@@ -246,9 +247,11 @@ def _image(recipe: Recipe, request: Request, run_by: RunBy, directory: Path) -> 
             where="--image",
             hint=f"imgkit push {recipe.name} REGISTRY/{recipe.name}:1, then --image REGISTRY/{recipe.name}:1",
         )
+    if run_by == "host":
+        return str(directory / image) if image else ""
     if image.startswith("-"):
         raise UsageError(f"{image!r} is no image", where="--image")
-    return image or ("" if run_by == "host" else f"{recipe.name}:latest")
+    return image or f"{recipe.name}:latest"
 
 
 def _binds(recipe: Recipe, request: Request, run_by: RunBy) -> tuple[str, ...]:
@@ -278,6 +281,8 @@ def _settings(recipe: Recipe, request: Request, *, gpus: int, least: int, most: 
         if request.nproc < 1:
             raise UsageError(f"{request.nproc} processes", where="--nproc", hint="a number from 1")
         settings["IMGKIT_NPROC"] = str(request.nproc)
+    elif request.gpus and recipe.system.scheduler in ("mpi", "standalone"):
+        settings["IMGKIT_NPROC"] = str(request.gpus)  # no scheduler hides the node's other GPUs
     if least != most:
         settings["IMGKIT_NNODES"] = f"{least}:{most}"
     return settings

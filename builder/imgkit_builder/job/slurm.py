@@ -29,8 +29,9 @@ def script(job: Job) -> Script:
             "--output=%x-%j.out",
             *_asked(job),
             *(
-                # To the steps, not to the script: the launcher on each node asks its workers to save.
-                (f"--signal=USR1@{job.stop_before_s}", "--requeue", "--open-mode=append")
+                # B: to the script alone. A step's signal reaches every process of it: also the one that
+                # serves the image's files to ordinary users, and the run would die of a bus error.
+                (f"--signal=B:USR1@{job.stop_before_s}", "--requeue", "--open-mode=append")
                 if job.stop_before_s
                 else ()
             ),
@@ -72,7 +73,7 @@ def _start(job: Job, command: Sequence[str]) -> tuple[str, ...]:
 
 def _typed(job: Job) -> str:
     """What runs inside the allocation: the command on all nodes, or a shell in the container on the first."""
-    modules = [f"module load {shlex.quote(name)}" for name in job.recipe.system.runtime.modules]
+    modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
     words = (
         _start(job, job.command)

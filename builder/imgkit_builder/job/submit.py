@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from imgkit_builder import files
 from imgkit_builder.job import systems
@@ -35,7 +39,7 @@ def submit(job: Job, script: Script) -> Record:
         capture_output=True,
         text=True,
         check=False,
-        cwd=job.directory,
+        cwd=None if job.run_by == "kubernetes" else job.directory,
     )
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip()
@@ -48,6 +52,7 @@ def submit(job: Job, script: Script) -> Record:
         name=job.name if job.request.archive is None else f"{job.name}-sif",
         recipe=job.recipe.name,
         directory=job.directory,
+        queue=job.queue,
     )
     _keep(record)
     return record
@@ -60,6 +65,22 @@ def through(words: Sequence[str], *, cwd: Path | None = None) -> int:
         return subprocess.run(list(words), check=False, cwd=cwd).returncode
     except KeyboardInterrupt:
         return 130  # the program has had the same Ctrl-C
+
+
+def become(words: Sequence[str], *, cwd: Path) -> NoReturn:
+    """Run `words` in place of this process: the terminal, signals and the exit code are theirs.
+
+    Raises
+    ------
+    ToolMissing : there is no such program.
+    """
+    need(words[0])
+    os.chdir(cwd)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and that would be inherited
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(words[0], list(words))  # noqa: S606 - an argv list, no shell
 
 
 def captured(words: Sequence[str]) -> tuple[int, str]:
@@ -103,6 +124,7 @@ def record_of(job_id: str) -> Record:
         name=data["name"],
         recipe=data["recipe"],
         directory=Path(data["directory"]),
+        queue=data.get("queue", ""),
     )
 
 
@@ -116,6 +138,7 @@ def _keep(record: Record) -> None:
         "name": record.name,
         "recipe": record.recipe,
         "directory": str(record.directory),
+        "queue": record.queue,
     }
     files.write_text(folder / f"{record.id}.json", json.dumps(data, indent=2) + "\n")
 

@@ -28,9 +28,7 @@ def fill(job: Job, name: str, **values: Any) -> str:
         return (
             environment(*folders)
             .get_template(name)
-            .render(
-                job=job, exports=container.exports(job), modules=job.recipe.system.runtime.modules, **values
-            )
+            .render(job=job, exports=container.exports(job), modules=container.modules(job), **values)
         )
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(

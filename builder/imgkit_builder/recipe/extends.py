@@ -19,6 +19,8 @@ APPENDED: frozenset[KeyPath] = frozenset(
         ("system", "runtime", "modules"),
         ("system", "runtime", "options"),
         ("system", "runtime", "binds"),
+        ("system", "runtime", "host_libs"),
+        ("system", "runtime", "host_modules"),
     }
 )
 """Lists that a recipe adds to; every other list replaces the inherited one."""

@@ -203,6 +203,15 @@ def bind(text: str) -> Iterator[Fault]:
         yield f"{parts[2]!r} is not a bind option", choices(parts[2], ("ro", "rw"))
 
 
+def host_folder(text: str) -> Iterator[Fault]:
+    """A folder of the nodes that goes into a bind and into LD_LIBRARY_PATH."""
+    if not _IMAGE_PATH.fullmatch(text) or re.search("[:,]", text):
+        yield (
+            f"{text!r} is not a folder of the nodes",
+            "write an absolute path without blank, quote and $ : ,",
+        )
+
+
 def word(text: str) -> Iterator[Fault]:
     """A program, module or host: not empty, no blank."""
     if not text or re.search(r"\s", text):
@@ -239,6 +248,8 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("system", "runtime", "modules", ANY), word),
     (("system", "runtime", "options", ANY), not_empty),
     (("system", "runtime", "binds", ANY), bind),
+    (("system", "runtime", "host_libs", ANY), host_folder),
+    (("system", "runtime", "host_modules", ANY), word),
     (("system", "queue", "time"), walltime),
     (("system", "queue", "required", ANY), job_field),
     (("system", "queue", "limits", ANY), walltime),

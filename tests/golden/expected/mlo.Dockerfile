@@ -4,6 +4,13 @@
 # rcp.yaml:9
 FROM nvcr.io/nvidia/pytorch:24.03-py3
 
+# rcp.yaml:11
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        tmux \
+    && apt-get clean \
+    && rm -rf /var/lib/apt/lists/*
+
 # imgkit: packages of the host's ~/.local stay out
 ENV PYTHONNOUSERSITE="1"
 

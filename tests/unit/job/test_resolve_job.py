@@ -64,7 +64,7 @@ def test_queue_s_limit_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_flag_without_meaning_is_a_warning_or_strict_error() -> None:
-    given = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2"}
+    given = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2", "pvcs": ("home:/w",)}
     warning = "--account is not used: EPFL RCP (runai) has no such thing"
     assert job("rcp", **given).warnings == (warning,)
     assert warning in refused("rcp", strict=True, **given).what

@@ -41,7 +41,7 @@ def test_command_reaches_the_program_word_for_word(words: list[str]) -> None:
     command = srun(text(command=("dist-run", *words)))
     at = command.index("dist-run")
     assert command[at : at + 1 + len(words)] == ["dist-run", *words]
-    assert command[at + 1 + len(words) :] == ["||", "code=$?"]
+    assert command[at + 1 + len(words) :] == ["&"]
 
 
 def test_user_s_variable_is_set_inside_the_container() -> None:
@@ -57,7 +57,7 @@ def test_every_directive_is_one_line_before_the_first_command() -> None:
 
 def test_only_long_jobs_are_requeued() -> None:
     assert "scontrol requeue" in text(time="10m")
-    assert "--signal=USR1@120" in text(time="10m")
+    assert "--signal=B:USR1@120" in text(time="10m")
     assert "requeue" not in text(time="5m")
     assert "--signal" not in text(time="5m")
 

@@ -1,0 +1,156 @@
+"""PBS: a batch script, or the line that allocates nodes for work by hand.
+
+PALS' mpiexec is the default start: it hands the environment on and returns the exit code, and on Slingshot it
+sets up what libfabric's cxi provider asks for (SLINGSHOT_*). pbsdsh and ssh are for systems without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from imgkit_builder.job import container, fields
+from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.template import fill
+from imgkit_builder.job.words import Shell, line
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.schedulers import pals, pbs
+
+RUN_DIR = "IMGKIT_RUN_DIR"
+
+
+def script(job: Job) -> Script:
+    """What ``qsub`` reads, or the ``qsub -I`` line of an interactive job."""
+    if job.request.archive is not None:
+        return _conversion(job, str(job.request.archive.absolute()))
+    if job.request.interactive:
+        return _interactive(job)
+    by_task = job.request.pbs_start if job.nodes > 1 and job.request.pbs_start != "pals" else ""
+    rdzv = job.nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
+    text = fill(
+        job,
+        "pbs.sh.j2",
+        directives=_lines(("-S", "/bin/bash", "-j", "oe", *_asked(job))),
+        by_task=by_task,
+        rdzv=rdzv and not by_task,
+        node=line(_node(job, rdzv=rdzv)),
+        words=line(_remote(by_task)) if by_task else "",
+    )
+    return Script(text=text, submit=("qsub",), on_stdin=True)
+
+
+def _asked(job: Job) -> tuple[str, ...]:
+    """What is asked of PBS; the same words in directives and for ``qsub -I``."""
+    queue = job.recipe.system.queue
+    chunk = (
+        *((f"ncpus={job.cpus}",) if job.cpus else ()),
+        *((f"ngpus={job.gpus}",) if job.gpus else ()),
+        # One line a chunk in the node file, and one process a chunk: that one starts the others.
+        "mpiprocs=1",
+        *map(fields.option, queue.chunk),
+    )
+    return (
+        *_common(job, job.name),
+        *("-l", ":".join((f"select={job.nodes}", *chunk))),
+        *map(fields.option, (*queue.options, *job.request.options)),
+    )
+
+
+def _common(job: Job, name: str) -> tuple[str, ...]:
+    return (
+        *("-N", name),
+        *(("-q", job.queue) if job.queue else ()),
+        *(("-A", job.account) if job.account else ()),
+        *(("-l", f"walltime={job.time}") if job.time else ()),
+    )
+
+
+def _lines(words: Sequence[str]) -> list[str]:
+    """Words as directives: each option with its value is one."""
+    rows: list[str] = []
+    for word in words:
+        if word.startswith("-") or not rows:
+            rows.append(word)
+        else:
+            rows[-1] += f" {word}"
+    return rows
+
+
+def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
+    """The words that run the command: on this node, or by mpiexec on all."""
+    by_pals = job.nodes > 1 and job.request.pbs_start == "pals"
+    known = pals.FIELDS.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
+    words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR))
+    if not by_pals:
+        return words
+    network = (Shell('"${network[@]}"'),) if rdzv else ()
+    return pals.start_argv(words, nnodes=job.nodes, options=network)
+
+
+def _remote(by_task: str) -> tuple[str, ...]:
+    """The words that run ``$task`` on a host."""
+    if by_task == "pbsdsh":
+        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"$1"'))
+    return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
+
+
+def _interactive(job: Job) -> Script:
+    if job.command:
+        raise UsageError(
+            f"PBS takes no command for an interactive job, and there is {job.command[0]}",
+            where="--interactive",
+            hint="imgkit job ... > job.sh without --interactive; then `bash job.sh` in the shell of the job",
+        )
+    words = ("qsub", "-I", *_asked(job))
+    told = (
+        "# In the shell that it gives, on one of the nodes:",
+        *(f"#   module load {name}" for name in container.modules(job)),
+        *(f"#   {text}" for text in container.exports(job)),
+        *(f"#   {text}" for text in line(container.shell(job)).split("\n")),
+        "# A command on all nodes: bash job.sh, with what imgkit job prints without --interactive as job.sh.",
+    )
+    return Script(text="\n".join((*told, line(words), "")), submit=words, foreground=True)
+
+
+def _conversion(job: Job, archive: str) -> Script:
+    queue = job.recipe.system.queue
+    if not queue.sif:
+        raise UsageError(
+            f"{job.recipe.name} does not say which nodes convert an archive",
+            where=job.recipe.where("system", "queue"),
+            hint=f"imgkit sif {archive} -o {job.image} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+            f"recipe that extends {job.recipe.name}",
+        )
+    words = (*_common(job, f"{job.name}-sif"), *map(fields.option, (*queue.sif, *job.request.options)))
+    text = fill(
+        job,
+        "pbs-sif.sh.j2",
+        directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
+        convert=line(("imgkit", "sif", archive, "-o", job.image)),
+    )
+    return Script(text=text, submit=("qsub",), on_stdin=True)
+
+
+def job_id(output: str) -> str:
+    """The id that ``qsub`` prints: ``SEQUENCE.SERVER``."""
+    return output.strip().splitlines()[-1]
+
+
+def status(record: Record) -> tuple[str, ...]:
+    """Words that show the job: with the server's comment, and the expected start while it waits."""
+    return ("qstat", "-s", "-T", "-w", record.id)
+
+
+def logs(record: Record) -> tuple[str, ...]:
+    """Words that follow the job's output; most systems bring it when the job ends, hence by name."""
+    path = record.directory / f"{record.name}.o{record.id.partition('.')[0]}"
+    return ("tail", "-n", "+1", "-F", str(path))
+
+
+def cancel(record: Record) -> tuple[str, ...]:
+    """Words that end the job."""
+    return ("qdel", record.id)
+
+
+def queues() -> tuple[tuple[str, ...], ...]:
+    """Words that show what may be submitted to; the first program that exists is taken."""
+    return (("qstat", "-Q"),)

@@ -1,0 +1,183 @@
+"""``imgkit submit`` with docker on this machine: here, by mpirun, and by ssh through a server of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+IMGKIT = (sys.executable, "-m", "imgkit_builder")
+WILLING = "trap 'echo asked; exit 7' TERM INT; echo works; while :; do sleep 0.1; done"
+DEAF = "trap '' TERM INT HUP; echo works; while :; do sleep 0.1; done"
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The recipe lambda without what this machine may not have: GPUs and a right to lock memory."""
+    file = tmp_path / "one.yaml"
+    options = "options: [--ipc=host, --network=host]"
+    file.write_text(f"extends: cpu\nsystem:\n  scheduler: mpi\n  runtime:\n    {options}\n")
+    return file
+
+
+def argv(recipe: str | Path, image: str, folder: Path, *words: str) -> list[str]:
+    flags = ("submit", recipe, "--image", image, "--directory", folder, *words)
+    return [str(word) for word in (*IMGKIT, *flags)]
+
+
+def run(words: list[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env, check=False
+    )
+
+
+def containers(folder: Path) -> list[str]:
+    """Those that have `folder` mounted."""
+    shown = run(["docker", "ps", "--quiet", "--filter", f"volume={folder}"])
+    return shown.stdout.split()
+
+
+def none_within(folder: Path, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while containers(folder) and time.monotonic() < end:
+        time.sleep(0.2)
+    return not containers(folder)
+
+
+def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) -> None:
+    program = 'pwd; printf "<%s>" "$NOTE" "$@"; exit 3'
+    note = "$(reboot) \"a\"  'b'"
+    done = run(
+        argv(
+            "cpu",
+            standin_notorch,
+            tmp_path,
+            "--env",
+            f"NOTE={note}",
+            "--",
+            "sh",
+            "-c",
+            program,
+            "sh",
+            "a  b",
+            "*",
+        )
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.endswith(f"{tmp_path}\n<{note}><a  b><*>")
+
+
+def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path) -> None:
+    words = argv(
+        "cpu", standin_notorch, tmp_path, "-i", "--", "sh", "-c", "test -t 0 && test -t 1; exit $((5 + $?))"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(words[0], words)  # noqa: S606 - an argv list, no shell
+    with contextlib.suppress(OSError):  # the terminal's end
+        while os.read(terminal, 1024):
+            pass
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number: signal.Signals) -> None:
+    words = argv("cpu", standin_notorch, tmp_path, "--", "sh", "-c", WILLING)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        while running.stdout.readline() != "works\n":
+            assert running.poll() is None
+        running.send_signal(number)
+        assert running.stdout.read() == "asked\n"
+        assert running.wait(30) == 7
+    assert none_within(tmp_path, 5)
+
+
+@pytest.mark.cluster  # for mpirun
+@pytest.mark.parametrize("form", [(), ("--direct",)])
+def test_mpirun_starts_containers(
+    mn5_image: str, recipe: Path, tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
+    done = run(argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 2" in done.stdout
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    """An environment whose ``ssh`` reaches this machine under the names ``here`` and ``there``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name in ("id", "hostkey"):
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)])
+    server = tmp_path / "sshd_config"
+    server.write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/hostkey\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile {tmp_path}/id.pub\nPermitRootLogin yes\nPidFile none\n"
+    )
+    config = tmp_path / "ssh_config"
+    config.write_text(
+        f"Host here there\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {tmp_path}/id\n"
+        "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+    )
+    program = tmp_path / "bin/ssh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {config} "$@"\n')
+    program.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, made by its service where that runs
+    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(["/usr/sbin/sshd", "-D", "-f", str(server)], stderr=subprocess.DEVNULL) as daemon:
+        try:
+            end = time.monotonic() + 20
+            while run(["ssh", "here", "true"], env).returncode and time.monotonic() < end:
+                time.sleep(0.1)
+            yield env
+        finally:
+            daemon.terminate()
+
+
+@pytest.mark.cluster  # for sshd, and root
+def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ssh: Mapping[str, str]) -> None:
+    hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
+    done = run(argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), ssh)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 2" in done.stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("program", "number", "code"), [(WILLING, signal.SIGINT, 7), (DEAF, signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_end_of_the_fan_out_ends_containers(
+    standin_notorch: str,
+    recipe: Path,
+    tmp_path: Path,
+    ssh: Mapping[str, str],
+    program: str,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    words = argv(
+        recipe, standin_notorch, tmp_path, "--hosts", "here,there", "--ssh", "--", "sh", "-c", program
+    )
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ssh) as running:
+        assert running.stdout is not None
+        told = {running.stdout.readline(), running.stdout.readline()}
+        assert told == {"here: works\n", "there: works\n"}
+        running.send_signal(number)
+        assert running.wait(30) == code
+    assert none_within(tmp_path, 10)

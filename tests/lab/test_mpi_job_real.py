@@ -1,0 +1,231 @@
+"""``imgkit submit`` without a scheduler, for real: Open MPI and ssh between the nodes of the virtual cluster,
+docker on this machine. The .sif is that of the recipe mn5; what is tested is how it is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMGKIT = (sys.executable, "-m", "imgkit_builder")
+FORMS = {"launcher": (), "direct": ("--direct",), "ssh": ("--ssh",)}
+HOSTS = ("--hosts", "node1,node2")
+
+pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+
+# The test nodes' only user is root, whom mpirun asks whether that is meant.
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+LOOP = """
+import sys, time, torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "works", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+# Lambda's public tutorial, "Message Passing": main_mpirun.py; main.py differs in the three names alone.
+TUTORIAL = """
+import os
+import argparse
+import torch
+import torch.distributed as dist
+
+LOCAL_RANK = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
+WORLD_SIZE = int(os.environ['OMPI_COMM_WORLD_SIZE'])
+WORLD_RANK = int(os.environ['OMPI_COMM_WORLD_RANK'])
+
+def run(backend):
+    tensor = torch.zeros(1)
+    if WORLD_RANK == 0:
+        for rank_recv in range(1, WORLD_SIZE):
+            dist.send(tensor=tensor, dst=rank_recv)
+            print('Rank {} sent data to Rank {}\\n'.format(0, rank_recv))
+    else:
+        dist.recv(tensor=tensor, src=0)
+        print('Rank {} has received data from rank {}\\n'.format(WORLD_RANK, 0))
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", type=str, default="nccl", choices=['nccl', 'gloo'])
+    args = parser.parse_args()
+    dist.init_process_group(args.backend, rank=WORLD_RANK, world_size=WORLD_SIZE)
+    run(args.backend)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    state: Path
+    sif: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where the jobs run; on the command line of everything that they start."""
+        return self.state / "jobs"
+
+    def argv(self, node: str, *words: str | Path) -> list[str]:
+        start = (sys.executable, ROOT / "ci/lab/cluster", "--state", self.state, "exec", node, "--")
+        return [str(word) for word in (*start, *words)]
+
+    def on(self, node: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(node, *words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **AS_ROOT},
+            timeout=150,
+            check=False,
+        )
+
+    def job(self, verb: str, *flags: str, command: Sequence[str]) -> tuple[str | Path, ...]:
+        image = ("--runtime", "singularity", "--image", self.sif, "--directory", self.folder)
+        return (
+            *IMGKIT,
+            verb,
+            "lambda",
+            *HOSTS,
+            "--gpus",
+            "0",
+            "--nproc",
+            "2",
+            *image,
+            *flags,
+            "--",
+            *command,
+        )
+
+    def processes(self) -> list[str]:
+        """Of all nodes, those that belong to a job."""
+        names = ("login", "node1", "node2")
+        lines = "".join(self.on(name, "ps", "-eo", "stat,args").stdout for name in names).splitlines()
+        return [line for line in lines if str(self.folder) in line and not line.startswith("Z")]
+
+    def empty_within(self, seconds: float) -> list[str]:
+        """What is still there of a job after so long; the empty list as soon as there is nothing."""
+        end = time.monotonic() + seconds
+        while (found := self.processes()) and time.monotonic() < end:
+            time.sleep(0.2)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(mn5_sif: Path) -> Iterator[Cluster]:
+    made = Cluster(state=Path(f"/tmp/imgkit-test-mpi-{os.getpid()}"), sif=mn5_sif)
+    control = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(made.state)]
+    subprocess.run([*control, "up", "2", "--no-slurm", "--die-with", str(os.getpid())], check=True)
+    made.folder.mkdir()
+    try:
+        yield made
+    finally:
+        subprocess.run([*control, "down"], check=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hello_connects_all_ranks(cluster: Cluster, form: str) -> None:
+    done = cluster.on("login", *cluster.job("submit", *FORMS[form], command=("dist-hello",)))
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 4" in done.stdout
+    ranks = re.findall(r"(\d)  (node\d)  cpu", done.stdout)
+    assert ranks == [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
+    assert not cluster.empty_within(5)
+
+
+@pytest.mark.parametrize("form", ["launcher", "direct"])
+def test_pi_is_right(cluster: Cluster, form: str) -> None:
+    # Started on a node of the job: mpirun counts its own host, too.
+    done = cluster.on("node1", *cluster.job("submit", *FORMS[form], command=("dist-pi",)))
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 4 ranks", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) <= 1e-12
+
+
+@pytest.mark.parametrize("form", ["launcher", "direct"])
+def test_bench_verifies_its_values(cluster: Cluster, form: str) -> None:
+    bench = ("dist-bench", "all_reduce", "--size", "4K", "--seconds", "0.1")
+    done = cluster.on("login", *cluster.job("submit", *FORMS[form], command=bench))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r" 4KiB .* 0$", done.stdout, re.MULTILINE), done.stdout  # the column `wrong`
+
+
+@pytest.mark.parametrize("form", ["direct", "ssh"])
+def test_tutorial_programs_run_unchanged(cluster: Cluster, form: str) -> None:
+    text, command = TUTORIAL, ["python3"]
+    if form == "ssh":
+        text = text.replace("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK").replace(
+            "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"
+        )
+        text = text.replace("OMPI_COMM_WORLD_RANK", "RANK")
+        text = text.replace(
+            "parser.add_argument(",
+            'parser.add_argument("--local_rank", type=int)\n    parser.add_argument(',
+            1,
+        )
+        command = ["dist-run", "--pass-local-rank"]
+    (cluster.folder / "main.py").write_text(text)
+    job = cluster.job("submit", *FORMS[form], command=(*command, "main.py", "--backend=gloo"))
+    done = cluster.on("node1", *job)
+    assert done.returncode == 0, done.stderr
+    assert all(f"Rank {rank} has received data from rank 0" in done.stdout for rank in (1, 2, 3))
+
+
+def test_printed_lines_of_torch_s_launcher_run(cluster: Cluster) -> None:
+    printed = cluster.on("login", *cluster.job("job", "--ssh", command=("dist-hello",))).stdout
+    lines = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ssh ")]
+    assert len(lines) == 2
+    done = cluster.on("login", "bash", "-c", f"{lines[1]} & {lines[0]}; wait")
+    assert "all_reduce of ones: 4" in done.stdout, done.stderr
+
+
+def test_other_order_than_mpirun_s_is_refused(cluster: Cluster) -> None:
+    done = cluster.on("node2", *cluster.job("submit", command=("dist-hello",)))
+    assert done.returncode == 2
+    assert "this is node2, and mpirun gives rank 0 to its own host" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_end_of_the_fan_out_empties_the_nodes(cluster: Cluster, number: signal.Signals) -> None:
+    (cluster.folder / "loop.py").write_text(LOOP)
+    job = cluster.job("submit", "--ssh", command=("dist-run", "--grace", "2", "loop.py"))
+    # Its own processes end with the first one's end otherwise: this one is to be killed alone.
+    with subprocess.Popen(
+        cluster.argv("login", *job), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        assert running.stdout is not None
+        seen = 0
+        for line in running.stdout:
+            seen += " works" in line
+            if seen == 4:
+                break
+        assert seen == 4
+        child = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[0]
+        os.kill(int(child), number)
+        running.stdout.read()
+        assert running.wait(60) != 0
+    assert not cluster.empty_within(10)
+
+
+def test_doctor_compares_the_nodes(cluster: Cluster) -> None:
+    words = ("doctor", "mn5", "--image", cluster.sif, "--json", "--hosts")
+    done = cluster.on("login", *IMGKIT, *words, "node1,node2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    alike = ("ssh node1", "ssh node2", "head", "image", "Open MPI", "clock")
+    assert {name: found[name]["verdict"] for name in alike} == dict.fromkeys(alike, "ok")
+    done = cluster.on("login", *IMGKIT, *words, "node1,node9")
+    assert done.returncode == 1
+    verdicts = {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
+    assert (verdicts["ssh node1"], verdicts["ssh node9"]) == ("ok", "fail")

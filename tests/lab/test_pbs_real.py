@@ -1,0 +1,248 @@
+"""Jobs for PBS on two nodes of the virtual cluster, under a STAND-IN for PBS: ``ci/lab/pbs-standin``.
+
+Real are the nodes, sshd, the .sif and torchrun; what the stand-in keeps of PBS is in its first lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTS = ("pals", "pbsdsh", "ssh")
+RECIPE = """
+extends: olivia-eap
+image: {platform: amd64}
+system:
+  runtime: {command: singularity, host_libs: [STATE/libs]}
+"""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pbs:
+    """A cluster of two nodes under the stand-in."""
+
+    state: Path
+    sif: Path
+
+    @property
+    def work(self) -> Path:
+        return self.state / "my work"
+
+    def cluster(self, *words: str | Path) -> str:
+        """What a command of the cluster printed."""
+        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
+        )
+        return done.stdout
+
+    def run(self, *words: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        """A command of the submitter."""
+        path = f"{self.state}/pbs/bin:{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "XDG_STATE_HOME": str(self.state / "submitter")}
+        return subprocess.run(
+            [*map(str, words)],
+            cwd=self.work,
+            env=env,
+            input=text or "",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def imgkit(self, *words: str | Path) -> str:
+        done = self.run(sys.executable, "-m", "imgkit_builder", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def submit(
+        self, *words: str | Path, nodes: int = 2, start: str = "pals", recipe: str = "eap.yaml"
+    ) -> str:
+        """The id of a job that runs `words` on the nodes' processors."""
+        options = ("--gpus", "0", "--nproc", "2", "--time", "5m", "--nodes", str(nodes), "--pbs-start", start)
+        return self.imgkit(
+            "submit",
+            self.state / recipe,
+            *options,
+            *(() if "--image" in words else ("--image", self.sif)),
+            *words,
+        )
+
+    def end(self, job: str) -> tuple[int, str]:
+        """Exit code and output of a job, when it has ended."""
+        file = self.state / "pbs/jobs" / job
+        until(file.exists)
+        (output,) = self.work.glob(f"*.o{job.partition('.')[0]}")
+        return int(file.read_text()), output.read_text()
+
+    def script(self, *lines: str) -> tuple[int, str]:
+        """Exit code and output of a script that is submitted as it is."""
+        done = self.run("qsub", text="\n".join(("#!/bin/bash", *lines, "")))
+        assert done.returncode == 0, done.stderr
+        return self.end(done.stdout.strip())
+
+    def processes(self) -> list[str]:
+        """Of all nodes, those of the jobs' user."""
+        lines = (self.cluster("exec", node, "--", "ps", "-eo", "user:16,args") for node in ("node1", "node2"))
+        return [line for line in "\n".join(lines).splitlines() if line.startswith("researcher ")]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def pbs(mn5_sif: Path) -> Iterator[Pbs]:
+    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
+    made = Pbs(state=Path(f"/tmp/imgkit-test-pbs-{os.getpid()}"), sif=mn5_sif)
+    made.cluster("up", "2", "--no-slurm", "--die-with", str(os.getpid()))
+    serving = subprocess.Popen(
+        [sys.executable, ROOT / "ci/lab/pbs-standin", made.state], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert serving.stdout is not None
+        assert serving.stdout.readline() == "serving\n"
+        made.work.mkdir()
+        made.work.chmod(0o1777)
+        (made.state / "libs").mkdir()
+        (made.state / "libs/libnccl-net.so").write_text("the host's\n")
+        (made.state / "eap.yaml").write_text(RECIPE.replace("STATE", str(made.state)))
+        with (made.state / "home/researcher/.profile").open("a") as profile:
+            profile.write('module() { echo "$(hostname): module $*"; }\n')
+        yield made
+    finally:
+        serving.terminate()
+        serving.wait()
+        made.cluster("down")
+
+
+def ranks(output: str) -> list[tuple[str, ...]]:
+    return re.findall(r": +(\d)  (node\d)  cpu, 1 threads ", output)
+
+
+FOUR = [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_every_start_connects_all_ranks(pbs: Pbs, start: str) -> None:
+    code, output = pbs.end(pbs.submit("--", "dist-hello", start=start))
+    assert "all_reduce of ones: 4" in output, output
+    assert ranks(output) == FOUR
+    assert code == 0
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_failure_of_one_node_is_the_job_s(pbs: Pbs, start: str) -> None:
+    words = ("sh", "-c", 'echo "$0 on $(hostname)"; test "$(hostname)" = node1 || exit 3', "it's $me")
+    code, output = pbs.end(pbs.submit("--", *words, start=start))
+    assert code == 3, output
+    assert sorted(re.findall(r"it's \$me on (\w+)", output)) == ["node1", "node2"]
+
+
+def test_one_node_needs_no_start(pbs: Pbs) -> None:
+    code, output = pbs.end(pbs.submit("--", "dist-hello", nodes=1))
+    assert ranks(output) == FOUR[:2], output
+    assert code == 0
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_cancelled_job_leaves_no_process(pbs: Pbs, start: str) -> None:
+    job = pbs.submit("--", "sleep", "600", start=start)
+    until(lambda: sum("sleep 600" in line for line in pbs.processes()) >= 2)
+    assert pbs.imgkit("status", job).split()[-1] == "R"
+    pbs.imgkit("cancel", job)
+    assert pbs.end(job)[0] != 0
+    until(lambda: not pbs.processes())
+
+
+def test_killed_script_ends_what_ssh_started(pbs: Pbs) -> None:
+    job = pbs.submit("--", "sleep", "600", start="ssh")
+    until(lambda: sum("sleep 600" in line for line in pbs.processes()) >= 2)
+    pbs.cluster("exec", "node1", "--", "pkill", "-KILL", "-f", f"{job}.SC")
+    pbs.end(job)
+    until(lambda: not pbs.processes())
+
+
+def test_own_libraries_come_before_the_image_s(pbs: Pbs) -> None:
+    words = ("sh", "-c", 'echo "path=$LD_LIBRARY_PATH"; cat "${LD_LIBRARY_PATH%%:*}/libnccl-net.so"')
+    code, output = pbs.end(pbs.submit("--", *words, nodes=1))
+    assert code == 0, output
+    assert f"path={pbs.state}/libs:" in output
+    assert "the host's\n" in output
+
+
+def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
+    place = pbs.state / "environment"
+    # Without torch, which a plan does not import.
+    subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", place], check=True)
+    (packages,) = place.glob("lib/python3*/site-packages")
+    (packages / "entrypoints.pth").write_text(f"{ROOT / 'entrypoints'}\n")
+    words = ("--runtime", "host", "--image", place, "--", "dist-hello", "--plan")
+    code, output = pbs.end(pbs.submit(*words, start="pbsdsh"))
+    assert code == 0, output
+    loaded = re.findall(r"(node\d): module load (\S+)", output)
+    assert sorted(loaded) == [(node, name) for node in ("node1", "node2") for name in MODULES]
+    assert output.count("NCCL_SOCKET_IFNAME='hsn0,hsn1,hsn2,hsn3' (yours)") == 2, "the recipe's system.env"
+
+
+MODULES = ("cray-python/3.11.7", "cuda/12.6")
+
+
+def test_image_for_another_processor_is_refused(pbs: Pbs) -> None:
+    words = ("submit", "olivia-eap", "--time", "5m", "--image", pbs.sif, "--", "dist-hello")
+    done = pbs.run(sys.executable, "-m", "imgkit_builder", *words)
+    assert done.returncode == 2
+    assert "the image is for amd64, the nodes are arm64" in done.stderr
+
+
+def test_chunks_on_one_host_are_refused(pbs: Pbs) -> None:
+    text = (pbs.state / "eap.yaml").read_text() + "  queue: {options: [-l, place=pack]}\n"
+    (pbs.state / "pack.yaml").write_text(text)
+    code, output = pbs.end(pbs.submit("--", "dist-hello", recipe="pack.yaml"))
+    assert code == 2, output
+    assert output == "imgkit: 2 chunks, and PBS put them on node1: -l place=scatter is missing\n"
+
+
+TUTORIAL = (
+    "#PBS -N ddp",
+    "#PBS -l select=2:ncpus=288:mpiprocs=2:sales_op=blanca,walltime=3:00:00,place=scatter",
+    "#PBS -q blanca",
+)
+"""Of the early access tutorial's job, which ends in RendezvousTimeoutError after ten minutes."""
+
+
+def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None:
+    once = f"cd '{pbs.work}'; singularity exec {pbs.sif} dist-hello --device cpu --nproc 2"
+    code, refused = pbs.script(*TUTORIAL, once)
+    assert code == 5, refused
+    (exported,) = re.findall(r"export IMGKIT_NODES=.*\"(?=, and hand)", refused)
+    code, refused = pbs.script(*TUTORIAL, exported, once)
+    assert code == 5, refused
+    assert "the job has 2 hosts (node1, node2) and this is the job script's process" in refused
+    (typed,) = re.findall(r"^ +(mpiexec -n 2 .*)$", refused, re.MULTILINE)
+    code, output = pbs.script(*TUTORIAL, exported, typed)
+    assert code == 0, output
+    assert ranks(output) == FOUR
+
+
+def test_tutorial_s_start_without_container_is_refused(pbs: Pbs) -> None:
+    once = f"import sys; sys.path.insert(0, {str(ROOT / 'entrypoints')!r}); "
+    once += "import imgkit_entrypoints.main as m; m.main(['dist-run', 'multinode.py', '50', '10'])"
+    code, refused = pbs.script(*TUTORIAL, f'python3 -c "{once}"')
+    assert code == 5, refused
+    assert "PBS starts nothing on the others" in refused
+    assert "mpiexec -n 2 --ppn 1 --cpu-bind none " in refused

@@ -1,0 +1,248 @@
+"""Pods, for real: what ``imgkit job rcp`` writes, started on nodes as the operators start it.
+
+An operator gives each pod the document's command and variables, and variables of its own (envvar.go and
+elastic.go in kubeflow/training-operator pkg/controller.v1/pytorch; Trainer v2's torch plugin). Pods share no
+list of hosts, only the name of the first one, which resolves once that one is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = "23456"
+ELASTIC = """
+import os, time, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+print("world", dist.get_world_size(), flush=True)
+asked = torch.zeros(1)
+while not asked.item():
+    time.sleep(0.1)
+    asked.fill_(Path(os.environ["END"]).exists())
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+print("ended with", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+"""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pods:
+    """Nodes that pods run on, and those that were started."""
+
+    state: Path
+    sif: Path
+    started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def volume(self) -> Path:
+        """What the pods keep: the place of their persistent volume."""
+        return self.state / "volume"
+
+    def __call__(self, *words: str | Path) -> None:
+        argv = [sys.executable, ROOT / "ci/lab/cluster", "--state", self.state, *words]
+        subprocess.run(
+            [str(word) for word in argv],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=90,
+            check=True,
+        )
+
+    def resolve(self, name: str) -> None:
+        """From now on `name` is node1, on every node."""
+        for node in ("node1", "node2", "node3"):
+            self("exec", node, "--", "sh", "-c", f"echo 10.42.0.11 {name} >> /etc/hosts")
+
+    def start(self, node: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a pod there, with these variables and no other."""
+        given = [word for pair in env.items() for word in ("--env", "=".join(pair))]
+        argv = [sys.executable, ROOT / "ci/lab/cluster", "--state", self.state, "exec", "--clean-env", *given]
+        inside = ["singularity", "exec", "--bind", self.volume, self.sif, *command]
+        with self.log(node).open("ab") as log:
+            self.started[node] = subprocess.Popen(
+                [str(word) for word in (*argv, node, "--", *inside)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def codes(self) -> list[int]:
+        """Exit codes of all pods, after their end."""
+        try:
+            return [pod.wait(timeout=120) for pod in self.started.values()]
+        finally:
+            for pod in self.started.values():
+                pod.kill()
+
+    def log(self, node: str) -> Path:
+        return self.state / f"{node}.log"
+
+    def output(self) -> str:
+        """What all of them have said so far."""
+        return "".join(path.read_text() for path in sorted(self.state.glob("node*.log")))
+
+
+@pytest.fixture(scope="module")
+def nodes(mn5_sif: Path) -> Iterator[Pods]:
+    made = Pods(state=Path(f"/tmp/imgkit-test-pods-{os.getpid()}"), sif=mn5_sif)
+    made("up", "3", "--no-slurm", "--no-ssh", "--die-with", str(os.getpid()))
+    made.volume.mkdir()
+    yield made
+    made("down")
+
+
+@pytest.fixture
+def pods(nodes: Pods) -> Pods:
+    for node in ("node1", "node2", "node3"):
+        nodes.log(node).unlink(missing_ok=True)
+    nodes.started.clear()
+    return nodes
+
+
+def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, str]]:
+    """Command and variables of each pod, as ``imgkit job rcp`` writes them in the form `kind`."""
+    before, command = words[: words.index("--")], words[words.index("--") :]
+    asked = ("--format", kind, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
+    done = subprocess.run(
+        [sys.executable, "-m", "imgkit_builder", "job", "rcp", "--json", *asked, *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    job = json.loads(done.stdout)
+    if kind == "runai":
+        submit = job["submit"]
+        given = [submit[index + 1] for index, word in enumerate(submit) if word == "-e"]
+        return submit[submit.index("--") + 1 :], dict(text.split("=", 1) for text in given)
+    spec: dict[str, Any] = yaml.safe_load(job["script"])["spec"]
+    if kind == "trainjob":
+        pod = spec["trainer"]
+        return pod["command"], {entry["name"]: entry["value"] for entry in pod["env"]}
+    pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    return pod["args"], {entry["name"]: entry.get("value", "") for entry in pod["env"]}
+
+
+def operator_v1(head: str, rank: int) -> dict[str, str]:
+    """As the RunAI tutorials know it: WORLD_SIZE counts pods."""
+    return {
+        **{"PYTHONUNBUFFERED": "0", "RANK": str(rank), "WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": head, "MASTER_PORT": PORT},
+    }
+
+
+def operator_v1_later(head: str, rank: int) -> dict[str, str]:
+    """WORLD_SIZE counts processes."""
+    pet = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "2", "PET_STANDALONE": ""}
+    return {**operator_v1(head, rank), "WORLD_SIZE": "4", **pet}
+
+
+def trainer_v2(head: str, rank: int) -> dict[str, str]:
+    """No RANK and no WORLD_SIZE."""
+    return {
+        **{"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "auto"},
+        **{"PET_MASTER_ADDR": head, "PET_MASTER_PORT": "29400"},
+    }
+
+
+VINTAGES = {
+    "runai": ("runai", operator_v1),
+    "pytorchjob": ("pytorchjob", operator_v1_later),
+    "trainjob": ("trainjob", trainer_v2),
+}
+
+
+def start_two(
+    pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]], name: str, *command: str
+) -> None:
+    kind, operator = vintage
+    words, env = written(pods, kind, "--name", name, "--nodes", "2", "--nproc", "2", "--", *command)
+    for rank, node in enumerate(("node1", "node2")):
+        pods.start(node, words, {**env, **operator(f"{name}-master-0", rank)})
+
+
+def until(pods: Pods, count: int, text: str) -> None:
+    """Wait for `text` to have been said `count` times."""
+    end = time.monotonic() + 150
+    while pods.output().count(text) < count:
+        assert time.monotonic() < end, f"not {count} x {text!r}\n{pods.output()}"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
+def test_hello_waits_for_the_head_s_name(
+    pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
+) -> None:
+    name = f"hello-{vintage[0]}"
+    start_two(pods, vintage, name, "dist-hello")
+    until(pods, 1, "nproc=2")
+    time.sleep(3)
+    assert "present in" not in pods.output()
+    pods.resolve(f"{name}-master-0")
+    assert pods.codes() == [0, 0], pods.output()
+    assert "roll call: 2/2 present" in pods.output()
+    assert "all_reduce of ones: 4" in pods.output()
+
+
+@pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
+def test_bench_passes_and_is_kept_on_the_volume(
+    pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
+) -> None:
+    name = f"bench-{vintage[0]}"
+    pods.resolve(f"{name}-master-0")
+    start_two(pods, vintage, name, "dist-bench", "all_reduce", "--size", "64K", "--iters", "5")
+    assert pods.codes() == [0, 0], pods.output()
+    logs = pods.volume / "runs" / name / "logs"
+    assert {path.name for path in logs.iterdir()} == {"node0", "node1"}
+    kept = "".join(path.read_text() for path in logs.rglob("stdout.log"))
+    table = [line for line in kept.splitlines() if "all_reduce" in line]
+    assert table, kept
+    assert all(line in pods.output() for line in table)
+
+
+def test_elastic_pod_leaves_and_another_joins(pods: Pods) -> None:
+    """About 90 s, most of it torchrun's own waits: 15 s for a lost node, 30 s for one that may still come."""
+    name, end = "elastic", pods.volume / "end"
+    program = pods.volume / "elastic.py"
+    program.write_text(ELASTIC)
+    command = ("dist-run", "--nproc", "1", str(program))
+    words, env = written(
+        pods, "pytorchjob", "--name", name, "--nodes", "1:3", "--env", f"END={end}", "--", *command
+    )
+    pods.resolve(f"{name}-worker-0")
+    operator = {
+        "PET_RDZV_ENDPOINT": f"{name}-worker-0:{PORT}",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_NNODES": "1:3",
+    }
+
+    def start(index: int) -> None:
+        # PET_NODE_RANK: what the document takes from the label that the operator numbers pods in.
+        assert env["PET_NODE_RANK"] == ""
+        pods.start(f"node{index + 1}", words, {**env, **operator, "PET_NODE_RANK": str(index)})
+
+    for index in range(3):
+        start(index)
+    until(pods, 3, "world 3")
+    pods("fault", "kill", "node2", "dist-run")
+    assert pods.started["node2"].wait(timeout=30) == 137
+    until(pods, 2, "world 2")
+    start(1)
+    until(pods, 6, "world 3")
+    end.touch()
+    assert pods.codes() == [0, 0, 0], pods.output()
+    assert pods.output().count("ended with 3") == 3
