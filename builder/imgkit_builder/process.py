@@ -8,11 +8,14 @@ import fcntl
 import os
 import select
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
@@ -34,6 +37,42 @@ class Finished:
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
 
 
+def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
+    """Raise ToolMissing where `program` is not on PATH."""
+    if shutil.which(program, path=env.get("PATH") if env else None) is None:
+        raise ToolMissing(f"the program {program!r} is not on PATH", hint=hint or None)
+
+
+def attached(argv: Sequence[str]) -> int:
+    """Run `argv` with this terminal as its own; its exit code.
+
+    Raises
+    ------
+    ToolMissing : there is no such program.
+    """
+    need(argv[0])
+    try:
+        return subprocess.run(list(argv), check=False).returncode
+    except KeyboardInterrupt:
+        return 130  # the program has had the same Ctrl-C
+
+
+def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
+    """Run `argv` in place of this process: the terminal, signals and the exit code are its own.
+
+    Raises
+    ------
+    ToolMissing : there is no such program.
+    """
+    need(argv[0])
+    os.chdir(cwd)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and that would be inherited
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
+
+
 def run(
     argv: Sequence[str | Path],
     *,
@@ -51,8 +90,7 @@ def run(
     ToolFailed : `check` and the exit code is not 0; quotes the last lines.
     """
     words = tuple(str(word) for word in argv)
-    if shutil.which(words[0], path=env.get("PATH") if env else None) is None:
-        raise ToolMissing(f"the program {words[0]!r} is not on PATH", hint=hint or None)
+    need(words[0], hint, env)
     lines: collections.deque[str] = collections.deque()
     with subprocess.Popen(
         words,
@@ -82,7 +120,9 @@ def run(
     return finished
 
 
-def through(argv: Sequence[str], chunks: Iterable[bytes], *, hint: str = "") -> Iterator[bytes]:
+def through(
+    argv: Sequence[str], chunks: Iterable[bytes], *, cwd: Path | None = None, hint: str = ""
+) -> Iterator[bytes]:
     """Feed `chunks` to a program and yield what it writes, with bounded memory and no thread.
 
     Raises
@@ -90,12 +130,11 @@ def through(argv: Sequence[str], chunks: Iterable[bytes], *, hint: str = "") -> 
     ToolMissing : the program is not on PATH.
     ToolFailed : it failed; quotes what it said.
     """
-    if shutil.which(argv[0]) is None:
-        raise ToolMissing(f"the program {argv[0]!r} is not on PATH", hint=hint or None)
+    need(argv[0], hint)
     with (
         tempfile.TemporaryFile() as said,
         subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0, cwd=cwd
         ) as program,
     ):
         try:

@@ -159,7 +159,7 @@ def test_allocation_by_hand_runs_the_command(site: Site) -> None:
     ("words", "message"),
     [
         (("--image", "no.sif", "--", "dist-hello"), "no image"),
-        (("--option=--no-such-option", "--", "dist-hello"), "sbatch refused the job"),
+        (("--option=--no-such-option", "--", "dist-hello"), "sbatch failed with exit code"),
         (("--gpus", "8", "--", "dist-hello"), "a node has 4"),
     ],
 )

@@ -176,6 +176,7 @@ def verb_submit(
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
       imgkit submit lambda --hosts node1,node2 --ssh -- dist-bench
     """
+    from imgkit_builder import process
     from imgkit_builder.job import check, submit
 
     job, script = _made(recipe, request)
@@ -187,12 +188,16 @@ def verb_submit(
         raise typer.Exit(_fanned_out(script))
     if script.foreground:
         print(f"imgkit: {shlex.join(script.submit)}", file=sys.stderr)
-        submit.become(script.submit, cwd=job.directory)
+        process.become(script.submit, cwd=job.directory)
     record = submit.submit(job, script)
+    # Said before anything else can fail: the job is there.
+    print(
+        json.dumps({**_described(job, script), "id": record.id}, indent=2) if as_json else record.id,
+        flush=True,
+    )
+    submit.keep(record)
     if as_json:
-        print(json.dumps({**_described(job, script), "id": record.id}, indent=2))
         return
-    print(record.id)
     if job.request.interactive:
         # How to get in: these lines come before the command in what `imgkit job` prints.
         comments = [text for text in script.text.splitlines() if text.startswith("#")]
@@ -205,9 +210,10 @@ def verb_submit(
 
 def _fanned_out(script: Script) -> int:
     """Run the lines of all hosts; what they say bears the host's name."""
-    from imgkit_builder.job import fanout, submit
+    from imgkit_builder import process
+    from imgkit_builder.job import fanout
 
-    submit.need("ssh", "apt-get install openssh-client")
+    process.need("ssh", "apt-get install openssh-client")
 
     def show(host: str, text: bytes, error: bool) -> None:
         stream = sys.stderr.buffer if error else sys.stdout.buffer
@@ -311,13 +317,12 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
 
 def _thin(words: tuple[str, ...], *, as_json: bool) -> None:
     """Print the command, run it, and leave with its exit code."""
-    from imgkit_builder.job import submit
+    from imgkit_builder import process
 
     if as_json:
-        code, output = submit.captured(words)
-        data = {"schema": SCHEMA, "command": words, "exit_code": code, "output": output}
+        done = process.run(words, check=False)
+        data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
         print(json.dumps(data, indent=2))
-    else:
-        print(f"imgkit: {shlex.join(words)}", file=sys.stderr)
-        code = submit.through(words)
-    raise typer.Exit(code)
+        raise typer.Exit(done.returncode)
+    print(f"imgkit: {shlex.join(words)}", file=sys.stderr)
+    raise typer.Exit(process.attached(words))
