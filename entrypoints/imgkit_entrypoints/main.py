@@ -157,18 +157,21 @@ def _require_torch() -> None:
 
 
 def _print_env(words: Sequence[str], env: Mapping[str, str]) -> int:
-    parser = argparse.ArgumentParser(prog="dist-env", description="Print what was found and decided here.")
+    parser = options.parser("dist-env", "print what was found here and what it means for a launch", env)
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="one JSON object")
     shape.add_argument("--shell", action="store_true", help='export lines: eval "$(dist-env --shell)"')
     chosen = parser.parse_args(words)
+    asked = options.read(chosen, ("dist-env", *words))
+    if asked.show_plan:
+        return _launch(asked, (), env, _place(asked.wanted, env), own=True)
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     place: dict[str, object] = {}
     nnodes, head = 1, ""
     odd: tuple[str, ...] = ()
     try:
-        found = _place(Wanted(), env)
-        odd = schedulers.warnings(found, Wanted(), env, recipe=system.scheduler if system else "")
+        found = _place(asked.wanted, env)
+        odd = schedulers.warnings(found, asked.wanted, env, recipe=system.scheduler if system else "")
         place = {**dataclasses.asdict(found), "source": dict(found.source)}
         nnodes, head = found.nnodes, found.head
     except ImgkitError as error:

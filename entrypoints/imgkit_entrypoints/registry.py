@@ -44,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
         name="dist-bench",
         summary="measure collectives, with verified values",
         app="imgkit_entrypoints.apps.bench",
+        options="imgkit_entrypoints.apps.bench.options",
         verbs={"report": "imgkit_entrypoints.apps.bench.report"},
     ),
     Command(name="dist-env", summary="print what was found here and what it means for a launch"),

@@ -221,3 +221,10 @@ def test_wrong_value_names_the_spelling_that_was_typed() -> None:
     done = command("dist-hello", "--nproc_per_node", "many")
     assert done.returncode == 2
     assert "--nproc_per_node: 'many'" in done.stderr
+
+
+def test_dist_env_takes_the_launch_s_options() -> None:
+    flags = ("--nnodes", "2", "--node-rank", "1", "--head", "node1")
+    found = json.loads(command("dist-env", "--json", *flags).stdout)
+    assert (found["placement"]["nnodes"], found["placement"]["head"]) == (2, "node1")
+    assert json.loads(command("dist-env", "--plan", *flags).stdout)["placement"]["node_rank"] == 1

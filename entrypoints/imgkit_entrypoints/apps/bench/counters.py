@@ -1,0 +1,102 @@
+"""Bytes and errors that a node's ports have counted: what left it, whatever the library says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from imgkit_entrypoints.facts import Reader
+
+_ERRORS_IB = ("symbol_error", "port_rcv_errors", "port_xmit_discards", "link_downed")
+_ERRORS_NET = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
+
+_INSIDE = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tun", "kube", "podman", "ifb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Counters of one port or interface, or what has come to them."""
+
+    sent_bytes: int
+    received_bytes: int
+    errors: int = 0
+
+    def since(self, before: Count) -> Count:
+        """What has come since then; a counter that went back has been reset and counts from 0."""
+        return Count(
+            sent_bytes=_grown(before.sent_bytes, self.sent_bytes),
+            received_bytes=_grown(before.received_bytes, self.received_bytes),
+            errors=_grown(before.errors, self.errors),
+        )
+
+
+def _grown(before: int, now: int) -> int:
+    return now - before if now >= before else now
+
+
+def read(reader: Reader) -> dict[str, Count]:
+    """Every port by its name: ``mlx5_0:1``, ``cxi0``, ``eth0``; lo carries what stays on the node."""
+    found: dict[str, Count] = {}
+    for name in reader.names("/sys/class/infiniband"):
+        for number in reader.names(f"/sys/class/infiniband/{name}/ports"):
+            counted = _infiniband(reader, f"/sys/class/infiniband/{name}/ports/{number}")
+            if counted is not None:
+                found[f"{name}:{number}"] = counted
+    for name in reader.names("/sys/class/cxi"):
+        folder = f"/sys/class/cxi/{name}/device/telemetry"
+        sent, received = (_stamped(reader, f"{folder}/hni_sts_{way}_ok_octets") for way in ("tx", "rx"))
+        if sent is not None and received is not None:
+            found[name] = Count(sent_bytes=sent, received_bytes=received)
+    for name in reader.names("/sys/class/net"):
+        if any(inner.startswith("lower_") for inner in reader.names(f"/sys/class/net/{name}")):
+            continue  # a bond, bridge or VLAN: what lies below it counts the same bytes
+        folder = f"/sys/class/net/{name}/statistics"
+        sent, received = reader.number(f"{folder}/tx_bytes"), reader.number(f"{folder}/rx_bytes")
+        if sent is not None and received is not None:
+            errors = sum(reader.number(f"{folder}/{kind}") or 0 for kind in _ERRORS_NET)
+            found[name] = Count(sent_bytes=sent, received_bytes=received, errors=errors)
+    return found
+
+
+def _infiniband(reader: Reader, folder: str) -> Count | None:
+    # Words of four bytes: Linux, Documentation/ABI/stable/sysfs-class-infiniband.
+    sent, received = (reader.number(f"{folder}/counters/port_{way}_data") for way in ("xmit", "rcv"))
+    if sent is None or received is None:
+        return None
+    errors = sum(reader.number(f"{folder}/counters/{kind}") or 0 for kind in _ERRORS_IB)
+    return Count(sent_bytes=4 * sent, received_bytes=4 * received, errors=errors)
+
+
+def _stamped(reader: Reader, path: str) -> int | None:
+    """A telemetry file holds ``value@time``."""
+    value = (reader.text(path) or "").partition("@")[0]
+    return int(value) if value.isdigit() else None
+
+
+def since(before: Mapping[str, Count], now: Mapping[str, Count]) -> dict[str, Count]:
+    """What came to every port that is in both."""
+    return {name: now[name].since(before[name]) for name in now if name in before}
+
+
+def carriers(counts: Mapping[str, Count]) -> dict[str, Count]:
+    """The ports that lead out of the node and have carried something, each byte once.
+
+    RDMA passes by an interface's own counters, so RoCE ports and their interfaces stand side by side. Sockets
+    over InfiniBand (ib0) and Slingshot (hsn0) are in their port's counters as well.
+    """
+    skipped: tuple[str, ...] = _INSIDE
+    if any(":" in name for name in counts):
+        skipped = (*skipped, "ib")
+    if any(name.startswith("cxi") for name in counts):
+        skipped = (*skipped, "hsn")
+    return {
+        name: count
+        for name, count in counts.items()
+        if not name.startswith(skipped) and (count.sent_bytes or count.received_bytes)
+    }
+
+
+def busiest(counts: Mapping[str, Count]) -> int:
+    """Bytes through the node's ports, in the direction that had more."""
+    used = carriers(counts).values()
+    return max(sum(count.sent_bytes for count in used), sum(count.received_bytes for count in used))

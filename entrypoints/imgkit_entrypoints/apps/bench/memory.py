@@ -1,0 +1,41 @@
+"""How much memory a rank may still take."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from imgkit_entrypoints.facts import Reader, root_of
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.apps.ranks import Ranks
+
+BY_DEFAULT = 0.5
+"""Share of the free memory that the default sizes stay below: the libraries have buffers as well."""
+AT_MOST = 0.9
+"""Share above which a size is refused: the kernel would kill the process, and nobody could say why."""
+
+
+def node_bytes(reader: Reader) -> int | None:
+    """Free memory of this node, or of this job's part of it; None if the kernel does not say."""
+    found = []
+    for line in (reader.text("/proc/meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            found.append(int(rest.split()[0]) * 1024)
+    limit = reader.number("/sys/fs/cgroup/memory.max")
+    used = reader.number("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        found.append(max(0, limit - used))
+    return min(found) if found else None
+
+
+def free_bytes(here: Ranks, ranks_on_node: int) -> int | None:
+    """What one rank may take: the GPU's free memory, else its share of the node's."""
+    import torch
+
+    if here.device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(here.device)[0]
+        return free
+    node = node_bytes(Reader(root=root_of(os.environ)))
+    return None if node is None else node // ranks_on_node

@@ -1,0 +1,36 @@
+"""The lines that are printed while the sweep runs."""
+
+from __future__ import annotations
+
+from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.dtypes import Dtype
+from imgkit_entrypoints.apps.bench.schema import Result, World
+
+HEADER = (
+    f"{'size':>32}  {'batch: mean, slowest rank':^51}  {'each by itself, after a barrier':^39}\n"
+    f"{'bytes':>12} {'x1024':>9} {'x1000':>9}  {'n':>5} {'us':>11} {'algbw GBps':>10} {'busbw GBps':>10} "
+    f"{'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}"
+)
+
+
+def title(op: Collective, dtype: Dtype, world: World, group: str, ranks: int) -> str:
+    """What is measured, where, and the unit."""
+    kind = f"{op.name} {dtype.torch}{' sum' if op.sums else ''}, {world.ranks} ranks, {world.backend}"
+    if group != "world":
+        kind += f", in {world.ranks // ranks} groups of {ranks} at once ({group})"
+    return (
+        f"{kind}, {world.nodes} nodes; 1 GBps = 1e9 B/s" if world.nodes > 1 else f"{kind}; 1 GBps = 1e9 B/s"
+    )
+
+
+def line(batched: Result, single: Result) -> str:
+    """One size; both timings of it."""
+    size, wrong = batched.size_bytes, single.wrong
+    return (
+        f"{size:12} {sizes.binary(size):>9} {sizes.decimal(size):>9}  {batched.iterations:5} "
+        f"{batched.time_us:11.1f} {batched.algbw_GBps:10.3f} {batched.busbw_GBps:10.3f} "
+        f"{8 * batched.busbw_GBps:9.2f}  {single.iterations:5} {single.p50_us or 0:11.1f} "
+        f"{single.p95_us or 0:9.1f} {single.p99_us or 0:9.1f} {100 * (single.cv or 0):5.0f} "
+        f"{'-' if wrong is None else wrong:>7}"
+    )

@@ -1,0 +1,162 @@
+"""What dist-bench adds to the collectives that it times: processor time and memory (docs/benchmarks.md).
+
+    PYTHON tests/benchmarks/bench/bench.py [--ranks N] [--rounds N] [--size 64M]
+
+PYTHON must have torch and this imgkit. One process a rank measures both sides in turn, so that a drift of the
+machine meets both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from imgkit_entrypoints.apps import ranks
+from imgkit_entrypoints.apps.bench import collectives, dtypes, options, sizes, teams, timing
+from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.measure import Bench
+from imgkit_entrypoints.apps.bench.operations import allocated, launch
+from imgkit_entrypoints.apps.bench.teams import Team
+from imgkit_entrypoints.apps.bench.verify import Truth
+from imgkit_entrypoints.apps.ranks import Ranks
+
+LAUNCHES = 8
+DTYPE = dtypes.named("fp32")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median with its 95 % confidence interval by order statistics."""
+    ordered = sorted(values)
+    below = max(0, int((len(ordered) - 1 - 1.96 * math.sqrt(len(ordered))) / 2))
+    return ordered[below], statistics.median(ordered), ordered[-1 - below]
+
+
+def cpu_s() -> float:
+    """User and system time of this process, with all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def spent(what: Callable[[], object]) -> tuple[float, float]:
+    """CPU and wall seconds."""
+    cpu, wall = cpu_s(), time.perf_counter()
+    what()
+    return cpu_s() - cpu, time.perf_counter() - wall
+
+
+def peak(what: Callable[[], object]) -> int:
+    """Bytes that the process grew by at most, above what it had before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
+    before = status("VmRSS")
+    what()
+    return status("VmHWM") - before
+
+
+def status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def processor_time(here: Ranks, team: Team, rounds: int, size_bytes: int) -> None:
+    """`timing.batch` against a bare loop, in pairs, the order changing."""
+    op = collectives.named("all_reduce")
+    buffers = allocated(op, size_bytes // DTYPE.item_bytes, getattr(torch, DTYPE.torch), team, here.device)
+    run, tensor = launch(op, buffers, team), buffers.input
+
+    def bare() -> None:
+        timing.meet(here)
+        for _ in range(LAUNCHES):
+            torch.distributed.all_reduce(tensor)
+
+    sides = {"bare": bare, "dist-bench": lambda: timing.batch(run, LAUNCHES, here)}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for turn in range(-2, rounds):
+        for name in sides if turn % 2 else reversed(sides):
+            both = spent(sides[name])
+            if turn >= 0:
+                found[name].append(both)
+    for column, what in enumerate(("CPU", "wall")):
+        pairs = zip(found["dist-bench"], found["bare"], strict=True)
+        low, middle, high = interval([one[column] / other[column] for one, other in pairs])
+        each = statistics.median(item[column] for item in found["bare"]) / LAUNCHES
+        if here.rank == 0:
+            print(
+                f"| {what} of an all_reduce of {sizes.binary(size_bytes)}, bare {1e3 * each:.1f} ms "
+                f"| {100 * (middle - 1):+.1f} % ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f}) |",
+                flush=True,
+            )
+
+
+def memory(here: Ranks, team: Team, size_bytes: int) -> None:
+    """Each collective's growth, of the rank that grows most: its buffers, run bare, and by dist-bench."""
+    asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup", "1"])
+    for op in collectives.COLLECTIVES:
+
+        def bare(op: Collective = op) -> None:
+            count = op.elements(size_bytes, DTYPE.item_bytes, team.size)
+            launch(op, allocated(op, count, getattr(torch, DTYPE.torch), team, here.device), team)()
+
+        def measured(op: Collective = op) -> None:
+            Bench(
+                options=asked,
+                here=here,
+                team=team,
+                dtype=DTYPE,
+                truth=Truth(DTYPE, here.world_size, here.device),
+                counting=False,
+                nodes=1,
+            ).measure(op, size_bytes)
+
+        grown = torch.tensor([peak(bare), peak(measured)], dtype=torch.float64)
+        torch.distributed.all_reduce(grown, op=torch.distributed.ReduceOp.MAX)
+        if here.rank == 0:
+            needed = op.buffer_bytes(size_bytes, here.world_size) / size_bytes
+            alone, ours = (grown / size_bytes).tolist()
+            print(f"| {op.name} | {needed:.2f} | {alone:.2f} | {ours:.2f} |", flush=True)
+
+
+def worker(rounds: int, size_bytes: int) -> None:
+    """One rank; rank 0 prints."""
+    with ranks.opened() as here:
+        team = teams.joined("world", teams.seats(here), here)
+        processor_time(here, team, rounds, size_bytes)
+        memory(here, team, size_bytes)
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--size", type=sizes.size, default="64M")
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        worker(given.rounds, given.size)
+        return
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    words = ("--nproc-per-node", str(given.ranks), "--", __file__, "--rounds", str(given.rounds))
+    sys.exit(
+        subprocess.run(
+            [sys.executable, *launcher, *words, "--size", str(given.size)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            check=False,
+        ).returncode
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Sizes and options of dist-bench, read without torch."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from imgkit_entrypoints.apps.bench import options, sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4G", 4 << 30),
+        ("4GiB", 4 << 30),
+        ("4GB", 4_000_000_000),
+        ("64k", 65536),
+        ("1.5M", 1572864),
+        ("8", 8),
+    ],
+)
+def test_sizes_are_binary_unless_they_say_b(text: str, value: int) -> None:
+    assert sizes.size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4K", "4X", "4 Mi", "0.3K", "4K,1M", "1e6", "4iB"])
+def test_odd_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        sizes.size(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4 << 30, "4GiB (4.29GB)"), (4_000_000_000, "3.73GiB (4GB)"), (8, "8B"), (9 << 20, "9MiB (9.44MB)")],
+)
+def test_sizes_are_written_both_ways(value: int, text: str) -> None:
+    assert sizes.both(value) == text
+
+
+def test_sweep_ends_at_the_last_size() -> None:
+    assert list(sizes.swept(8, 64, 2)) == [8, 16, 32, 64]
+    assert list(sizes.swept(8, 60, 4)) == [8, 32]
+
+
+def test_defaults_are_all_reduce_from_8_bytes() -> None:
+    found = options.read([])
+    assert (found.ops, found.least_bytes, found.most_bytes) == (("all_reduce",), 8, None)
+    assert found.check
+
+
+def test_all_means_nine_collectives() -> None:
+    assert len(options.read(["all"]).ops) == 9
+
+
+def test_one_size_is_first_and_last() -> None:
+    found = options.read(["--size", "4GB", "--max", "8"])
+    assert found.least_bytes == found.most_bytes == 4_000_000_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["all_reduse"],
+        ["--factor", "1"],
+        ["--dtype", "int8"],
+        ["--iters", "0"],
+        ["--iters", "5", "--seconds", "1"],
+        ["--seconds", "nan"],
+        ["--line-rate", "-1"],
+        ["--tolerance", "5"],
+        ["--min", "1M", "--max", "1K"],
+        ["--group", "pair"],
+    ],
+)
+def test_impossible_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options.read(words)
+    assert caught.value.code == 2
+    assert "error" in capsys.readouterr().err
