@@ -1,0 +1,59 @@
+"""Model, data and loss of a run: built in, or the user's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from imgkit_entrypoints.apps.train import data, models, plugins
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.snapshot import begin_random
+from imgkit_entrypoints.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What is trained, on what, to what end."""
+
+    model: Callable[[Config], nn.Module]
+    data: Callable[[Config, str], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+def load(config: Config) -> Parts:
+    """The parts that `config` names; nothing is made yet.
+
+    Raises
+    ------
+    UsageError : a function of the user's cannot be had.
+    """
+    model: Callable[[Config], Any] = (
+        plugins.load(config.model, plugins.MODEL)
+        if plugins.is_plugin(config.model)
+        else lambda config: models.BUILT_IN[config.model]()
+    )
+    samples = plugins.load(config.data, plugins.DATA) if plugins.is_plugin(config.data) else data.built_in
+    loss = models.loss_of if config.step == "builtin" else plugins.load(config.step, plugins.STEP)
+
+    def seeded_model(config: Config) -> nn.Module:
+        begin_random(config.seed)
+        made = model(config)
+        if not isinstance(made, nn.Module):
+            raise _wrong(config.model, made, plugins.MODEL)
+        return made
+
+    def seeded_data(config: Config, split: str) -> Any:
+        begin_random(config.seed)  # the same data on every rank, should it be random
+        made = samples(config, split)
+        if not hasattr(made, "__len__") or not (hasattr(made, "__getitem__") or hasattr(made, "batch")):
+            raise _wrong(config.data, made, plugins.DATA)
+        return made
+
+    return Parts(model=seeded_model, data=seeded_data, loss=loss)
+
+
+def _wrong(place: str, made: object, contract: plugins.Contract) -> UsageError:
+    return UsageError(f"gave a {type(made).__name__}", where=place, hint=contract.signature)

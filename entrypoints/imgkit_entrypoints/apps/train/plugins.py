@@ -1,0 +1,152 @@
+"""Functions of the user's own: ``package.module:function`` or ``file.py:function``.
+
+They are looked for in the source text first, without running it: a misspelt name is told by the launcher, on
+every node, before a process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from imgkit_entrypoints.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """What a function must be."""
+
+    signature: str
+    arguments: int
+
+    @property
+    def form(self) -> str:
+        """For messages: how it is written and what it is."""
+        return f"MOD:FN or file.py:FN with {self.signature}"
+
+
+MODEL = Contract(signature="def FN(config) -> torch.nn.Module", arguments=1)
+DATA = Contract(signature="def FN(config, split) -> a torch Dataset of tuples of tensors", arguments=2)
+STEP = Contract(signature="def FN(model, batch) -> the mean loss of the batch's samples", arguments=2)
+
+
+def is_plugin(text: str) -> bool:
+    """Whether `text` names a function, rather than something built in."""
+    return ":" in text
+
+
+def check(text: str, contract: Contract) -> str:
+    """`text`, if it names a function that can be called as `contract` says; nothing is executed.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError : it does not; the message shows the signature.
+    """
+    place, _, name = text.rpartition(":")
+
+    def no(why: str) -> argparse.ArgumentTypeError:
+        return argparse.ArgumentTypeError(f"{text!r}: {why}; expected {contract.form}")
+
+    if not place or not name.isidentifier():
+        raise no("is no MOD:FN")
+    path = Path(place) if place.endswith(".py") else _find(place)
+    if path is None:
+        raise no(f"there is no module {place} here")
+    if path.suffix != ".py":
+        return text  # compiled: nothing to read
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise no(f"{path} cannot be read: {error.strerror}") from error
+    except SyntaxError as error:
+        raise no(f"{path}:{error.lineno}: {error.msg}") from error
+    found = [
+        node
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name
+    ]
+    if found:
+        if not _takes(found[-1].args, contract.arguments):
+            raise no(
+                f"{path}:{found[-1].lineno}: {name} does not take {contract.arguments} positional arguments"
+            )
+    elif not any(
+        isinstance(node, ast.alias | ast.Name | ast.ClassDef) and _bound(node) == name
+        for node in ast.walk(tree)
+    ):
+        names = ", ".join(node.name for node in tree.body if isinstance(node, ast.FunctionDef)) or "none"
+        raise no(f"{path} has no function {name} (it has: {names})")
+    return text
+
+
+def _bound(node: ast.alias | ast.Name | ast.ClassDef) -> str:
+    if isinstance(node, ast.alias):
+        return node.asname or node.name
+    return node.id if isinstance(node, ast.Name) else node.name
+
+
+def _takes(arguments: ast.arguments, count: int) -> bool:
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    required = positional - len(arguments.defaults)
+    keywords = [default for default in arguments.kw_defaults if default is None]
+    return not keywords and required <= count and (count <= positional or arguments.vararg is not None)
+
+
+def _find(module: str) -> Path | None:
+    """The file of `module`, without importing it or its parents."""
+    places: list[str] | None = [*sys.path, str(Path.cwd())]
+    spec = None
+    for depth, _ in enumerate(module.split("."), start=1):
+        spec = PathFinder.find_spec(".".join(module.split(".")[:depth]), places)
+        if spec is None:
+            return None
+        places = list(spec.submodule_search_locations or ())
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def load(text: str, contract: Contract) -> Callable[..., Any]:
+    """The function that `text` names.
+
+    Raises
+    ------
+    UsageError : its module cannot be imported, or the name in it cannot be called.
+    """
+    place, _, name = text.rpartition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # the last place: a json.py here must not hide Python's own
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        function = getattr(module, name)
+    except Exception as error:
+        raise UsageError(
+            f"cannot be imported: {type(error).__name__}: {error}", where=text, hint=contract.signature
+        ) from error
+    if not callable(function):
+        raise UsageError(f"{name} is not a function", where=text, hint=contract.signature)
+    result: Callable[..., Any] = function
+    return result
+
+
+def _from_file(path: Path) -> Any:
+    name = str(path.resolve())
+    if name in sys.modules:  # --model and --data of one file share its state
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that workers of its data can unpickle what it defines
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

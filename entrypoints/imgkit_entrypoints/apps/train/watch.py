@@ -1,0 +1,173 @@
+"""What all ranks must know alike, without waiting for it in a step: shall we stop, and is the loss a number?
+
+Every few steps the ranks add up a handful of numbers on the device, and read the sum when they come by the
+next time. So all leave at the same step, and no step waits for another rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imgkit_entrypoints import stopping
+from imgkit_entrypoints.apps.ranks import Ranks
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.report import Seen
+from imgkit_entrypoints.errors import UsageError
+
+STOP_FILE = "STOP"
+"""In the run's folder: whoever cannot reach the launcher makes it there."""
+LATENCY_S = 0.5
+"""About the time between two looks, where steps are slow; quick ones are looked at every `log_every`."""
+REASONS = ("the launcher asked for it", "--stop-after", "the STOP file", "a signal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    step: int
+    steps: int
+    seconds: float
+    work: Any
+    numbers: Tensor
+    copied: Any
+    """CUDA's event behind the copy to the host; None on CPU."""
+
+
+class Watch:
+    """Looks out for reasons to stop."""
+
+    def __init__(self, config: Config, here: Ranks, env: Mapping[str, str], began: float) -> None:
+        self._here, self._config = here, config
+        self._flag = Path(env["IMGKIT_STOP_DIR"]) / stopping.STOP if env.get("IMGKIT_STOP_DIR") else None
+        self._file = config.run_dir / STOP_FILE if config.run_dir and here.rank == 0 else None
+        self._until = math.inf if config.stop_after_s is None else began + config.stop_after_s
+        self._signalled = False
+        self._pending: _Pending | None = None
+        self._interval = 1
+        self._last_step, self._last_time = 0, time.perf_counter()
+        self.stop = ""
+        """Why all are to stop after this step; empty: go on."""
+        self.broken = False
+        """A loss was no number."""
+
+    def begin(self, step: int) -> None:
+        """Training starts now, after `step` steps."""
+        self._last_step, self._last_time = step, time.perf_counter()
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Let the signals that ask for a stop do nothing else.
+
+        Under torchrun they are blocked; where an MPI launcher starts every rank, they come.
+        """
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def after(self, step: int, window: Tensor, *, everything: bool = False) -> list[Seen]:
+        """What became known after `step`: mostly nothing; with `everything`, all there is to know.
+
+        All ranks call it after every step, with the same arguments.
+        """
+        if not everything and step % self._interval:
+            return []
+        found = [self._receive()]
+        if step > self._last_step:
+            self._send(step, window)
+        if everything:
+            found.append(self._receive())
+        return [seen for seen in found if seen is not None]
+
+    def _send(self, step: int, window: Tensor) -> None:
+        now = time.perf_counter()
+        seconds, steps = now - self._last_time, step - self._last_step
+        self._last_time, self._last_step = now, step
+        asked = (
+            self._flag is not None and self._flag.exists(),
+            time.monotonic() >= self._until,
+            self._file is not None and self._file.exists(),
+            self._signalled,
+        )
+        numbers = torch.tensor([0.0, 0.0, seconds / steps, *map(float, asked)], dtype=window.dtype)
+        numbers = numbers.to(window.device, non_blocking=True)
+        numbers[:2] = window
+        window.zero_()
+        work, copied = dist.all_reduce(numbers, async_op=True), None
+        if window.device.type == "cuda":
+            work.wait()  # the stream waits, not the host
+            numbers, copied = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            copied.record()
+        self._pending = _Pending(
+            step=step, steps=steps, seconds=seconds, work=work, numbers=numbers, copied=copied
+        )
+
+    def _receive(self) -> Seen | None:
+        """Wait for the numbers that are on their way."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        else:
+            pending.work.wait()
+        loss, skipped, seconds_a_step, *asked = (
+            one / self._here.world_size for one in pending.numbers.tolist()
+        )
+        self._interval = interval(seconds_a_step, self._config.log_every)
+        self.stop = self.stop or next(
+            (reason for reason, some in zip(REASONS, asked, strict=True) if some), ""
+        )
+        self.broken = self.broken or not math.isfinite(loss)
+        skips = round(skipped)
+        counted = pending.steps - skips
+        return Seen(
+            step=pending.step,
+            steps=pending.steps,
+            loss=loss / counted if counted else math.nan,
+            skipped=skips,
+            seconds=pending.seconds,
+        )
+
+
+def refuse_stopped(config: Config) -> None:
+    """Raise UsageError if the run's folder holds the file that stops it: nobody wants it started."""
+    file = config.run_dir / STOP_FILE if config.run_dir else None
+    if file is not None and file.exists():
+        raise UsageError("this file keeps the run from starting", where=str(file), hint=f"rm {file}")
+
+
+def interval(seconds_a_step: float, most: int) -> int:
+    """Steps between two looks: a divisor of `most`, so that looks and lines of the log fall together."""
+    wanted = most if seconds_a_step <= 0 else LATENCY_S / seconds_a_step
+    return max(size for size in range(1, most + 1) if most % size == 0 and (size == 1 or size <= wanted))
+
+
+def tell_saved(step: int, here: Ranks, env: Mapping[str, str]) -> bool:
+    """Tell this node's launcher that the state is safe; False where there is none to tell."""
+    if not env.get("IMGKIT_STOP_DIR"):
+        return False
+    if here.local_rank == 0:
+        place = Path(env["IMGKIT_STOP_DIR"])
+        temporary = place / f".{stopping.SAVED}"
+        temporary.write_text(f"{env.get('IMGKIT_JOB_ID', stopping.LOCAL_JOB)} {step}\n")
+        os.replace(temporary, place / stopping.SAVED)  # noqa: PTH105
+    return True

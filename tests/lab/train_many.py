@@ -1,0 +1,39 @@
+"""Many runs of dist-train from one process that has imported torch; runs in the image.
+
+Ranks are forked, with the environment that torchrun would give them: a run takes half a second instead of
+five. Reads Python text in which ``train(RANKS, "WORDS")`` is such a run and gives its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+
+import torch
+
+from imgkit_entrypoints.apps import ranks
+from imgkit_entrypoints.apps.train import __main__ as app
+
+torch.set_num_threads(1)
+
+
+def train(count: int, words: str) -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    print(f"+ {count} {words}", flush=True)
+    sys.argv = ["dist-train", "--log-every", "2", *shlex.split(words)]
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+            ranks.run_worker(app.main)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+exec(sys.stdin.read())  # noqa: S102 - the text is the test's own

@@ -1,0 +1,191 @@
+"""What dist-train is asked for: options, files of options, functions of the user's, a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.apps.train import options, plugins
+from imgkit_entrypoints.apps.train.config import every, held_against, total_steps
+from imgkit_entrypoints.errors import UsageError
+
+OWN = """
+import torch_that_is_not_there
+from elsewhere import borrowed
+
+def model(config): ...
+def data(config, split="train", *, cache=True): ...
+def step(model, batch, extra): ...
+class Net: ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_defaults_follow_the_model() -> None:
+    linear, gpt = options.read([], {}), options.read(["--model", "gpt"], {})
+    assert (linear.optimizer, linear.lr, linear.steps) == ("sgd", 0.05, 100)
+    assert (gpt.optimizer, gpt.lr) == ("adamw", 0.001)
+    assert options.read(["--model", "gpt", "--lr", "1"], {}).lr == 1.0
+    assert options.read(["--epochs", "2"], {}).steps is None
+
+
+def test_run_folder_comes_from_the_job() -> None:
+    assert options.read([], {}).run_dir is None
+    assert options.read([], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("/runs/7")
+    assert options.read(["--run-dir", "mine"], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("mine")
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"lr": 0.5, "batch_size": 8, "clip": null, "deterministic": true}')
+    config = options.read(["--config", str(file), "--lr", "0.25"], {})
+    assert (config.lr, config.batch_size, config.clip, config.deterministic) == (0.25, 8, None, True)
+
+
+def test_kept_config_can_be_given_again(tmp_path: Path) -> None:
+    words = ["--steps", "7", "--stop-after", "1h30m", "--save-every", "2e", "--run-dir", str(tmp_path)]
+    config = options.read([*words, "--clip", "1", "--model", "mlp"], {})
+    file = tmp_path / "config.json"
+    file.write_text(config.to_json())
+    assert options.read(["--config", str(file)], {}) == config
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_file_may_be_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "mlp"\nsteps = 12\n')
+    config = options.read(["--config", str(file)], {})
+    assert (config.model, config.steps) == ("mlp", 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"lr": "fast"}', "'fast' is not a number"),
+        ('{"learning_rate": 1}', "--learning-rate=1"),
+        ('{"config": "run.json"}', "cannot name another one"),
+        ("[1]", "holds no table"),
+        ("{", "Expecting"),
+        (None, "No such file"),
+    ],
+)
+def test_wrong_file_is_refused_like_flags(
+    tmp_path: Path, text: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        options.read(["--config", str(file)], {})
+    message = capsys.readouterr().err
+    assert said in message
+    assert str(file) in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lr", "-1"], "'-1' is not a number from 0"),
+        (["--lr", "nan"], "not a number"),
+        (["--save-every", "0e"], "neither a number of steps nor one of epochs"),
+        (["--stop-after", "soon"], "is no time"),
+        (["--stop-after", ""], "is no time"),
+        (["--model", "resnet19"], "none of gpt, linear, mlp, resnet18, resnet50"),
+        (["--data", "no-such-file"], "def FN(config, split)"),
+        (["--on-nan", "cry"], "none of stop, skip"),
+        (["--amp", "fp8"], "none of off, bf16, fp16"),
+    ],
+)
+def test_wrong_values_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options.read(words, {})
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("50m", 3000), ("1h30m", 5400), ("1h5s", 3605), ("0", 0)]
+)
+def test_times_are_seconds(text: str, seconds: float) -> None:
+    assert options.duration(text) == seconds
+
+
+@pytest.mark.parametrize("place", ["own.py", "own", "pkg.deep"])
+def test_functions_are_found_without_running(own: Path, place: str) -> None:
+    (own.parent / "pkg").mkdir()
+    (own.parent / "pkg/deep.py").write_text(OWN)
+    assert plugins.check(f"{place}:model", plugins.MODEL) == f"{place}:model"
+    plugins.check(f"{place}:data", plugins.DATA)
+    plugins.check(f"{place}:borrowed", plugins.DATA)
+    plugins.check(f"{place}:Net", plugins.MODEL)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("own.py:modell", "has no function modell (it has: model, data, step)"),
+        ("own.py:step", "step does not take 2 positional arguments"),
+        ("gone.py:step", "cannot be read: No such file"),
+        ("gone.deep:step", "there is no module gone.deep"),
+        ("own.py:", "is no MOD:FN"),
+        (":step", "is no MOD:FN"),
+        ("own.py", "is no MOD:FN"),
+    ],
+)
+def test_wrong_function_shows_the_signature(own: Path, text: str, said: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        plugins.check(text, plugins.STEP)
+    assert said in str(caught.value)
+    assert "def FN(model, batch)" in str(caught.value)
+
+
+def test_broken_file_is_refused_with_its_line(own: Path) -> None:
+    own.write_text("x = 1\ndef model(config:\n")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"own\.py:2"):
+        plugins.check("own.py:model", plugins.MODEL)
+
+
+def test_failing_import_is_told(own: Path) -> None:
+    for function in ("own.py:model", "own.py:data"):  # half an import is none
+        with pytest.raises(UsageError, match="No module named 'torch_that_is_not_there'") as caught:
+            plugins.load(function, plugins.MODEL)
+        assert caught.value.where == function
+
+
+def test_one_file_is_imported_once(own: Path) -> None:
+    own.write_text("made = []\ndef model(config): return made\ndef data(config, split): return made\n")
+    model, data = plugins.load("own.py:model", plugins.MODEL), plugins.load("own.py:data", plugins.DATA)
+    assert model(None) is data(None, "train")
+
+
+def test_contradicting_run_is_refused_key_by_key() -> None:
+    saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
+    with pytest.raises(UsageError) as caught:
+        held_against(options.read(["--seed", "1", "--global-batch", "32"], {}), saved, Path("s"))
+    assert "seed is 1, the snapshot has 0" in str(caught.value)
+    assert "global_batch is 32, the snapshot has 64" in str(caught.value)
+    assert "lr" not in caught.value.what
+
+
+def test_going_on_keeps_the_global_batch_and_tells_changes() -> None:
+    saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
+    config, changed = held_against(options.read(["--lr", "0.5", "--steps", "9"], {}), saved, Path("s"))
+    assert config.global_batch == 64
+    assert changed == ("lr was 0.05, now 0.5",)
+
+
+def test_run_ends_at_what_comes_first() -> None:
+    both = options.read(["--steps", "100", "--epochs", "3"], {})
+    assert (total_steps(both, 10), total_steps(both, 50)) == (30, 100)
+    assert (every("25", 10), every("2e", 10), every("0", 10)) == (25, 20, 0)
