@@ -200,7 +200,8 @@ def test_project_is_needed_to_find_a_job_again() -> None:
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ``runai`` that takes every command and prints its words."""
     client = tmp_path / "runai"
-    client.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    client.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{program}' \"$@\"\n")
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
