@@ -26,6 +26,19 @@ def imgkit(*words: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _stop_folders() -> Iterator[None]:
+    """Remove what launchers leave that are killed together with their guard: their folders for marks."""
+
+    def present() -> set[Path]:
+        return {folder for place in ("/tmp", "/dev/shm") for folder in Path(place).glob("imgkit-stop-*")}
+
+    before = present()
+    yield
+    for folder in present() - before:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def mn5_image(standin: str) -> Iterator[str]:
     """Name of the image."""

@@ -81,8 +81,9 @@ def site(mn5_sif: Path) -> Iterator[Site]:
     made = Site(
         state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
     )
-    made.folder.mkdir()
-    made.folder.chmod(0o777)
+    for folder in (made.folder, made.folder / "runs"):  # jobs of root and of the ordinary user run here
+        folder.mkdir()
+        folder.chmod(0o777)
     (made.folder / "mn5.sif").symlink_to(mn5_sif)
     shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
     try:
