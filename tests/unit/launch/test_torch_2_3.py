@@ -13,9 +13,12 @@ from imgkit_entrypoints import ports
 
 HERE = Path(__file__).resolve().parent
 ENTRYPOINTS = HERE.parents[2] / "entrypoints"
-PROGRAM = (
-    "import os, sys; print(*(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), *sys.argv[1:])"
-)
+# One write a line: the workers share the pipe.
+PROGRAM = """
+import os, sys
+ranks = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+sys.stdout.write(" ".join([*ranks, *sys.argv[1:]]) + "\\n")
+"""
 
 
 @pytest.fixture(scope="module")
