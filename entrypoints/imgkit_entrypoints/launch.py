@@ -190,7 +190,8 @@ class _Supervisor:
     ) -> None:
         self.command, self.env, self.folder, self.job_id = command, env, folder, job_id
         self.roll, self.signals, self.say, self.grace_s = roll, signals, say, grace_s
-        self.run_dir = Path(env["IMGKIT_RUN_DIR"]) if env.get("IMGKIT_RUN_DIR") else None
+        first = roll is None or roll.place.node_rank == 0  # all nodes share the folder: one looks after it
+        self.run_dir = Path(env["IMGKIT_RUN_DIR"]) if first and env.get("IMGKIT_RUN_DIR") else None
         self.code: int | None = None
         """Of the command; negative: the signal that ended it."""
         self.stop_reason = ""
@@ -323,8 +324,8 @@ class _Supervisor:
             self._stop(name)
 
     def _look_for_the_stop_file(self) -> None:
-        """What a job script or a user may leave in the run's folder; on one node only, it is shared."""
-        if self.run_dir is None or self.stop_reason or (self.roll and self.roll.place.node_rank != 0):
+        """What a job script or a user may leave in the run's folder."""
+        if self.run_dir is None or self.stop_reason:
             return
         if (self.run_dir / stopping.STOP).exists():
             reason = str(self.run_dir / stopping.STOP)
@@ -384,7 +385,7 @@ class _Supervisor:
 
     def _tell_the_job(self) -> None:
         """Leave the mark in the run's folder, which all nodes and the job script share."""
-        if self.run_dir is None or (self.roll and self.roll.place.node_rank != 0):
+        if self.run_dir is None:
             return
         try:
             stopping.hand_on(self.folder, self.run_dir)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from imgkit_entrypoints import facts, system
+from imgkit_entrypoints import facts, files, system
 from imgkit_entrypoints.checks import software
-from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import Reader
 from imgkit_entrypoints.facts.tree import Entry
 
@@ -47,20 +45,13 @@ def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
         f"export {name}={shlex.quote(value)}\n" for name, value in telling.items() if name not in secrets
     ]
     members[ENVIRONMENT] = Entry(path=ENVIRONMENT, kind="file", content="".join(lines))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with temporary.open("xb") as file:
-            with tarfile.open(fileobj=file, mode="w:gz") as archive:
-                for path in sorted(members):
-                    _add(archive, members[path])
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(
-            f"cannot write the bundle: {error.strerror}", where=str(target), hint="--bundle /tmp/node.tar.gz"
-        ) from error
+    hint = "--bundle /tmp/node.tar.gz"
+    with (
+        files.replacing(target, failed="cannot write the bundle", hint=hint) as file,
+        tarfile.open(fileobj=file, mode="w:gz") as archive,
+    ):
+        for path in sorted(members):
+            _add(archive, members[path])
     return secrets
 
 

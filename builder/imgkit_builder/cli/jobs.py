@@ -154,8 +154,7 @@ def verb_job(
       imgkit job lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
       imgkit job lambda --hosts 10.0.0.1,10.0.0.2 --ssh -- dist-hello
     """
-    job, script = _made(recipe, request)
-    print(json.dumps(_described(job, script), indent=2) if as_json else script.text, end="\n" * as_json)
+    _show(*_made(recipe, request), as_json=as_json)
 
 
 @_with_request
@@ -181,7 +180,7 @@ def verb_submit(
 
     job, script = _made(recipe, request)
     if dry_run:
-        print(json.dumps(_described(job, script), indent=2) if as_json else script.text, end="\n" * as_json)
+        _show(job, script, as_json=as_json)
         return
     check.before_submission(job)
     if script.remote:
@@ -296,6 +295,10 @@ def _made(recipe: str, request: Request) -> tuple[Job, Script]:
     for warning in job.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)
     return job, systems.named(systems.name_for(job)).script(job)
+
+
+def _show(job: Job, script: Script, *, as_json: bool) -> None:
+    print(json.dumps(_described(job, script), indent=2) if as_json else script.text, end="\n" * as_json)
 
 
 def _described(job: Job, script: Script) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,8 +74,9 @@ def verb_doctor(
 
 
 def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tuple[Check, ...]:
+    from imgkit_builder import process
     from imgkit_builder.job import nodes
-    from imgkit_entrypoints.errors import ToolMissing, UsageError
+    from imgkit_entrypoints.errors import UsageError
 
     if target is None:
         raise UsageError(
@@ -84,8 +84,7 @@ def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tupl
             where="RECIPE",
             hint=f"imgkit doctor lambda --hosts {','.join(hosts)}",
         )
-    if shutil.which("ssh") is None:
-        raise ToolMissing("the program 'ssh' is not on PATH", hint="apt-get install openssh-client")
+    process.need("ssh", "apt-get install openssh-client")
     runtime = target.system.runtime
     if runtime.kind == "singularity":
         image = str(Path(image or f"{target.name}.sif").absolute())

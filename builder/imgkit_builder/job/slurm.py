@@ -25,8 +25,7 @@ def script(job: Job) -> Script:
         "slurm.sh.j2",
         directives=(
             f"--job-name={job.name}",
-            f'--chdir="{job.directory}"' if " " in str(job.directory) else f"--chdir={job.directory}",
-            "--output=%x-%j.out",
+            *_place(job),
             *_asked(job),
             *(
                 # B: to the script alone. A step's signal reaches every process of it: also the one that
@@ -39,6 +38,12 @@ def script(job: Job) -> Script:
         start=line(_start(job, job.command)),
     )
     return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
+
+
+def _place(job: Job) -> tuple[str, str]:
+    """Where a script runs, and where its output goes."""
+    folder = str(job.directory)
+    return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", "--output=%x-%j.out"
 
 
 def _asked(job: Job) -> tuple[str, ...]:
@@ -90,8 +95,7 @@ def _conversion(job: Job, archive: Path) -> Script:
         "slurm-sif.sh.j2",
         directives=(
             f"--job-name={job.name}-sif",
-            f'--chdir="{job.directory}"' if " " in str(job.directory) else f"--chdir={job.directory}",
-            "--output=%x-%j.out",
+            *_place(job),
             "--nodes=1",
             "--ntasks=1",
             *((f"--time={job.time}",) if job.time else ()),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import __version__, fabric, facts
+from imgkit_entrypoints import __version__, fabric, facts, files
 from imgkit_entrypoints.apps.bench.schema import SCHEMA, TOOL, Result, World
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
@@ -56,18 +56,9 @@ class Record:
         ------
         UsageError : it cannot be written.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(self.to_json() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise UsageError(
-                f"cannot save: {error.strerror}", where=str(path), hint="name a writable file: --save FILE"
-            ) from error
+        hint = "name a writable file: --save FILE"
+        with files.replacing(path, failed="cannot save", hint=hint) as file:
+            file.write((self.to_json() + "\n").encode())
 
 
 def writable(path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from imgkit_entrypoints import options
+from imgkit_entrypoints import files, options
 from imgkit_entrypoints.apps.bench import chart, page, reference, schema, sections
 from imgkit_entrypoints.errors import UsageError
 
@@ -72,15 +71,5 @@ def write(target: Path, content: str) -> None:
     ------
     UsageError : it cannot be written.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(
-            f"cannot write it: {error.strerror}", where=str(target), hint="-o report.html"
-        ) from error
+    with files.replacing(target, failed="cannot write it", hint="-o report.html") as file:
+        file.write(content.encode())
