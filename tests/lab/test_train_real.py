@@ -237,6 +237,17 @@ code train $words --stop-after 0
         assert summary["saved_step"] == summary["step"] < summary["steps"]
 
 
+def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Path) -> None:
+    # The first one that ends has the others ended, here before local rank 0 knows what is wrong.
+    (runs / "late.py").write_text(
+        "import os, time\nif os.environ['LOCAL_RANK'] == '0':\n    time.sleep(1.5)\n"
+        "def model(config):\n    return None\nmodel = 3\n"
+    )
+    told = launched(standin, runs, "code train --nproc 2 --model late.py:model --steps 2")
+    assert told.count("model is not a function") == 1, told
+    assert "exit code 1\n" in told
+
+
 def test_failing_samples_and_functions_are_named(standin: str, runs: Path) -> None:
     script = """
 own="--model own.py:plain --batch-size 4 --steps 12"

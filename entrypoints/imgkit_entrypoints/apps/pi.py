@@ -6,13 +6,13 @@ import argparse
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints.arguments import positive
+from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.ranks import Ranks
@@ -153,8 +153,8 @@ def main() -> None:
             lines = report(value, intervals, [item for item in done if item is not None], slowest, alone)
             print("\n".join(lines), flush=True)
     if abs(value - math.pi) > tolerance(intervals):
-        said = f"pi is off by more than {tolerance(intervals):.1e}: a machine or the network computes wrongly"
-        sys.exit(said if here.rank == 0 else 1)
+        wrong = f"pi is off by more than {tolerance(intervals):.1e}: a machine or the network computes wrongly"
+        ranks.refuse(f"dist-pi: {wrong}", EXIT_NO)
 
 
 def _alone(first: int, end: int, intervals: int, here: Ranks) -> Done | None:

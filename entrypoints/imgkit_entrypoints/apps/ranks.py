@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints.errors import EXIT_NO
+
+
+REFUSE_S = 5.0
+"""The others' patience with local rank 0; a loaded machine starts workers seconds apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,18 @@ def opened(timeout_s: int | None = None) -> Iterator[Ranks]:
         )
     finally:
         dist.destroy_process_group()
+
+
+def refuse(text: str, exit_code: int) -> NoReturn:
+    """Leave with `exit_code` and say why, which every rank of a node knows alike, once a node.
+
+    torchrun ends all others when the first one leaves, so local rank 0 goes first. One of the others that is
+    still there after `REFUSE_S` is alone with its reason, or has no torchrun above it, and says it too.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(REFUSE_S)
+    print(text, file=sys.stderr, flush=True)
+    sys.exit(exit_code)
 
 
 def run_worker(main: Callable[[], None]) -> NoReturn:

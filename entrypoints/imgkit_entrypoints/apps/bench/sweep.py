@@ -354,6 +354,4 @@ def main() -> int:
         with nccl_log.collected(os.environ) as log, ranks.opened(asked.timeout_s) as here:
             return Sweep(asked, here, log).run()
     except ImgkitError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"dist-bench: {error}", file=sys.stderr)
-        return error.exit_code
+        ranks.refuse(f"dist-bench: {error}", error.exit_code)

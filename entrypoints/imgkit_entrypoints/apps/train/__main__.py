@@ -34,10 +34,10 @@ def main() -> None:
         with ranks.opened() as here:
             sys.exit(train(config, own, here, began))
     except ImgkitError as error:
-        # What all ranks find alike is told once a node; what goes wrong in training, by the rank that knows.
-        if isinstance(error, CheckFailed) or os.environ["LOCAL_RANK"] == "0":
+        if isinstance(error, CheckFailed):  # in training: only this rank knows
             say(str(error))
-        sys.exit(error.exit_code)
+            sys.exit(error.exit_code)
+        ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
 def train(config: Config, own: parts.Parts, here: ranks.Ranks, began: float) -> int:
