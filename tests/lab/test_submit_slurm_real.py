@@ -118,6 +118,20 @@ def test_values_arrive_as_they_were_typed(site: Site) -> None:
     assert not (site.folder / "pwned").exists()
 
 
+def stopped_and_requeued(site: Site, job: str) -> str:
+    """Ask `job` to stop, as Slurm does before its time is over, and have it start again; the step saved."""
+    site.cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
+    site.until(lambda: "requeued" in site.told(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
+    assert saved is not None, site.told(job)
+    # Slurm holds a requeued job back for two minutes; a start in the second of the requeue would fail, since
+    # slurmd takes the old start's revoked credential for the new one's ("already killed, do not launch").
+    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
+    time.sleep(2)
+    site.cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+    return saved[1]
+
+
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
     made = site.imgkit("job", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "100")
@@ -126,15 +140,9 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
     site.until(lambda: "starts at 0" in site.told(job), job)
-    site.cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.told(job), job)
-    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
-    assert saved is not None, site.told(job)
-    # Slurm holds a requeued job back for two minutes.
-    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
-    site.cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+    saved = stopped_and_requeued(site, job)
     site.until(lambda: not site.queued(job), job)
-    assert f"starts at {saved[1]}\n" in site.told(job)
+    assert f"starts at {saved}\n" in site.told(job)
     assert "finished at 100" in site.told(job)
 
 
@@ -171,9 +179,25 @@ def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) 
     assert done.stdout == ""
 
 
-def test_lost_node_ends_the_others_and_is_named(site: Site) -> None:
-    job = site.submit("--nodes", "3", "--stop-before", "0", "--", *COUNT, "6000")
-    site.until(lambda: "starts at 0" in site.told(job), job)
-    site.cluster("fault", "cut", "node3")
+def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
+    shutil.copy(ROOT / "tests/lab/train_faults.py", site.folder / "faults.py")
+    own = ("--model", "faults.py:model", "--data", "faults.py:data", "--global-batch", "12")
+    kept = ("--steps", "150", "--save-every", "10", "--run-dir", "runs/mine")
+    train = ("dist-train", "--device", "cpu", "--nproc", "1", *own, *kept)
+    slow = ("--env", "PAUSE=0.05")
+    job = site.submit("--nodes", "3", *slow, "--", *train)
+    snapshots = site.folder / "runs/mine/snapshots"
+    site.until(lambda: len(sorted(snapshots.glob("step-*"))) == 2, job)
+    site.cluster("fault", "crash", "node3")
     site.until(lambda: site.told(job).count("lost node 2 of 3 (node3)") == 2, job)
     site.until(lambda: not site.processes("node1", "node2"), job)
+    site.cluster("scancel", job)
+
+    job = site.submit("--nodes", "2", *slow, "--", *train)
+    site.until(lambda: "goes on after step" in site.told(job), job)
+    newest = sorted(snapshots.iterdir())[-1]
+    site.until(lambda: not newest.exists(), job)  # two newer ones are there
+    saved = stopped_and_requeued(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert f"goes on after step {saved} of 150" in site.told(job)
+    assert re.search(r"loss 0\.\d+ -> 0\.0\d+, 2 ranks", site.told(job)), site.told(job)
