@@ -19,13 +19,34 @@ def replacing(target: Path, *, failed: str, hint: str) -> Iterator[BinaryIO]:
     ------
     UsageError : it cannot be written; begins with `failed`.
     """
+    try:
+        with _renamed(target) as file:
+            yield file
+    except OSError as error:
+        raise UsageError(f"{failed}: {error.strerror}", where=str(target), hint=hint) from error
+
+
+def put(target: Path, text: str) -> None:
+    """Make `text` the whole content of `target`, or leave it as it is.
+
+    Raises
+    ------
+    OSError : it cannot be written.
+    """
+    with _renamed(target) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def _renamed(target: Path) -> Iterator[BinaryIO]:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with temporary.open("xb") as file:
+        # Not "x": a killed process may have left one, and in containers the same numbers come again.
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-    except OSError as error:
+    except OSError:
         temporary.unlink(missing_ok=True)
-        raise UsageError(f"{failed}: {error.strerror}", where=str(target), hint=hint) from error
+        raise

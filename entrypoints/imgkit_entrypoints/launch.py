@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from imgkit_entrypoints import guard, stopping
+from imgkit_entrypoints import guard, pulse, recorder, stopping
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan, ToolFailed, UsageError
 from imgkit_entrypoints.roll import AllDone, Event, Failed, Lost, Place, Roll, StopAsked
 
@@ -39,6 +39,8 @@ PEER_FAILED_S = 10.0
 """Given to this node's workers to fail by themselves, with their own message, after a node has failed."""
 REPEAT_S = 2.0
 """A signal that comes again this soon is the same one: launchers forward what the scheduler also sends."""
+TICK_S = 1.0
+"""At most, between two looks at the other nodes, the stop file and the workers."""
 TAIL_BYTES = 64 * 1024
 
 
@@ -51,6 +53,7 @@ def run(
     say: Say,
     grace_s: float = 60.0,
     rollcall_timeout_s: float = 120.0,
+    hang_after_s: float = 0.0,
     stop_dir: Path | None = None,
     meet: bool = True,
 ) -> int:
@@ -61,6 +64,7 @@ def run(
     argv : the words `PORT_PENDING` and `LOGS_PENDING` in it are replaced.
     env : the whole environment of the child; the stop protocol's variables and the line prefix are added.
     grace_s : seconds between a stop request and the end by signals.
+    hang_after_s : seconds after which a worker that does not move is told, with its stack; 0 is never.
     stop_dir : parent of the node's stop folder; None makes one in the node's temporary folder.
     meet : False leaves the roll call out (an elastic run counts its own nodes).
 
@@ -98,12 +102,14 @@ def run(
             **env,
             "IMGKIT_STOP_DIR": str(folder),
             "IMGKIT_JOB_ID": job_id,
+            **recorder.variables(env, me.identity.torch, job_id),
         }
         port = str(roll.port) if roll else ""
         pending = {PORT_PENDING: port, LOGS_PENDING: str(folder / "logs")}
         command = [pending.get(word, word) for word in argv]
+        pulses = pulse.Pulses(folder, me.host, hang_after_s)
         try:
-            return _Supervisor(command, child_env, folder, job_id, roll, signals, say, grace_s).run()
+            return _Supervisor(command, child_env, folder, job_id, roll, pulses, signals, say, grace_s).run()
         finally:
             if roll is not None:
                 roll.close()
@@ -184,12 +190,13 @@ class _Supervisor:
         folder: Path,
         job_id: str,
         roll: Roll | None,
+        pulses: pulse.Pulses,
         signals: _Signals,
         say: Say,
         grace_s: float,
     ) -> None:
         self.command, self.env, self.folder, self.job_id = command, env, folder, job_id
-        self.roll, self.signals, self.say, self.grace_s = roll, signals, say, grace_s
+        self.roll, self.pulses, self.signals, self.say, self.grace_s = roll, pulses, signals, say, grace_s
         first = roll is None or roll.place.node_rank == 0  # all nodes share the folder: one looks after it
         self.run_dir = Path(env["IMGKIT_RUN_DIR"]) if first and env.get("IMGKIT_RUN_DIR") else None
         self.code: int | None = None
@@ -205,6 +212,7 @@ class _Supervisor:
 
     def run(self) -> int:
         """Start, supervise, meet the others at the end; the exit code."""
+        began = time.time()
         guard.adopt_orphans()  # for the case that the guard itself is killed
         process, control, status = self._start()
         with contextlib.ExitStack() as stack:
@@ -226,6 +234,8 @@ class _Supervisor:
 
             for found in explain.explain(copier.tail.decode(errors="replace")):
                 self.say(str(found))
+        if code not in (0, EXIT_SAVED) and (left := recorder.dumps(self.env, began)):
+            self.say(left)
         code = self._meet_at_the_end(code)
         if code == EXIT_SAVED:
             self._tell_the_job()
@@ -268,6 +278,7 @@ class _Supervisor:
                 self._hear(event)
             self._act_on_signals()
             self._look_for_the_stop_file()
+            self._look_at_the_workers()
             if time.monotonic() >= self._deadline:
                 self._next_step(control)
 
@@ -278,7 +289,7 @@ class _Supervisor:
             for link in self.roll.links() if self.roll else ():
                 if link.fileno() >= 0:
                     selector.register(link.fileno(), selectors.EVENT_READ)
-            left = min(1.0, max(0.0, self._deadline - time.monotonic()))
+            left = min(TICK_S, max(0.0, self._deadline - time.monotonic()))
             return {key.fd for key, _ in selector.select(left)}
 
     def _guard_says(self, line: str) -> None:
@@ -332,6 +343,12 @@ class _Supervisor:
             if self.roll:
                 self.roll.ask_stop(reason)
             self._stop(reason)
+
+    def _look_at_the_workers(self) -> None:
+        if self.roll:
+            self.roll.span = self.pulses.span
+        for text in self.pulses.look(self.roll.everyone if self.roll else None):
+            self.say(text)
 
     def _stop(self, reason: str) -> None:
         """Ask the program to save and end, once."""
@@ -397,6 +414,7 @@ class _Supervisor:
         """Closing barrier: a node that leaves with an error lets schedulers kill those that still save."""
         if self.roll is None:
             return code
+        self.roll.span = None
         self.roll.done(code)
         if code not in (0, EXIT_SAVED) and not self.stop_reason:
             return code

@@ -12,7 +12,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from imgkit_entrypoints import __version__, fabric, facts, launch, options, plan, rollcall, schedulers
+from imgkit_entrypoints import (
+    __version__,
+    fabric,
+    facts,
+    launch,
+    options,
+    overlay,
+    plan,
+    rollcall,
+    schedulers,
+)
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.placement import Placement, Wanted
 from imgkit_entrypoints.registry import COMMANDS, Command
@@ -39,12 +49,26 @@ def _run(words: list[str], env: Mapping[str, str]) -> int:
     if command is None:
         names = ", ".join(known.name for known in COMMANDS)
         raise UsageError(f"unknown command {words[0] if words else ''!r}", hint=f"one of: {names}")
+    overlay.require(env)
     if command.name in _WITHOUT_LAUNCH:
         return _WITHOUT_LAUNCH[command.name](words[1:], env)
     if words[1:] and words[1] in command.verbs:
         return int(importlib.import_module(command.verbs[words[1]]).main(words[2:]))
     asked, worker = _user_program(command, words, env) if command.app is None else _app(command, words, env)
-    return _launch(asked, worker, env, _place(asked.wanted, env), own=command.app is not None)
+    place, own = _place(asked.wanted, env), command.app is not None
+    if command.series is None:
+        return _launch(asked, worker, env, place, own=own)
+
+    def start(given: Sequence[str], variables: Mapping[str, str]) -> int:
+        again = (*worker[:_BEFORE_OWN_WORDS], *given)
+        return _launch(asked, again, {**env, **variables}, place, own=own)
+
+    series = importlib.import_module(command.series).series
+    return int(series(worker[_BEFORE_OWN_WORDS:], words, asked, place, env, start, _say))
+
+
+_BEFORE_OWN_WORDS = 5
+"""Of an app's worker: how it is started."""
 
 
 def _app(
@@ -53,8 +77,9 @@ def _app(
     assert command.app is not None  # noqa: S101 - the caller branches on it
     app = importlib.import_module(command.options or command.app)
     both = options.parser(command.name, command.summary, env, device=command.device)
-    app.add_arguments(both.add_argument_group("options of the program"))
-    both.parse_args(words[1:])  # one check of everything, and --help with both groups
+    app.add_arguments(both)
+    both.formatter_class, both.epilog = argparse.RawDescriptionHelpFormatter, getattr(app, "EXAMPLES", None)
+    both.parse_args(words[1:])  # one check of everything, and --help with all groups
     parsed, rest = options.parser(command.name, command.summary, env, device=command.device).parse_known_args(
         words[1:]
     )
@@ -121,6 +146,7 @@ def _launch(
         say=_say,
         grace_s=asked.grace_s,
         rollcall_timeout_s=asked.rollcall_timeout_s,
+        hang_after_s=asked.hang_after_s,
         stop_dir=Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None,
         # An elastic run counts its nodes by itself.
         meet=place.min_nnodes is None,

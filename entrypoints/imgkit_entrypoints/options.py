@@ -26,6 +26,7 @@ class Options:
     show_plan: bool
     rollcall_timeout_s: int
     grace_s: int
+    hang_after_s: int
 
 
 _ALSO: Mapping[str, tuple[str, ...]] = {
@@ -82,6 +83,13 @@ def parser(
     option("--log-dir", str, None, "DIR", "keep each process' output there, a folder a node")
     option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default 120)")
     option("--grace", positive, 60, "S", "seconds to save in after a stop signal (default 60)")
+    option(
+        "--hang-after",
+        natural,
+        60,
+        "S",
+        "tell where workers of dist-train stand that do not move for so long (default 60); 0: never",
+    )
     switch("--direct", "this process is one rank; do not start torchrun")
     switch("--plan", "print what would be run as JSON, and stop")
     return made
@@ -115,6 +123,7 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
         show_plan=parsed.plan,
         rollcall_timeout_s=parsed.rollcall_timeout,
         grace_s=parsed.grace,
+        hang_after_s=parsed.hang_after,
     )
 
 

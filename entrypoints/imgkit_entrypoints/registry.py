@@ -20,6 +20,8 @@ class Command:
     """``--device`` where it is not given."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """First word -> module whose ``main(words)`` is run here, without a launch; it imports no torch."""
+    series: str | None = None
+    """Module whose ``series(...)`` may launch the app several times instead of once; it imports no torch."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -45,7 +47,11 @@ COMMANDS: tuple[Command, ...] = (
         summary="measure collectives, with verified values",
         app="imgkit_entrypoints.apps.bench",
         options="imgkit_entrypoints.apps.bench.options",
-        verbs={"report": "imgkit_entrypoints.apps.bench.report"},
+        verbs={
+            "report": "imgkit_entrypoints.apps.bench.report",
+            "schema": "imgkit_entrypoints.apps.bench.json_schema",
+        },
+        series="imgkit_entrypoints.apps.bench.compare",
     ),
     Command(name="dist-env", summary="print what was found here and what it means for a launch"),
     Command(name="dist-doctor", summary="check this node's network, limits and libraries, with fixes"),

@@ -9,10 +9,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from imgkit_entrypoints.errors import EXIT_SAVED
 from imgkit_entrypoints.wire import Link
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.pulse import Span
 
 BEAT_S = 5.0
 LOST_S = 30.0
@@ -97,6 +100,13 @@ class Roll(ABC):
         self.port = port
         """Torchrun's, free on the head when it was handed out."""
         self.warnings = tuple(warnings)
+        self.span: Span | None = None
+        """Where this node's workers are (pulse.py); goes with every beat."""
+
+    @property
+    @abstractmethod
+    def everyone(self) -> Span | None:
+        """Where the workers of all nodes are, as far as beats have told."""
 
     @abstractmethod
     def links(self) -> Sequence[Link]:
@@ -144,6 +154,12 @@ class HeadRoll(Roll):
         self._late: list[Link] = []
         self._codes: dict[int, int] = {}
         self._closed = False
+        self._spans: dict[int, Span | None] = {}
+
+    @property
+    def everyone(self) -> Span | None:
+        spans = [span for span in (self.span, *self._spans.values()) if span]
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
 
     def links(self) -> Sequence[Link]:
         return tuple(self._links.values())
@@ -187,7 +203,7 @@ class HeadRoll(Roll):
             for message in link.receive():
                 events += self._heard(rank, name, message)
             if now - link.sent >= BEAT_S:
-                link.send({"beat": 1})
+                link.send({"beat": self.everyone})
             silent = now - link.heard > LOST_S
             if link.why or (silent and rank not in self._codes):
                 del self._links[rank]
@@ -204,6 +220,8 @@ class HeadRoll(Roll):
         return events
 
     def _heard(self, rank: int, name: str, message: Mapping[str, Any]) -> list[Event]:
+        if "beat" in message:
+            self._spans[rank] = _span(message["beat"])
         if "done" in message:
             code = self._codes[rank] = int(message["done"])
             if code in (0, EXIT_SAVED):
@@ -237,6 +255,11 @@ class MemberRoll(Roll):
         self._unread = list(unread)
         self._over = False
         self._head_failed = False
+        self._everyone: Span | None = None
+
+    @property
+    def everyone(self) -> Span | None:
+        return self._everyone
 
     def links(self) -> Sequence[Link]:
         return () if self._over else (self._link,)
@@ -262,10 +285,12 @@ class MemberRoll(Roll):
                 events.append(Lost(**message["lost"]))
             elif "stop" in message:
                 events.append(StopAsked(**message["stop"]))
+            elif "beat" in message:
+                self._everyone = _span(message["beat"])
         self._unread = []
         now = time.monotonic()
         if now - self._link.sent >= BEAT_S:
-            self._link.send({"beat": 1})
+            self._link.send({"beat": self.span})
         if not self._over and (self._link.why or now - self._link.heard > LOST_S):
             self._over = True
             if self._head_failed:  # and has left, as failed nodes do
@@ -275,3 +300,7 @@ class MemberRoll(Roll):
         if self._over:
             self._link.close()
         return events
+
+
+def _span(said: Any) -> Span | None:
+    return (int(said[0]), int(said[1])) if isinstance(said, list) else None

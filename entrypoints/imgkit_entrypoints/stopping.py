@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 STOP, SAVED = "stop", "state-saved"
@@ -82,9 +83,7 @@ def _first_writable(places: tuple[str | None, ...]) -> Path:
 def raise_flag(place: Path, reason: str) -> None:
     """Ask the program to save and end."""
     with contextlib.suppress(OSError):
-        temporary = place / f".{STOP}"
-        temporary.write_text(f"{reason}\n")
-        temporary.replace(place / STOP)
+        files.put(place / STOP, f"{reason}\n")
 
 
 def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
@@ -109,9 +108,7 @@ def hand_on(place: Path, run_dir: Path) -> None:
 
     Raises
     ------
-    OSError : it cannot be written.
+    OSError : it cannot be read, or written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / f".{SAVED}"
-    shutil.copyfile(place / SAVED, temporary)
-    temporary.replace(run_dir / SAVED)
+    files.put(run_dir / SAVED, (place / SAVED).read_text())

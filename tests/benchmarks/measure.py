@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -70,6 +71,13 @@ def alternate(sides: Sequence[Side], repeat: int, *, warmup: int = 1) -> dict[st
                 runs[side.name].append(done)
             print(f"  {side.name}: {done.wall_s:.2f} s", file=sys.stderr, flush=True)
     return runs
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median between the ends of its 95 % confidence interval, by order statistics."""
+    ordered = sorted(values)
+    below = max(0, int((len(ordered) - 1 - 1.96 * math.sqrt(len(ordered))) / 2))
+    return ordered[below], statistics.median(ordered), ordered[-1 - below]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

@@ -153,7 +153,9 @@ def main() -> None:
             lines = report(value, intervals, [item for item in done if item is not None], slowest, alone)
             print("\n".join(lines), flush=True)
     if abs(value - math.pi) > tolerance(intervals):
-        wrong = f"pi is off by more than {tolerance(intervals):.1e}: a machine or the network computes wrongly"
+        wrong = (
+            f"pi is off by more than {tolerance(intervals):.1e}: a machine or the network computes wrongly"
+        )
         ranks.refuse(f"dist-pi: {wrong}", EXIT_NO)
 
 

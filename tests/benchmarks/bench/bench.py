@@ -59,6 +59,7 @@ def spent(what: Callable[[], object]) -> tuple[float, float]:
 def peak(what: Callable[[], object]) -> int:
     """Bytes that the process grew by at most, above what it had before."""
     gc.collect()
+    time.sleep(0.5)  # gloo's threads drop their last works late
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, unseen
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
     before = status("VmRSS")
@@ -152,7 +153,14 @@ def main() -> None:
     sys.exit(
         subprocess.run(
             [sys.executable, *launcher, *words, "--size", str(given.size)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "MALLOC_MMAP_THRESHOLD_": str(
+                    1 << 20
+                ),  # else glibc keeps freed buffers, and none seem needed
+            },
             check=False,
         ).returncode
     )

@@ -1,9 +1,9 @@
 """dist-train against hand-written DDP loops, on CPU ranks; tables for docs/benchmarks.md.
 
-    PYTHON tests/benchmarks/train/bench.py [--repeat N] [PART ...]
+    PYTHON tests/benchmarks/train/bench.py [--nproc N] [--turns N] [PART ...]
 
-PYTHON has torch and imgkit. Parts: linear resnet18 save. Each side is a whole run under torchrun in
-alternation with the others; rates leave out the first fifth of a run.
+PYTHON has torch and imgkit. Parts: linear resnet18 save. In the first two, every rank trains a few steps of
+each side in turn; in the last, every second hundred of steps has a snapshot.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from measure import ratio, spread
+from measure import interval
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
-LOOP = Path(__file__).with_name("loops.py")
-STEPS = {"linear": 6000, "resnet18": 20}
-WORDS = {"linear": ("--samples", "65536", "--batch-size", "32"), "resnet18": ("--batch-size", "8")}
+PAIRED = Path(__file__).with_name("paired.py")
+SIDES = {"linear": ("minimal", "tutorial"), "resnet18": ("minimal",)}
+STEPS = {"linear": 100, "resnet18": 2}
+"""Of a turn."""
+SAVED = {"gpt": 4, "mlp": 32}
+"""Models that are saved, and their batch: seconds between two snapshots, and a step of almost nothing."""
+EVERY = 100
 
 
 def main() -> None:
@@ -31,82 +38,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=60, help="of each side; a third of it in the last part")
     parser.add_argument("parts", nargs="*", metavar="PART", help="linear resnet18 save")
     options = parser.parse_args()
-    print(f"{len(os.sched_getaffinity(0))} processors, Linux {platform.release()}, {options.nproc} ranks")
+    here = f"{len(os.sched_getaffinity(0))} processors, Linux {platform.release()}"
+    print(f"{here}, torch {torch.__version__}, {options.nproc} ranks, load {os.getloadavg()[0]:.1f}")
     for part in options.parts or ("linear", "resnet18", "save"):
         print(f"\n### {part}\n", flush=True)
         if part == "save":
-            save(options.repeat, options.nproc)
+            save(options.turns // 3, options.nproc)
         else:
-            rates(part, options.repeat, options.nproc)
+            rates(part, options.turns, options.nproc)
 
 
-def rates(model: str, repeat: int, nproc: int) -> None:
-    """Samples a second of our loop, the minimal one and, for `linear`, the tutorial's."""
-    steps = STEPS[model]
-    sides = {
-        "dist-train": ("-m", "imgkit_entrypoints.apps.train", "--model", model, "--steps", str(steps),
-                       *WORDS[model], "--log-every", str(steps // 5)),
-        "minimal": (str(LOOP), "minimal", model, str(steps)),
-    }  # fmt: skip
-    if model == "linear":
-        sides["tutorial"] = (str(LOOP), "tutorial", model, str(steps))
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(repeat + 1):
-        for name, words in sides.items():
-            output = run(nproc, words)
-            rate = ours(output) if name == "dist-train" else float(output.split()[-1])
-            if turn:  # the first one warms the machine up
-                found[name].append(rate)
-            print(f"  {name}: {rate:.0f}", file=sys.stderr, flush=True)
-    for name, values in found.items():
-        print(f"* {name}: {spread(values, 0)} samples/s")
-    for name in list(found)[1:]:
-        print(f"* dist-train against {name}: {ratio(found['dist-train'], found[name])}")
+def rates(model: str, turns: int, nproc: int) -> None:
+    """How many times as fast as each hand-written loop ours is."""
+    sides, steps = SIDES[model], STEPS[model]
+    output = run(nproc, (str(PAIRED), "against", model, ",".join(sides), str(steps), str(turns)))
+    spent = json.loads(output.splitlines()[-1])
+    for name, each in spent.items():
+        cpu, wall = (statistics.median(values) / steps * 1e6 for values in zip(*each, strict=True))
+        print(f"* {name}: a step takes {wall:.0f} us, {cpu:.0f} us of CPU a rank")
+    for name in sides:
+        pairs = list(zip(spent[name], spent["dist-train"], strict=True))
+        for column, what in ((1, "wall time"), (0, "CPU time")):
+            low, middle, high = interval([other[column] / ours[column] for other, ours in pairs])
+            print(f"* dist-train against {name}, {what}: {middle:.2f} times as fast ({low:.2f}-{high:.2f})")
 
 
-def ours(output: str) -> float:
-    """Of the lines after the first fifth: whole fifths, so their mean rate is the harmonic one."""
-    found = [
-        float(line.split(" samples/s")[0].split()[-1]) for line in output.splitlines() if line[:4] == "step"
-    ]
-    return len(found[2:]) / sum(1 / rate for rate in found[2:])
+def save(turns: int, nproc: int) -> None:
+    """What a snapshot every 100 steps adds, and the longest time that one held the training up."""
+    for model, size in SAVED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            words = ("saving", model, str(size), str(EVERY), str(turns), folder)
+            spent = json.loads(run(nproc, (str(PAIRED), *words)).splitlines()[-1])
+        plain = statistics.median(wall for _, wall in spent["plain"])
+        print(f"* {model}: {EVERY} steps take {1e3 * plain:.0f} ms")
+        pairs = list(zip(spent["saving"], spent["plain"], strict=True))
+        for column, what in ((1, "wall time"), (0, "CPU time of rank 0")):
+            low, middle, high = interval([100 * (one[column] / other[column] - 1) for one, other in pairs])
+            print(f"* a snapshot adds {middle:+.1f} % of {what} ({low:+.1f} to {high:+.1f})")
+        print(f"* longest stall: {1e3 * spent['stall'][0][1]:.0f} ms", flush=True)
 
 
 def run(nproc: int, words: tuple[str, ...]) -> str:
     """What rank 0 printed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("IMGKIT_RUN_DIR", None)
-    argv = (
-        sys.executable,
-        *TORCHRUN,
-        str(nproc),
-        *(("--no-python", sys.executable) if words[0] == "-m" else ()),
-        *words,
-    )
-    return subprocess.run(
-        argv, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-    ).stdout
-
-
-def save(repeat: int, nproc: int) -> None:
-    """What a snapshot every 100 steps adds to the training time of `mlp`, and the longest stall."""
-    plain, saving, stalls = [], [], []
-    for turn in range(repeat + 1):
-        for every, into in ((0, plain), (100, saving)):
-            with tempfile.TemporaryDirectory() as folder:
-                words = ("--model", "mlp", "--steps", "2000", "--save-every", str(every), "--run-dir", folder)
-                run(nproc, ("-m", "imgkit_entrypoints.apps.train", *words, "--log-every", "400"))
-                summary = json.loads(Path(folder, "summary.json").read_text())
-            if turn:
-                into.append(summary["seconds"])
-                stalls += [summary["longest_save_stall_s"]] if every else []
-    print(f"* mlp, 2000 steps: {spread(plain)} s; with a snapshot every 100 steps {spread(saving)} s")
-    print(f"* with against without: {ratio(saving, plain)}")
-    print(f"* longest stall of a run: {spread([stall * 1000 for stall in stalls], 0)} ms")
+    argv = (sys.executable, *TORCHRUN, str(nproc), *words)
+    return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
 
 
 if __name__ == "__main__":

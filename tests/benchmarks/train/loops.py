@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,47 @@ from torch.utils.data.distributed import DistributedSampler
 from imgkit_entrypoints.apps.train import models
 
 BATCH = {"linear": 32, "resnet18": 8}
+SAMPLES = {"linear": 65536, "resnet18": 2048}
+
+Batches = Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+"""One epoch of this rank."""
+
+
+def training(how: str, name: str, count: int) -> Iterator[None]:
+    """Each turn trains for `count` steps: ``minimal`` or ``tutorial``."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(models.BUILT_IN[name](models.CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if name == "linear":
+        inputs = torch.randn(SAMPLES[name], models.FEATURES)
+        targets = inputs.sum(1, keepdim=True)
+        loss_of = torch.nn.functional.mse_loss
+    else:
+        inputs = torch.randn(SAMPLES[name], 3, 32, 32)
+        targets = torch.randint(models.CLASSES, (SAMPLES[name],))
+        loss_of = torch.nn.functional.cross_entropy
+    batches = {"minimal": sliced, "tutorial": one_by_one}[how](inputs, targets, BATCH[name])
+    step = 0
+    for epoch in itertools.count():
+        for one, wanted in batches(epoch):
+            optimizer.zero_grad()
+            loss = loss_of(model(one), wanted)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % count == 0:
+                yield
+
+
+def sliced(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> Batches:
+    """A batch is one indexing."""
+
+    def batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
+        for chosen in order[dist.get_rank() :: dist.get_world_size()].split(size):
+            yield inputs[chosen], targets[chosen]
+
+    return batches
 
 
 class Samples(Dataset):  # type: ignore[misc]
@@ -29,52 +70,13 @@ class Samples(Dataset):  # type: ignore[misc]
         return self.samples[index]
 
 
-def main(how: str, name: str, steps: int) -> None:
-    """Train for `steps`; rank 0 prints samples a second after the first fifth."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = DistributedDataParallel(models.BUILT_IN[name]())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if name == "linear":
-        inputs = torch.randn(65536, 20)
-        targets = inputs.sum(1, keepdim=True)
-    else:
-        inputs, targets = torch.randn(2048, 3, 32, 32), torch.randint(10, (2048,))
-    loss_of = torch.nn.functional.mse_loss if name == "linear" else torch.nn.functional.cross_entropy
-    step, began, size = 0, 0.0, BATCH[name]
-    epoch = 0
-    while step < steps:
-        for one, wanted in batches(how, inputs, targets, size, epoch):
-            optimizer.zero_grad()
-            loss = loss_of(model(one), wanted)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if step == steps // 5:
-                dist.barrier()
-                began = time.perf_counter()
-            if step == steps:
-                break
-        epoch += 1
-    if dist.get_rank() == 0:
-        rate = (steps - steps // 5) * size * dist.get_world_size() / (time.perf_counter() - began)
-        print(rate, flush=True)
-    dist.destroy_process_group()
+def one_by_one(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> Batches:
+    """The default DataLoader."""
+    samples = Samples(inputs, targets)
+    sampler = DistributedSampler(samples)
 
-
-def batches(how: str, inputs: torch.Tensor, targets: torch.Tensor, size: int, epoch: int):  # type: ignore[no-untyped-def]
-    """One epoch of this rank."""
-    if how == "tutorial":
-        samples = Samples(inputs, targets)
-        sampler = DistributedSampler(samples)
+    def batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         sampler.set_epoch(epoch)
-        yield from DataLoader(samples, batch_size=size, shuffle=False, sampler=sampler)
-        return
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
-    mine = order[dist.get_rank() :: dist.get_world_size()]
-    for chosen in mine.split(size):
-        yield inputs[chosen], targets[chosen]
+        return iter(DataLoader(samples, batch_size=size, shuffle=False, sampler=sampler))
 
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    return batches

@@ -93,11 +93,6 @@ def test_sockets_beside_rdma_are_told() -> None:
     assert "about a fifth of this fabric's line rate: dist-doctor says why" in text
 
 
-def test_errors_of_ports_are_told() -> None:
-    port = {"mlx5_0:1": Count(sent_bytes=16_000_000_000, received_bytes=0, errors=7)}
-    assert "n3: mlx5_0:1 counted 7 errors" in told(largest(ports=(sent(1), sent(1), port, sent(1))))
-
-
 def test_one_rank_needs_another() -> None:
     text = told(hosts=("n1",), ranks=1, together=1)
     assert "bandwidth between ranks needs two" in text
@@ -189,8 +184,8 @@ def test_ports_count_words_and_interfaces_bytes(tmp_path: Path) -> None:
         f"{port}/symbol_error": "3",
         f"{net}/eth0/statistics/tx_bytes": "70",
         f"{net}/eth0/statistics/rx_bytes": "60",
-        f"{net}/ib0/statistics/tx_bytes": "900",
-        f"{net}/ib0/statistics/rx_bytes": "900",
+        f"{net}/ib0/statistics/tx_bytes": "90",
+        f"{net}/ib0/statistics/rx_bytes": "90",
         f"{net}/lo/statistics/tx_bytes": "5000",
         f"{net}/lo/statistics/rx_bytes": "5000",
         f"{net}/bond0/statistics/tx_bytes": "70",
@@ -200,10 +195,22 @@ def test_ports_count_words_and_interfaces_bytes(tmp_path: Path) -> None:
         f"{telemetry}_rx_ok_octets": "12@1700000000.5",
     }
     found = counters.read(tree(tmp_path, files))
-    assert found["mlx5_0:1"] == Count(sent_bytes=1000, received_bytes=400, errors=3)
+    assert found["mlx5_0:1"] == Count(sent_bytes=1000, received_bytes=400)
     assert found["cxi0"] == Count(sent_bytes=11, received_bytes=12)
+    assert counters.errors(tree(tmp_path, {})) == {"mlx5_0:1 symbol_error": 3}
     assert set(counters.carriers(found)) == {"mlx5_0:1", "cxi0", "eth0"}  # ib0's bytes are in the port's
     assert counters.busiest(found) == 1000 + 11 + 70
+
+
+def test_sockets_over_infiniband_are_no_rdma() -> None:
+    port, ib0 = (Count(sent_bytes=sent, received_bytes=sent) for sent in (1000, 950))
+    assert set(counters.carriers({"mlx5_0:1": port, "ib0": ib0})) == {"ib0"}
+    assert not counters.is_rdma("ib0")
+
+
+def test_device_named_like_an_interface_stays_a_port() -> None:
+    named = {"ibp23s0:1": Count(sent_bytes=1000, received_bytes=1000)}
+    assert set(counters.carriers(named)) == {"ibp23s0:1"}
 
 
 def test_counter_that_went_back_counts_from_zero() -> None:
@@ -280,6 +287,11 @@ def test_way_through_host_memory_is_told() -> None:
     found = nccl_log.parsed(LOG.format("").splitlines())
     assert "without GPUDirect RDMA" in nccl_log.sentences(found)[1]
     assert nccl_log.sentences(nccl_log.parsed(["unrelated"])) == ()
+
+
+def test_plugin_with_a_blank_in_its_name_is_read() -> None:
+    line = "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/AWS Libfabric/0/GDRDMA"
+    assert nccl_log.parsed([line]) == {"via NET/AWS Libfabric with GDRDMA"}
 
 
 def test_log_that_the_user_wants_is_left_alone() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.apps.train import options, plugins
-from imgkit_entrypoints.apps.train.config import every, held_against, total_steps
+from imgkit_entrypoints.apps.train.config import due, every, held_against, steps_a_line, total_steps
 from imgkit_entrypoints.errors import UsageError
 
 OWN = """
@@ -51,6 +51,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file.write_text('{"lr": 0.5, "batch_size": 8, "clip": null, "deterministic": true}')
     config = options.read(["--config", str(file), "--lr", "0.25"], {})
     assert (config.lr, config.batch_size, config.clip, config.deterministic) == (0.25, 8, None, True)
+    assert not options.read(["--config", str(file), "--no-deterministic"], {}).deterministic
 
 
 def test_kept_config_can_be_given_again(tmp_path: Path) -> None:
@@ -67,6 +68,24 @@ def test_file_may_be_toml(tmp_path: Path) -> None:
     file.write_text('model = "mlp"\nsteps = 12\n')
     config = options.read(["--config", str(file)], {})
     assert (config.model, config.steps) == ("mlp", 12)
+
+
+def test_file_may_be_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: mlp\namp: off\nsteps: 12  # and no more\n")
+    config = options.read(["--config", str(file)], {})
+    assert (config.model, config.amp, config.steps) == ("mlp", "off", 12)
+
+
+def test_yaml_without_a_reader_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 12\n")
+    with pytest.raises(SystemExit):
+        options.read(["--config", str(file)], {})
+    assert "YAML needs PyYAML, which is not here; JSON works without it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -105,6 +124,11 @@ def test_wrong_file_is_refused_like_flags(
         (["--data", "no-such-file"], "def FN(config, split)"),
         (["--on-nan", "cry"], "none of stop, skip"),
         (["--amp", "fp8"], "none of off, bf16, fp16"),
+        (["--profile", "5"], "is no START:STEPS"),
+        (["--profile", "5:0"], "is no START:STEPS"),
+        (["--export", "nowhere/model.pt"], "no file in a folder that is there"),
+        (["--export", "."], "no file in a folder that is there"),
+        (["--eval-every", "-1"], "neither a number of steps"),
     ],
 )
 def test_wrong_values_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +136,43 @@ def test_wrong_values_are_refused(words: list[str], said: str, capsys: pytest.Ca
         options.read(words, {})
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_traces_need_a_run_folder() -> None:
+    with pytest.raises(UsageError, match="--run-dir"):
+        options.read(["--profile", "5:2"], {})
+    config = options.read(["--profile", "5:2", "--run-dir", "r"], {})
+    assert list(config.profiled()) == [6, 7]
+
+
+def test_only_models_of_blocks_are_checkpointed(own: Path) -> None:
+    words = ["--activation-checkpointing", "--model"]
+    assert options.read([*words, "gpt"], {}).activation_checkpointing
+    with pytest.raises(UsageError, match="resnet18, resnet50, gpt") as caught:
+        options.read([*words, "mlp"], {})
+    assert caught.value.where == "--model mlp"
+    with pytest.raises(UsageError, match=r"torch\.utils\.checkpoint"):
+        options.read([*words, "own.py:model"], {})
+
+
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"a compiler \(g\+\+ or clang\+\+\), and none is in PATH"):
+        options.read(["--compile"], {})
+    with pytest.raises(UsageError, match=r"Triton"):
+        options.read(["--compile"], {"IMGKIT_DEVICE": "cuda"})
+    (tmp_path / "clang++").touch(mode=0o755)
+    assert options.read(["--compile"], {}).compile
+
+
+def test_folder_of_images_needs_pillow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        options.read(["--model", "resnet18", "--data", str(tmp_path)], {})
+    assert "reading images needs Pillow" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -189,3 +250,10 @@ def test_run_ends_at_what_comes_first() -> None:
     both = options.read(["--steps", "100", "--epochs", "3"], {})
     assert (total_steps(both, 10), total_steps(both, 50)) == (30, 100)
     assert (every("25", 10), every("2e", 10), every("0", 10)) == (25, 20, 0)
+    assert [step for step in range(1, 9) if due(step, 3, steps=8)] == [3, 6, 8]
+    assert [step for step in range(1, 9) if due(step, 0, steps=8)] == [8]
+
+
+@pytest.mark.parametrize(("steps", "line"), [(1, 1), (25, 2), (100, 10), (4999, 200), (10**6, 1000)])
+def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
+    assert steps_a_line(steps) == line

@@ -17,9 +17,10 @@ from imgkit_entrypoints.errors import UsageError
 def taken(order: Order, position: Position) -> list[int]:
     """Places in the permutation that all ranks together take in a step."""
     return [
-        place
+        position.consumed + place
         for rank in range(order.world_size)
-        for part in order.parts(position, rank)
+        for part in order.parts(order.count(position), rank)
+        if part.weight
         for place in range(part.first, part.end)
     ]
 
@@ -57,35 +58,47 @@ def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, a
     order = Order(size=size, global_batch=global_batch, world_size=ranks, batch_size=at_once)
     position = Position()
     for _ in range(order.steps_per_epoch):
-        parts = [order.parts(position, rank) for rank in range(ranks)]
+        parts = [order.parts(order.count(position), rank) for rank in range(ranks)]
         assert len({len(of_rank) for of_rank in parts}) == 1  # collectives: all ranks do as many
         assert [of_rank[-1].last for of_rank in parts] == [True] * ranks
         assert all(part.end - part.first <= at_once for of_rank in parts for part in of_rank)
-        total = sum(order.weight(position, part) for of_rank in parts for part in of_rank)
+        total = sum(part.weight for of_rank in parts for part in of_rank)
         assert total / ranks == pytest.approx(1.0)
         position = order.after(position)
     assert position == Position(step=order.steps_per_epoch, epoch=1)
 
 
+def test_several_steps_are_as_many_single_ones() -> None:
+    order = Order(size=100, global_batch=10, world_size=1, batch_size=10)
+    position = Position()
+    for steps in (1, 4, 5, 10):
+        single = position
+        for _ in range(steps):
+            single = order.after(single)
+        position = order.after(position, steps)
+        assert position == single
+    assert position == Position(step=20, epoch=2)
+
+
 def test_rank_without_samples_has_weight_zero() -> None:
     order = Order(size=10, global_batch=8, world_size=4, batch_size=2)
-    end = order.after(Position())
-    sizes = [sum(part.end - part.first for part in order.parts(end, rank)) for rank in range(4)]
-    assert sorted(sizes) == [0, 0, 1, 1]
-    idle = sizes.index(0)
-    assert [order.weight(end, part) for part in order.parts(end, idle)] == [0.0]
+    count = order.count(order.after(Position()))
+    parts = [order.parts(count, rank) for rank in range(4)]
+    assert sorted(part.weight for (part,) in parts) == [0.0, 0.0, 2.0, 2.0]
+    # It computes for company, on a sample that there is.
+    assert all(0 <= part.first < part.end <= count for (part,) in parts)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
     order = arrange(size=1000, world_size=ranks, batch_size=5, accumulate=1, global_batch=24)
     assert order.global_batch == 24
-    assert max(part.end - part.first for part in order.parts(Position(), 0)) <= 5
+    assert max(part.end - part.first for part in order.parts(24, 0)) <= 5
 
 
 def test_batch_and_accumulation_make_the_global_batch() -> None:
     order = arrange(size=1000, world_size=3, batch_size=4, accumulate=2, global_batch=None)
-    assert (order.global_batch, len(order.parts(Position(), 0))) == (24, 2)
+    assert (order.global_batch, len(order.parts(24, 0))) == (24, 2)
 
 
 def test_unshareable_global_batch_names_what_works() -> None:

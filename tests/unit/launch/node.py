@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from imgkit_entrypoints import launch, roll
+from imgkit_entrypoints import launch, pulse, roll
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.placement import Placement
 from imgkit_entrypoints.rollcall import Caller, Identity
@@ -13,6 +13,8 @@ from imgkit_entrypoints.rollcall import Caller, Identity
 options = json.loads(sys.argv[1])
 roll.BEAT_S, roll.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
 launch.END_STEP_S, launch.PEER_FAILED_S, launch.REPEAT_S = 0.5, 1.0, 0.2
+pulse.ANSWER_S = 1.0
+launch.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
 
 
@@ -41,6 +43,7 @@ try:
         say=say,
         grace_s=options.get("grace_s", 20.0),
         rollcall_timeout_s=options.get("timeout_s", 20.0),
+        hang_after_s=options.get("hang_after_s", 0.0),
         stop_dir=stop_dir,
     )
 except ImgkitError as error:

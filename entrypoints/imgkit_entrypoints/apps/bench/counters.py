@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from imgkit_entrypoints.facts import Reader
 
 _ERRORS_IB = ("symbol_error", "port_rcv_errors", "port_xmit_discards", "link_downed")
+_ERRORS_ROCE = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 _ERRORS_NET = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
 
 _INSIDE = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tun", "kube", "podman", "ifb")
+_OVER_RDMA = ("ib", "hsn")
+"""Interfaces whose bytes an RDMA device's port counts too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +22,12 @@ class Count:
 
     sent_bytes: int
     received_bytes: int
-    errors: int = 0
 
     def since(self, before: Count) -> Count:
         """What has come since then; a counter that went back has been reset and counts from 0."""
         return Count(
             sent_bytes=_grown(before.sent_bytes, self.sent_bytes),
             received_bytes=_grown(before.received_bytes, self.received_bytes),
-            errors=_grown(before.errors, self.errors),
         )
 
 
@@ -53,8 +54,27 @@ def read(reader: Reader) -> dict[str, Count]:
         folder = f"/sys/class/net/{name}/statistics"
         sent, received = reader.number(f"{folder}/tx_bytes"), reader.number(f"{folder}/rx_bytes")
         if sent is not None and received is not None:
-            errors = sum(reader.number(f"{folder}/{kind}") or 0 for kind in _ERRORS_NET)
-            found[name] = Count(sent_bytes=sent, received_bytes=received, errors=errors)
+            found[name] = Count(sent_bytes=sent, received_bytes=received)
+    return found
+
+
+def errors(reader: Reader) -> dict[str, int]:
+    """The error counters of every port: ``mlx5_0:1 symbol_error``, ``eth0 rx_dropped``."""
+    found: dict[str, int] = {}
+
+    def take(name: str, folder: str, kinds: tuple[str, ...]) -> None:
+        for kind in kinds:
+            if (count := reader.number(f"{folder}/{kind}")) is not None:
+                found[f"{name} {kind}"] = count
+
+    for name in reader.names("/sys/class/infiniband"):
+        for number in reader.names(f"/sys/class/infiniband/{name}/ports"):
+            folder = f"/sys/class/infiniband/{name}/ports/{number}"
+            take(f"{name}:{number}", f"{folder}/counters", _ERRORS_IB)
+            take(f"{name}:{number}", f"{folder}/hw_counters", _ERRORS_ROCE)
+    for name in reader.names("/sys/class/net"):
+        if not name.startswith(_INSIDE):
+            take(name, f"/sys/class/net/{name}/statistics", _ERRORS_NET)
     return found
 
 
@@ -63,8 +83,7 @@ def _infiniband(reader: Reader, folder: str) -> Count | None:
     sent, received = (reader.number(f"{folder}/counters/port_{way}_data") for way in ("xmit", "rcv"))
     if sent is None or received is None:
         return None
-    errors = sum(reader.number(f"{folder}/counters/{kind}") or 0 for kind in _ERRORS_IB)
-    return Count(sent_bytes=4 * sent, received_bytes=4 * received, errors=errors)
+    return Count(sent_bytes=4 * sent, received_bytes=4 * received)
 
 
 def _stamped(reader: Reader, path: str) -> int | None:
@@ -78,22 +97,28 @@ def since(before: Mapping[str, Count], now: Mapping[str, Count]) -> dict[str, Co
     return {name: now[name].since(before[name]) for name in now if name in before}
 
 
+def is_rdma(name: str) -> bool:
+    """Whether it is a port of an RDMA device or a Slingshot NIC, and no interface."""
+    return ":" in name or name.startswith("cxi")
+
+
 def carriers(counts: Mapping[str, Count]) -> dict[str, Count]:
     """The ports that lead out of the node and have carried something, each byte once.
 
     RDMA passes by an interface's own counters, so RoCE ports and their interfaces stand side by side. Sockets
-    over InfiniBand (ib0) and Slingshot (hsn0) are in their port's counters as well.
+    over InfiniBand (ib0) and Slingshot (hsn0) are in their port's counters as well: where they are most of
+    it, the interfaces stand for all, else the ports.
     """
-    skipped: tuple[str, ...] = _INSIDE
-    if any(":" in name for name in counts):
-        skipped = (*skipped, "ib")
-    if any(name.startswith("cxi") for name in counts):
-        skipped = (*skipped, "hsn")
-    return {
+    used = {
         name: count
         for name, count in counts.items()
-        if not name.startswith(skipped) and (count.sent_bytes or count.received_bytes)
+        if (is_rdma(name) or not name.startswith(_INSIDE)) and (count.sent_bytes or count.received_bytes)
     }
+    fast = {name for name in used if is_rdma(name)}
+    over = {name for name in used if name not in fast and name.startswith(_OVER_RDMA)}
+    sockets, everything = (sum(used[name].sent_bytes for name in names) for names in (over, fast))
+    twice = over if 2 * sockets < everything else fast if over else set()
+    return {name: count for name, count in used.items() if name not in twice}
 
 
 def busiest(counts: Mapping[str, Count]) -> int:

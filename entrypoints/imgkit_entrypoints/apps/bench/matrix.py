@@ -93,7 +93,8 @@ def measure(bench: Bench, size_bytes: int, first_ranks: Sequence[int]) -> Matrix
         if mine:
             one, other = (first_ranks[node] for node in mine[0])
             peer = other if here.rank == one else one
-            both = [dist.P2POp(dist.isend, given, peer), dist.P2POp(dist.irecv, made, peer)]
+            # Receive first, as operations._ring does: gloo would let the directions take turns.
+            both = [dist.P2POp(dist.irecv, made, peer), dist.P2POp(dist.isend, given, peer)]
         play = _player(both)
         play()  # the first exchange connects
         took = timing.batch(play, 1, here)

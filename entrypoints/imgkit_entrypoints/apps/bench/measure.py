@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints import stopping
-from imgkit_entrypoints.apps.bench import counters, timing
+from imgkit_entrypoints.apps.bench import counters, stragglers, timing
 from imgkit_entrypoints.apps.bench.collectives import Collective
 from imgkit_entrypoints.apps.bench.dtypes import Dtype
 from imgkit_entrypoints.apps.bench.operations import Buffers, Launch, allocated, launch
@@ -124,6 +124,16 @@ class Bench:
             first=self._first(first) if any(row[1] for row in together) else (),
             nodes=nodes,
         )
+
+    def waits(self) -> list[list[float]]:
+        """How long every rank waited in each of many tiny collectives; a collective call."""
+        buffer = torch.zeros(stragglers.PROBE_BYTES // 4, device=self.here.device)
+        waits = []
+        for turn in range(-5, stragglers.PROBE_ITERATIONS):
+            found = timing.once(lambda async_op=False: dist.all_reduce(buffer, async_op=async_op), self.here)
+            if turn >= 0:
+                waits.append(found.waited)
+        return self._together(waits)
 
     def _counts(self, one_s: float) -> tuple[int, int, bool]:
         """Iterations of both timings, and if each asks to go on: agreed, since `one_s` differs by rank."""

@@ -6,18 +6,24 @@ Lines after NVIDIA/nccl, src/transport/*.cc, src/init.cc and src/plugin/net.cc (
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 
 SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
-"""Not TUNING, which would tell algorithm and protocol: it writes a line for every launch that is timed."""
-_CONNECTED = re.compile(r" -> .* via ([A-Z0-9]+)(\S*)")
+"""Not TUNING, which tells algorithm and protocol by a line for every launch: never while one is timed."""
+_CONNECTED = re.compile(r" -> .* via ([A-Z0-9]+)(.*)")
 _NETWORK = re.compile(r"Using network (.+)")
 _CHANNELS = re.compile(r"(\d+) coll channels")
+_DECIDED = re.compile(r"Bytes -> Algo (\w+) proto (\w+)(?: channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\})?")
+_ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+_PROTOCOLS = ("LL", "LL128", "Simple")
+"""By their numbers, which NCCL has printed before it printed names (src/include/nccl_common.h)."""
 
 
 @contextlib.contextmanager
@@ -39,13 +45,15 @@ def collected(env: MutableMapping[str, str]) -> Iterator[Path | None]:
 
 def found(folder: Path | None) -> frozenset[str]:
     """What this process' log tells, as short texts: ``network IB``, ``via NET/IB with GDRDMA``."""
-    if folder is None:
-        return frozenset()
-    texts = []
-    for path in folder.glob(f"*.{os.getpid()}"):
+    return parsed(_lines(folder.glob(f"*.{os.getpid()}"))) if folder else frozenset()
+
+
+def _lines(files: Iterable[Path]) -> list[str]:
+    lines: list[str] = []
+    for path in files:
         with contextlib.suppress(OSError):
-            texts.append(path.read_text(errors="replace"))
-    return parsed("\n".join(texts).splitlines())
+            lines += path.read_text(errors="replace").splitlines()
+    return lines
 
 
 def parsed(lines: Iterable[str]) -> frozenset[str]:
@@ -77,3 +85,69 @@ def sentences(told: Iterable[str]) -> tuple[str, ...]:
     if any(word.startswith("via NET/IB without") for word in words):
         said.append("Some of it goes through host memory, without GPUDirect RDMA: dist-doctor says why.")
     return tuple(said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """By what NCCL runs one collective at one size."""
+
+    algorithm: str
+    protocol: str
+    channels: int | None
+
+
+@contextlib.contextmanager
+def deciding(folder: Path | None, env: MutableMapping[str, str]) -> Iterator[str]:
+    """Have NCCL write its decisions for what is launched meanwhile, where it can be told so at run time.
+
+    Yields how the names of its files begin, for `decided`; empty where there will be none.
+    """
+    reset = _reset() if folder else None
+    if folder is None or reset is None:
+        yield ""
+        return
+    number = sum(1 for _ in folder.iterdir())  # NCCL would empty a file that is there
+
+    def log(subsystems: str, name: str) -> None:
+        env.update({"NCCL_DEBUG_SUBSYS": subsystems, "NCCL_DEBUG_FILE": str(folder / f"{name}.%h.%p")})
+        reset()
+
+    log("TUNING", f"decided{number}")
+    try:
+        yield f"decided{number}."
+    finally:
+        log(SETTINGS["NCCL_DEBUG_SUBSYS"], f"later{number}")
+
+
+def decided(folder: Path | None, begin: str) -> Decision | None:
+    """What this process' NCCL has decided; None where it did not say."""
+    if folder is None or not begin:
+        return None
+    return decision(_lines(folder.glob(f"{begin}*.{os.getpid()}")))
+
+
+def decision(lines: Iterable[str]) -> Decision | None:
+    """The same from the lines of a log."""
+    for line in reversed(list(lines)):
+        if match := _DECIDED.search(line):
+            low, high = match[3], match[4]
+            return Decision(
+                algorithm=_named(match[1], _ALGORITHMS),
+                protocol=_named(match[2], _PROTOCOLS),
+                channels=int(high) - int(low) + 1 if high else None,
+            )
+    return None
+
+
+def _named(word: str, names: tuple[str, ...]) -> str:
+    return names[int(word)] if word.isdigit() and int(word) < len(names) else word
+
+
+def _reset() -> Callable[[], object] | None:
+    """NCCL's own function to read NCCL_DEBUG and its like anew (nccl.h, since 2.24); None without it."""
+    try:
+        # Only the library that torch has loaded: another one would be asked in vain.
+        found: Callable[[], object] = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclResetDebugInit
+    except (OSError, AttributeError):
+        return None
+    return found

@@ -78,9 +78,11 @@ def _ring(given: torch.Tensor, made: torch.Tensor, team: Team) -> Launch:
     if team.size == 1:
         return lambda async_op=False: Works(()) if made.copy_(given) is made else None
     ranks, size = team.ranks, team.size
+    # Receive first: gloo sends when the other end has said that it is ready, and that word would wait behind
+    # the data, so that the two directions of a link took turns (50 % of a wire between two nodes).
     pair = [
-        dist.P2POp(dist.isend, given, ranks[(team.rank + 1) % size], team.group),
         dist.P2POp(dist.irecv, made, ranks[(team.rank - 1) % size], team.group),
+        dist.P2POp(dist.isend, given, ranks[(team.rank + 1) % size], team.group),
     ]
 
     def run(async_op: bool = False) -> Works | None:

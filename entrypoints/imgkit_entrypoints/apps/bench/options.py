@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.apps.bench import collectives, dtypes, sizes
+from imgkit_entrypoints.apps.bench import collectives, compare, dtypes, sizes
 from imgkit_entrypoints.arguments import natural, positive
 
 GROUPS = ("world", "node", "rail")
@@ -32,6 +32,8 @@ class Options:
     group: str
     check: bool
     matrix: bool
+    compare: tuple[str, str] | None
+    rounds: int
     timeout_s: int
     line_rate_Gbps: float | None
     save: str | None
@@ -39,7 +41,18 @@ class Options:
     tolerance: float
 
 
-def add_arguments(parser: argparse._ActionsContainer) -> None:
+EXAMPLES = """examples:
+  dist-bench --save run.json                          # all_reduce, 8 bytes to 4 GiB (gloo: 64 MiB)
+  dist-bench all --nproc 2 --device cpu               # all nine, on a laptop
+  dist-bench all_gather --size 4GB --dtype bf16 --iters 50
+  dist-bench --matrix                                 # which of many nodes has the slow link
+  dist-bench --compare rdma,tcp --save run.json       # what RDMA is worth here
+  dist-bench report run.rdma.json run.tcp.json --reference rcp -o report.html
+
+What the figures mean: docs/bench.md. The saved file: docs/bench-report.md, dist-bench schema."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of dist-bench."""
     parser.add_argument(
         "op",
@@ -50,25 +63,49 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         help=f"{', '.join(collectives.NAMES)} or all (default all_reduce); "
         "`dist-bench report FILE...` draws what --save kept",
     )
-    parser.add_argument(
+    _what(parser.add_argument_group("what is measured"))
+    _how_long(parser.add_argument_group("how long"))
+    _compared(parser.add_argument_group("what it is held against, what is kept"))
+
+
+def _what(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--min",
         type=sizes.size,
         default=str(LEAST_BYTES),
         metavar="SIZE",
         help="first size: 4G is 4 GiB, 4GB is 4e9 bytes (default 8)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max", type=sizes.size, metavar="SIZE", help="last size (default: gloo 64M, NCCL 4G, or what fits)"
     )
-    parser.add_argument("--factor", type=_factor, default=2, metavar="N", help="between sizes (default 2)")
-    parser.add_argument("--size", type=sizes.size, metavar="SIZE", help="this size only")
-    parser.add_argument(
+    group.add_argument("--factor", type=_factor, default=2, metavar="N", help="between sizes (default 2)")
+    group.add_argument("--size", type=sizes.size, metavar="SIZE", help="this size only")
+    group.add_argument(
         "--dtype",
         choices=[item.name for item in dtypes.DTYPES],
         default="fp32",
         help="element type (default fp32)",
     )
-    amount = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--group",
+        choices=GROUPS,
+        default="world",
+        help="who works together: all ranks, those of a node, or those of one local rank (default world)",
+    )
+    group.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="verify every element of 20 or more iterations a size",
+    )
+    group.add_argument(
+        "--matrix", action="store_true", help="sendrecv between every two nodes: names a slow link"
+    )
+
+
+def _how_long(group: argparse._ArgumentGroup) -> None:
+    amount = group.add_mutually_exclusive_group()
     amount.add_argument("--iters", type=positive, metavar="N", help="of each timing, at every size")
     amount.add_argument(
         "--seconds",
@@ -77,38 +114,35 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="S",
         help="for each timing of each size; never less than 5 iterations, or 20 verified ones (default 0.25)",
     )
-    parser.add_argument("--warmup", type=natural, default=5, metavar="N", help="not timed (default 5)")
-    parser.add_argument(
-        "--group",
-        choices=GROUPS,
-        default="world",
-        help="who works together: all ranks, those of a node, or those of one local rank (default world)",
-    )
-    parser.add_argument(
-        "--check",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="verify every element of 20 or more iterations a size",
-    )
-    parser.add_argument(
-        "--matrix", action="store_true", help="sendrecv between every two nodes: names a slow link"
-    )
-    parser.add_argument(
+    group.add_argument("--warmup", type=natural, default=5, metavar="N", help="not timed (default 5)")
+    group.add_argument(
         "--timeout",
         type=positive,
         default=300,
         metavar="S",
         help="of one collective, with NCCL of one batch (default 300)",
     )
-    parser.add_argument(
+
+
+def _compared(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--line-rate",
         type=_positive_number,
         metavar="Gbps",
         help="of one node's network (default: as its active ports say)",
     )
-    parser.add_argument("--save", metavar="FILE", help="keep every figure as JSON, after every size")
-    parser.add_argument("--baseline", metavar="FILE", help="compare with this one; slower exits with 1")
-    parser.add_argument(
+    group.add_argument(
+        "--compare",
+        type=compare.arms,
+        metavar="A,B",
+        help="rdma,tcp: the same by both in one job, in turn; each proven, the ratio for every size",
+    )
+    group.add_argument(
+        "--rounds", type=positive, default=2, metavar="N", help="of --compare (default 2: A B A B)"
+    )
+    group.add_argument("--save", metavar="FILE", help="keep every figure as JSON, after every size")
+    group.add_argument("--baseline", metavar="FILE", help="compare with this one; slower exits with 1")
+    group.add_argument(
         "--tolerance", type=_share, default=0.05, metavar="X", help="slower by this share is slower (0.05)"
     )
 
@@ -140,6 +174,8 @@ def read(words: Sequence[str] | None = None) -> Options:
         group=found.group,
         check=found.check,
         matrix=found.matrix,
+        compare=found.compare,
+        rounds=found.rounds,
         timeout_s=found.timeout,
         line_rate_Gbps=found.line_rate,
         save=found.save,

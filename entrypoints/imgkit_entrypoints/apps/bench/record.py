@@ -29,9 +29,12 @@ class Record:
     results: list[Result] = field(default_factory=list)
     verdict: dict[str, Any] = field(default_factory=lambda: {"sentences": []})
     complete: bool = False
+    transport: tuple[str, ...] = ()
+    arm: str = ""
+    """Of ``--compare``; else empty."""
 
     def to_json(self) -> str:
-        """The file's text; fields: docs/bench.md."""
+        """The file's text; fields: docs/bench-report.md."""
         return json.dumps(
             {
                 "schema": SCHEMA,
@@ -44,7 +47,9 @@ class Record:
                 "fingerprint": dict(self.fingerprint),
                 "line_rate_Gbps": self.line_rate_Gbps,
                 "results": [_result(item) for item in self.results],
+                "transport": list(self.transport),
                 "verdict": self.verdict,
+                **({"arm": self.arm} if self.arm else {}),
             },
             indent=1,
         )

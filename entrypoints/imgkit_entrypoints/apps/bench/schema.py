@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -74,6 +74,14 @@ class Run:
     results: tuple[Result, ...]
     sentences: tuple[str, ...]
     """The run's own verdict."""
+    arm: str = ""
+    """Of ``--compare``; else empty."""
+    transport: tuple[str, ...] = ()
+    """What NCCL's log says of the way: ``network IB``, ``via NET/IB with GDRDMA``."""
+    carried: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that left the nodes by each port, while the batches of the largest sizes ran."""
+    seen: bool = False
+    """The ports counted what crossed the network: `carried` is all of it."""
 
 
 def load(path: Path) -> Run:
@@ -119,7 +127,7 @@ def parse(data: object, where: str) -> Run:
         if result.key in seen:
             top.refuse(f"results[{index}] repeats {result.op}, {result.size_bytes} B, {result.timing}")
         seen.add(result.key)
-    verdict = top.data.get("verdict") or {"sentences": []}
+    verdict = _Fields(top.data.get("verdict", {"sentences": []}), f"{where}: verdict")
     return Run(
         where=where,
         version=top.text("version"),
@@ -137,8 +145,20 @@ def parse(data: object, where: str) -> Run:
         fingerprint=_Fields(top.value("fingerprint"), f"{where}: fingerprint").scalars(),
         line_rate_Gbps=top.number("line_rate_Gbps") if top.data.get("line_rate_Gbps") is not None else None,
         results=results,
-        sentences=_Fields(verdict, f"{where}: verdict").texts("sentences"),
+        sentences=verdict.texts("sentences"),
+        arm=top.text("arm") if "arm" in top.data else "",
+        transport=top.texts("transport") if "transport" in top.data else (),
+        carried=_carried(verdict),
+        seen=any(entry.data.get("measured_Gbps") is not None for entry in verdict.objects("traffic")),
     )
+
+
+def _carried(verdict: _Fields) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for entry in verdict.objects("ports"):
+        name = entry.text("port")
+        found[name] = found.get(name, 0) + entry.whole("sent_bytes", 0)
+    return found
 
 
 def _result(entry: _Fields) -> Result:
@@ -233,6 +253,11 @@ class _Fields:
         if not isinstance(value, list):
             self.refuse(f"{name} is no array")
         return value
+
+    def objects(self, name: str) -> tuple[_Fields, ...]:
+        """Members of an array; none where it is not there."""
+        entries = self.array(name) if name in self.data else ()
+        return tuple(_Fields(entry, f"{self.where}: {name}[{index}]") for index, entry in enumerate(entries))
 
     def texts(self, name: str) -> tuple[str, ...]:
         return tuple(self._text(name, value) for value in self.array(name))

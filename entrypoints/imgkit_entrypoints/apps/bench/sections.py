@@ -362,7 +362,9 @@ def _fingerprint(named: Sequence[tuple[str, Run]]) -> Grid:
             name: ", ".join(value) if isinstance(value, tuple) else str(value)
             for name, value in asdict(run.world).items()
         }
-        told.append({**world, **run.fingerprint, "saved by imgkit": run.version})
+        ways = {"arm": run.arm, "NCCL's log": ", ".join(run.transport)}
+        found = {name: value for name, value in ways.items() if value}
+        told.append({**world, **found, **run.fingerprint, "saved by imgkit": run.version})
     names = list(dict.fromkeys(name for one in told for name in one))
     rows = [(name, *(one.get(name, "-") for one in told)) for name in names]
     return Grid(

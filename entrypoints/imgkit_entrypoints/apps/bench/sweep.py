@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +19,12 @@ import torch.distributed as dist
 from imgkit_entrypoints.apps.bench import (
     baseline,
     collectives,
+    conditions,
     dtypes,
     matrix,
     memory,
     nccl_log,
+    operations,
     record,
     schema,
     sizes,
@@ -31,11 +35,13 @@ from imgkit_entrypoints.apps.bench import (
     verdict,
 )
 from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.ending import Ending
 from imgkit_entrypoints.apps.bench.measure import Bench, Measured, OutOfMemory, Stopped
 from imgkit_entrypoints.apps.bench.options import MOST_BYTES, Options
 from imgkit_entrypoints.apps.bench.schema import World
 from imgkit_entrypoints.apps.bench.verify import Truth
 from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.facts import Reader, root_of
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.ranks import Ranks
@@ -46,22 +52,22 @@ PROGRESS_S = 5.0
 class Sweep:
     """One run on this rank; rank 0 alone prints and saves."""
 
-    def __init__(self, options: Options, here: Ranks, log: Path | None = None) -> None:
-        self.options, self.here, self.log = options, here, log
-        self.carried_by: tuple[str, ...] = ()
+    def __init__(self, options: Options, here: Ranks, ending: Ending, log: Path | None = None) -> None:
+        self.options, self.here, self.ending, self.log = options, here, ending, log
         self.seats = teams.seats(here)
         self.team = teams.joined(options.group, self.seats, here)
         self.dtype = dtypes.named(options.dtype)
         nodes = 1 + max(seat.node for seat in self.seats)
         self.hosts = tuple(next(seat.host for seat in self.seats if seat.node == n) for n in range(nodes))
         first = min(seat.rank for seat in self.seats if seat.node == self.seats[here.rank].node)
+        self.speaks = here.rank == first
         self.bench = Bench(
             options=options,
             here=here,
             team=self.team,
             dtype=self.dtype,
             truth=Truth(self.dtype, self.team.size, here.device) if options.check else None,
-            counting=nodes > 1 and here.rank == first,
+            counting=nodes > 1 and self.speaks,
             nodes=nodes,
         )
         per_node = -(-here.world_size // nodes)
@@ -91,33 +97,49 @@ class Sweep:
         self.largest: dict[str, verdict.Largest] = {}
         self.baseline: schema.Run | None = None
         self.matrix: matrix.Matrix = ()
+        self.decided: dict[str, nccl_log.Decision] = {}
+        self.before = self._condition()
+        self.conditions: tuple[conditions.Node, ...] = ()
         self.wrong = 0
         self.remarks: list[str] = []
-        self.began = self.told = time.monotonic()
+        self.told = time.monotonic()
+        ending.tell = self._ended
 
     def run(self) -> int:
         """Measure everything; the exit code of this worker."""
         lost = ""
         self._prepare()
         try:
-            self.late = stragglers.late(self._waits(), self.late_from_s)
+            self.late = stragglers.late(self.bench.waits(), self.late_from_s)
             if self.options.matrix:
                 self._matrix()
             # A collective that runs out of memory does not keep the next one from its smaller sizes.
             ops = () if self.options.matrix else self.options.ops
             ended = [self._collective(collectives.named(name)) for name in ops]
             self.record.complete = all(ended)
-            self._hear_nccl()
-        except Stopped:
+            self._look_back()
+        except Stopped:  # of all ranks
             self._remark("INCOMPLETE: stopped on request; the sizes above are whole.")
+            self._look_back()
         except RuntimeError as error:  # whatever the backend raises when a peer is gone
-            lost = (str(error).strip().splitlines() or ["no reason given"])[0][:300]
-            self._remark(f"INCOMPLETE: the collective failed, the sizes above are whole: {lost}")
-        code = self._finish()
-        if lost:
-            sys.stdout.flush()
-            os._exit(code)  # a group that has lost a member would hang again in its destructor
+            said = (str(error).strip().splitlines() or ["no reason given"])[0]
+            lost = re.sub(r"^\[\S+\] ", "", said).partition(". ")[0][
+                :300
+            ]  # no place in gloo, no advice of it
+        with self.ending.own():
+            if lost:
+                self._remark(f"INCOMPLETE: the collective failed, the sizes above are whole: {lost}")
+            code = self._finish()
+            if lost:
+                sys.stdout.flush()
+                os._exit(code)  # a group that has lost a member would hang again in its destructor
         return code
+
+    def _ended(self) -> None:
+        self._remark(
+            "INCOMPLETE: ended from outside, as when a rank or node is lost; the sizes above are whole."
+        )
+        self._finish()
 
     def _prepare(self) -> None:
         """Look at the files now: after an hour of measuring it is too late.
@@ -162,6 +184,7 @@ class Sweep:
                 return False
             self._take(op, found)
             self._progress(op, planned, place, time.monotonic() - began)
+        self._decision(op, planned[-1])
         return True
 
     def _sizes(self, op: Collective) -> list[int]:
@@ -179,10 +202,10 @@ class Sweep:
 
     def _refused(self, op: Collective, size_bytes: int) -> str:
         """The backend's words if it has no such operation, or not for this type; a collective call."""
-        from imgkit_entrypoints.apps.bench.operations import launch
-
         try:
-            launch(op, self.bench.buffers(op, min(size_bytes, self.bench.size_bytes(op, 1))), self.team)()
+            operations.launch(
+                op, self.bench.buffers(op, min(size_bytes, self.bench.size_bytes(op, 1))), self.team
+            )()
             self.here.synchronize()
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -192,19 +215,6 @@ class Sweep:
                 raise
             return said
         return ""
-
-    def _waits(self) -> list[list[float]]:
-        """How long every rank waited in each of many tiny collectives."""
-        buffer = torch.zeros(stragglers.PROBE_BYTES // 4, device=self.here.device)
-        waits = []
-        for turn in range(-5, stragglers.PROBE_ITERATIONS):
-            found = timing.once(lambda async_op=False: dist.all_reduce(buffer, async_op=async_op), self.here)
-            if turn >= 0:
-                waits.append(found.waited)
-        mine = torch.tensor(waits, dtype=torch.float64, device=self.here.device)
-        rows = [torch.empty_like(mine) for _ in range(self.here.world_size)]
-        dist.all_gather(rows, mine)
-        return [row.tolist() for row in rows]
 
     def _take(self, op: Collective, found: Measured) -> None:
         factor = op.factor(self.team.size)
@@ -256,12 +266,31 @@ class Sweep:
         self.remarks += matrix.sentences(self.matrix, self.hosts)
         self._print("\n".join(self.remarks))
 
-    def _hear_nccl(self) -> None:
-        """What the logs of all ranks say; a collective call."""
-        if self.here.device.type == "cuda":
-            told: list[Any] = [None] * self.here.world_size
-            dist.all_gather_object(told, nccl_log.found(self.log))
-            self.carried_by = nccl_log.sentences(word for words in told for word in words)
+    def _decision(self, op: Collective, size_bytes: int) -> None:
+        """By what NCCL does it: one more launch, untimed, its decision logged; a collective call."""
+        if self.here.device.type != "cuda":
+            return
+        with contextlib.suppress(OutOfMemory), nccl_log.deciding(self.log, os.environ) as begin:
+            operations.launch(op, self.bench.buffers(op, size_bytes), self.team)()
+            self.here.synchronize()
+            if how := nccl_log.decided(self.log, begin):
+                self.decided[op.name] = how
+
+    def _condition(self) -> conditions.Condition | None:
+        """Of this node, by one of its ranks."""
+        if not self.speaks:
+            return None
+        return conditions.read(Reader(root=root_of(os.environ)), gpus=self.here.device.type == "cuda")
+
+    def _look_back(self) -> None:
+        """What all ranks' NCCL logs say, and the nodes' conditions beside those before; a collective call."""
+        now, node = self._condition(), None
+        if self.before and now:
+            node = conditions.Node(host=self.seats[self.here.rank].host, before=self.before, after=now)
+        told: list[Any] = [None] * self.here.world_size
+        dist.all_gather_object(told, (nccl_log.found(self.log), node))
+        self.record.transport = tuple(sorted({word for words, _ in told for word in words}))
+        self.conditions = tuple(node for _, node in told if node is not None)
 
     def _judge(self) -> dict[str, Any]:
         hosts = [seat.host for seat in self.seats]
@@ -274,7 +303,9 @@ class Sweep:
             fabric=self.fabric,
             line_rate_Gbps=self.record.line_rate_Gbps,
             late_from_s=self.late_from_s,
-            carried_by=self.carried_by,
+            carried_by=nccl_log.sentences(self.record.transport),
+            decided=self.decided,
+            conditions=self.conditions,
         )
         found = verdict.judge(list(self.largest.values()), setting, self.late, hosts)
         if self.matrix:
@@ -344,7 +375,7 @@ def _software(here: Ranks) -> Mapping[str, str]:
     return found
 
 
-def main() -> int:
+def main(ending: Ending) -> int:
     """Run as one worker; the exit code."""
     from imgkit_entrypoints.apps import ranks
     from imgkit_entrypoints.apps.bench import options
@@ -352,6 +383,6 @@ def main() -> int:
     asked = options.read()
     try:
         with nccl_log.collected(os.environ) as log, ranks.opened(asked.timeout_s) as here:
-            return Sweep(asked, here, log).run()
+            return Sweep(asked, here, ending, log).run()
     except ImgkitError as error:
         ranks.refuse(f"dist-bench: {error}", error.exit_code)

@@ -16,7 +16,8 @@ HEADER = (
 
 def title(op: Collective, dtype: Dtype, world: World, group: str, ranks: int) -> str:
     """What is measured, where, and the unit."""
-    kind = f"{op.name} {dtype.torch}{' sum' if op.sums else ''}, {world.ranks} ranks, {world.backend}"
+    number = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
+    kind = f"{op.name} {dtype.torch}{' sum' if op.sums else ''}, {number}, {world.backend}"
     if group != "world":
         kind += f", in {world.ranks // ranks} groups of {ranks} at once ({group})"
     return (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from imgkit_entrypoints.apps.bench import collectives, counters, fit, sizes
+from imgkit_entrypoints.apps.bench import collectives, conditions, counters, fit, nccl_log, sizes
 from imgkit_entrypoints.apps.bench.stragglers import LEAST_S, Late
 
 SLOW = 0.5
@@ -50,6 +50,9 @@ class Setting:
     """Nobody is called late who is late by less."""
     carried_by: tuple[str, ...] = ()
     """What the library's own log says of its transport."""
+    decided: Mapping[str, nccl_log.Decision] = field(default_factory=dict)
+    """Of each collective at its largest size, how NCCL does it."""
+    conditions: tuple[conditions.Node, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -122,9 +125,12 @@ def judge(
     for crossed in found:
         sentences += _share(crossed, setting) if crossed else []
     sentences += _carriers(ports, setting)
+    for item in largest:
+        sentences += _decided(item, setting)
     for op, line in lines:
         sentences += _line(op, line, next(item for item in largest if item.op == op))
     sentences += _late(late, hosts_by_rank, setting) if setting.ranks > 1 else []
+    sentences += conditions.sentences(setting.conditions)
     return {
         "sentences": sentences,
         "traffic": [dataclasses.asdict(crossed) for crossed in found if crossed],
@@ -138,6 +144,8 @@ def judge(
         "ports": [
             {"host": host, "port": name, **dataclasses.asdict(count)} for host, name, count in ports
         ],
+        "decided": [{"op": op, **dataclasses.asdict(how)} for op, how in setting.decided.items()],
+        "conditions": [dataclasses.asdict(node) for node in setting.conditions],
     }  # fmt: skip
 
 
@@ -205,7 +213,6 @@ def _ports(
             counters.Count(
                 sent_bytes=sum(count.sent_bytes for count in counts),
                 received_bytes=sum(count.received_bytes for count in counts),
-                errors=sum(count.errors for count in counts),
             ),
         )
         for (host, name), counts in totals.items()
@@ -218,14 +225,22 @@ def _carriers(ports: Sequence[tuple[str, str, counters.Count]], setting: Setting
     if first:
         first.sort(key=lambda item: -item[1].sent_bytes)
         shown = ", ".join(f"{sizes.decimal(count.sent_bytes)} through {name}" for name, count in first)
-        rdma = ":" in first[0][0] or first[0][0].startswith("cxi")
+        rdma = counters.is_rdma(first[0][0])
         told.append(f"{'RDMA is' if rdma else 'Sockets are'} in use: {shown} left {setting.hosts[0]}.")
         if not rdma and setting.fabric not in ("", "tcp"):
             told.append(f"This node has {setting.fabric}, and it is not what carried the data: dist-doctor.")
-    for host, name, count in ports:
-        if count.errors:
-            told.append(f"{host}: {name} counted {count.errors} errors or drops while measuring.")
     return told
+
+
+def _decided(item: Largest, setting: Setting) -> list[str]:
+    how = setting.decided.get(item.op)
+    if how is None:
+        return []
+    by = f", {how.channels} channels" if how.channels else ""
+    return [
+        f"{item.op} of {sizes.both(item.size_bytes)}: NCCL's algorithm is {how.algorithm}, its protocol "
+        f"{how.protocol}{by}."
+    ]
 
 
 def _line(op: str, line: fit.Fit | None, largest: Largest) -> list[str]:

@@ -8,6 +8,7 @@ The period is a prime: no two chunks of a buffer are whole periods apart.
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 PERIOD = 131_071
-BLOCK = 1 << 20
-"""Elements that are filled or compared at once."""
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Elements that are filled or compared at once: few launches on a GPU, little memory beside it."""
 _RANK_STEP, _ITERATION_STEP = 7_919, 104_729
 _LARGEST = 1 << 12
 
@@ -49,18 +50,18 @@ def phase(rank: int, iteration: int) -> int:
     return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
 
 
-def blocks(count: int, first: int) -> Iterator[tuple[int, int, int]]:
+def blocks(count: int, first: int, most: int) -> Iterator[tuple[int, int, int]]:
     """(start, place in the table, length) of the pieces of `count` elements that begin at place `first`."""
-    for start in range(0, count, BLOCK):
-        yield start, (first + start) % PERIOD, min(BLOCK, count - start)
+    for start in range(0, count, most):
+        yield start, (first + start) % PERIOD, min(most, count - start)
 
 
-def numbers(dtype: Dtype, ranks: int) -> list[int]:
+def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
     """One period of the table: whole numbers of which `ranks` add up exactly in `dtype`."""
     modulus = min(max(2, dtype.exact // ranks + 1), _LARGEST)
     # More ranks than the type can count: most numbers are 0, and half of the range is left for chance.
     keep = (1 << 16) if ranks <= dtype.exact else (dtype.exact << 15) // ranks
-    found = []
+    found = array.array("i")
     for place in range(PERIOD):
         mixed = (place + 1) * 0x9E3779B1 & 0xFFFFFFFF
         mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & 0xFFFFFFFF
@@ -76,20 +77,21 @@ class Truth:
     def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
         import torch
 
-        one = torch.tensor(numbers(dtype, ranks), dtype=torch.int64)
+        one = torch.frombuffer(numbers(dtype, ranks), dtype=torch.int32)
         total = torch.zeros_like(one)
         for rank in range(ranks):
             total += one.roll(-(rank * _RANK_STEP) % PERIOD)
         assert int(total.max()) <= dtype.exact, (dtype, ranks)
         kind = getattr(torch, dtype.torch)
         self._bits = getattr(torch, dtype.bits)
+        self._block = BLOCK[device.type]
         self._one, self._total = (
-            torch.cat([table.to(kind)] * (2 + BLOCK // PERIOD)).to(device) for table in (one, total)
+            table.to(kind).to(device).repeat(2 + self._block // PERIOD) for table in (one, total)
         )
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
         """Make `buffer` the input of `rank`."""
-        for start, place, length in blocks(buffer.numel(), phase(rank, iteration)):
+        for start, place, length in blocks(buffer.numel(), phase(rank, iteration), self._block):
             buffer[start : start + length].copy_(self._one[place : place + length])
 
     def wrong(
@@ -117,6 +119,6 @@ class Truth:
         for segment in result:
             table = self._total if segment.source is None else self._one
             first = phase(segment.source or 0, iteration) + segment.offset
-            for start, place, length in blocks(segment.count, first):
+            for start, place, length in blocks(segment.count, first, self._block):
                 at = segment.start + start
                 yield at, table[place : place + length], buffer[at : at + length]

@@ -8,17 +8,21 @@ import os
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.train import options, parts
-from imgkit_entrypoints.apps.train.config import Config, every, held_against, total_steps
+from imgkit_entrypoints.apps.train import options, parts, plugins, utilization
+from imgkit_entrypoints.apps.train.config import Config, due, every, held_against, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.export import export
 from imgkit_entrypoints.apps.train.feed import Feed
+from imgkit_entrypoints.apps.train.held_out import HeldOut
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.order import Position, arrange
 from imgkit_entrypoints.apps.train.report import Gauges, Report
 from imgkit_entrypoints.apps.train.snapshot import Keeper, find
+from imgkit_entrypoints.apps.train.tracing import traced
 from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_saved
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 
@@ -55,44 +59,58 @@ def train(config: Config, own: parts.Parts, here: ranks.Ranks, began: float) -> 
         accumulate=config.accumulate,
         global_batch=config.global_batch,
     )
-    config = dataclasses.replace(config, global_batch=order.global_batch)
-    steps, saves = total_steps(config, order.steps_per_epoch), every(config.save_every, order.steps_per_epoch)
+    steps = total_steps(config, order.steps_per_epoch)
+    config = dataclasses.replace(
+        config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)
+    )
+    saves, looks = (every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every))
+    held_out_samples = own.data(config, "eval") if looks else None
     position = start = Position() if found is None else found.position
     if found is not None and here.rank == 0:
         for text in (f"goes on after step {start.step} of {steps}: {found.where}", *changes):
             say(text)
-    if start.step >= steps:
+    if found is not None and start.step >= steps:
+        export(config, found.weights, here)
         return 0
 
     trainer = Trainer(config, own.model(config), own.loss, steps, here)
     feed = Feed(samples, order, config, here, channels_last=trainer.channels_last)
+    held_out = HeldOut(held_out_samples, order, config, trainer, here) if looks else None
     batches = feed.steps(start, steps)
     first = next(batches)
+    gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
     trainer.settle(first[1][0])
     if found is not None:
         trainer.restore(found, here)
     report = None
     if here.rank == 0:
-        report = Report(
-            config, start=start.step, steps=steps, ranks=here.world_size, gauges=_gauges(feed, here), say=say
-        )
+        report = Report(config, start=start.step, steps=steps, ranks=here.world_size, gauges=gauges, say=say)
         report.first_loss = found.first_loss if found else report.first_loss
     keeper = None if config.run_dir is None else Keeper(config.run_dir, config.keep, here, say)
     with watch.signals():
-        watch.begin(start.step)
-        for position, micro_batches in itertools.chain((first,), batches):
+        watch.begin(start.step, config.log_every)
+        for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
+            watch.enters(position.step)
             trainer.step(position.step - 1, micro_batches)
             news = watch.after(position.step, trainer.window)
-            save = bool(watch.stop) or position.step == steps or (saves > 0 and position.step % saves == 0)
-            if save:  # what is kept must be known to be sound
+            look, save = due(position.step, looks, steps), due(position.step, saves, steps)
+            if look or save or watch.stop:  # what is kept must be known to be sound
                 news += watch.after(position.step, trainer.window, everything=True)
             if report:
                 report.note(*news)
-            if save and keeper and not watch.broken:
+            if look and held_out and not (watch.stop or watch.broken):
+                loss = held_out.loss(watch.lives)
+                watch.begin(position.step, config.log_every)  # the time of it is not the training's
+                if report:
+                    report.held_out(position.step, loss)
+            if (save or watch.stop) and keeper and not watch.broken:
                 keeper.save(config, position, report.first_loss if report else 0.0, trainer.state)
             if watch.stop or watch.broken:
                 break
-    return _end(watch, position.step, steps, keeper, report, here)
+    code = _end(watch, position.step, steps, keeper, report, here)
+    if code == 0:
+        export(config, trainer.plain.state_dict(), here)
+    return code
 
 
 def _end(
@@ -119,13 +137,19 @@ def _end(
     return 0 if tell_saved(step, here, os.environ) else EXIT_SAVED
 
 
-def _gauges(feed: Feed, here: ranks.Ranks) -> Gauges:
+def _gauges(config: Config, feed: Feed, trainer: Trainer, batch: Any, here: ranks.Ranks) -> Gauges:
+    cuda = here.device.type == "cuda"
+
     def memory_MiB() -> float:
-        if here.device.type == "cuda":
+        if cuda:
             return float(torch.cuda.max_memory_allocated(here.device)) / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-    return Gauges(waited_s=lambda: feed.waited_s, memory_MiB=memory_MiB)
+    peak = utilization.peak(torch.cuda.get_device_name(here.device), config.amp) if cuda else None
+    # Of the user's models nobody knows whether all their operations can be counted.
+    known = here.rank == 0 and not plugins.is_plugin(config.model)
+    at_peak = peak / trainer.flops_a_sample(batch) if peak and known else None
+    return Gauges(waited_s=lambda: feed.waited_s, memory_MiB=memory_MiB, samples_per_s_at_peak=at_peak)
 
 
 def say(text: str) -> None:

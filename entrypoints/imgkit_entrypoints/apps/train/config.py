@@ -11,10 +11,23 @@ from typing import Any
 
 from imgkit_entrypoints.errors import UsageError
 
-COURSE = ("model", "data", "step", "samples", "seed", "dtype", "amp", "optimizer", "global_batch")
+COURSE = (
+    "model",
+    "data",
+    "step",
+    "samples",
+    "image_size",
+    "seed",
+    "dtype",
+    "amp",
+    "optimizer",
+    "global_batch",
+)
 """Another value of one of these is another run: going on with it is refused."""
-TUNED = ("lr", "momentum", "weight_decay", "schedule", "warmup", "clip")
+TUNED = ("lr", "momentum", "weight_decay", "schedule", "warmup", "clip", "compile", "deterministic")
 """These may change between two starts of a run; it is told."""
+LINE_EVERY_S = 5
+"""A line of progress comes so often at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +38,7 @@ class Config:
     data: str
     step: str
     samples: int | None
+    image_size: int
     steps: int | None
     epochs: int | None
     batch_size: int | None
@@ -41,14 +55,27 @@ class Config:
     amp: str
     seed: int
     workers: int
+    compile: bool
+    activation_checkpointing: bool
     deterministic: bool
     run_dir: Path | None
     save_every: str
     keep: int
     resume: str
     stop_after_s: int | None
+    eval_every: str
+    export: Path | None
+    profile: str | None
     on_nan: str
     log_every: int
+    """0 until the number of steps is known."""
+
+    def profiled(self) -> range:
+        """Steps of the run whose traces are wanted."""
+        if self.profile is None:
+            return range(0)
+        start, steps = map(int, self.profile.split(":"))
+        return range(start + 1, start + steps + 1)
 
     def to_json(self) -> str:
         """The form kept in the run's folder and in snapshots; ``--config`` reads it."""
@@ -67,9 +94,20 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limits)
 
 
+def steps_a_line(steps: int) -> int:
+    """A round tenth of the run, at most 1000: how often there is news where nothing else is wanted."""
+    round_ones = (digit * 10**zeros for zeros in range(3) for digit in (1, 2, 5))
+    return max((number for number in (*round_ones, 1000) if number * 10 <= steps), default=1)
+
+
 def every(text: str, steps_per_epoch: int) -> int:
-    """Steps between two saves: ``500`` counts steps, ``2e`` epochs; 0 is never."""
+    """Steps between two saves, or two looks at held-out data: ``500`` steps, ``2e`` epochs; 0 is never."""
     return int(text[:-1]) * steps_per_epoch if text.endswith("e") else int(text)
+
+
+def due(step: int, interval: int, steps: int) -> bool:
+    """Whether what comes every `interval` steps, and after the last one, comes after `step`."""
+    return step == steps or (interval > 0 and step % interval == 0)
 
 
 def held_against(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Config, tuple[str, ...]]:

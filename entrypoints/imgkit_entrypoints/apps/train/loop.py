@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from imgkit_entrypoints.apps.train.schedule import factor
 from imgkit_entrypoints.errors import UsageError
 
 Loss = Callable[[nn.Module, Any], Tensor]
+NOTHING = contextlib.nullcontext()
 
 
 class Trainer:
@@ -37,8 +38,8 @@ class Trainer:
         self._parameters = [one for one in self.plain.parameters() if one.requires_grad]
         self._optimizer, self._fused = _optimizer(config, self._parameters)
         amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
-        self._lower = (
-            contextlib.nullcontext if amp is None else lambda: torch.autocast(here.device.type, dtype=amp)
+        self._lower: contextlib.AbstractContextManager[Any] = (
+            NOTHING if amp is None else torch.autocast(here.device.type, dtype=amp)
         )
         self._scaler = torch.amp.GradScaler(here.device.type, enabled=amp is torch.float16)
         self.window = torch.zeros(2, dtype=torch.float64, device=here.device)
@@ -55,7 +56,9 @@ class Trainer:
         """
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
         drawn = snapshot.random_state()
-        with self._lower():
+        if self._config.compile:
+            self.plain.compile()  # in its place: the names of its weights stay
+        with self._lower:
             loss = self._loss(self.model, micro_batch.batch)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = (
@@ -66,7 +69,7 @@ class Trainer:
                 where=f"--step {self._config.step}",
             )
         loss.backward()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
             buffer.copy_(before)
         snapshot.set_random_state(drawn)
@@ -79,15 +82,20 @@ class Trainer:
                 group["lr"] = rate
         total: Tensor | None = None
         for micro in micro_batches:
-            with contextlib.nullcontext() if micro.last else self.model.no_sync():
-                with self._lower():
+            with NOTHING if micro.last else self.model.no_sync():
+                with self._lower:
                     loss = self._loss(self.model, micro.batch)
                 weighed = loss if micro.weight == 1.0 else loss * micro.weight
                 self._scaler.scale(weighed).backward()
             total = weighed.detach() if total is None else total + weighed.detach()
         assert total is not None
         self._update(total)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """zero_grad() does the same, with a record for the profiler: a twentieth of a short step."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _update(self, loss: Tensor) -> None:
         norm: Tensor | None = None
@@ -113,6 +121,32 @@ class Trainer:
             self._optimizer.step()
         self._losses += torch.where(bad, 0.0, loss)
         self._skips += bad
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Nothing is learnt here, and training goes on afterwards as if this had not been."""
+        drawn = snapshot.random_state()
+        self.plain.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.plain.train()
+            snapshot.set_random_state(drawn)
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of one batch, as training computes it."""
+        with self._lower:
+            return self._loss(self.model, batch).detach()
+
+    def flops_a_sample(self, batch: Any) -> float:
+        """Floating-point operations that training needs: three times those of the forward pass."""
+        from torch.utils.flop_counter import FlopCounterMode  # it imports much
+
+        with self.resting(), FlopCounterMode(display=False) as counter, self._lower:
+            self._loss(self.plain, batch)
+        first = next(iter(batch.values() if isinstance(batch, dict) else batch))
+        return 3 * float(counter.get_total_flops()) / len(first)
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
         """Weights with buffers; and what the optimizer and the scaler keep."""
@@ -154,7 +188,8 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.op
     }
     kind, more = kinds[config.optimizer]
     more = {**more, "lr": config.lr, "weight_decay": config.weight_decay}
-    try:
-        return kind(parameters, fused=True, **more), True
-    except RuntimeError:  # older torch on CPU
-        return kind(parameters, **more), False
+    # Measured on CPU: fused is up to 7 times as fast, but slower where there is only w -= lr * g to do.
+    if config.optimizer != "sgd" or config.momentum or parameters[0].device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # older torch on CPU
+            return kind(parameters, fused=True, **more), True
+    return kind(parameters, foreach=False, **more), False

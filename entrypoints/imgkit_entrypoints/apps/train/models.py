@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from imgkit_entrypoints.errors import UsageError
 
 FEATURES = 20
 CLASSES = 10
@@ -19,11 +25,11 @@ def linear() -> nn.Module:
     return nn.Linear(FEATURES, 1)
 
 
-def mlp() -> nn.Module:
+def mlp(classes: int = CLASSES) -> nn.Module:
     """Two hidden layers."""
     width = 256
     return nn.Sequential(
-        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
     )
 
 
@@ -54,8 +60,30 @@ def _conv(inside: int, outside: int, size: int, stride: int = 1) -> list[nn.Modu
     ]
 
 
-def resnet(blocks: tuple[int, ...], *, bottleneck: bool) -> nn.Module:
+def resnet(name: str, classes: int) -> nn.Module:
+    """torchvision's where it is installed, else the small one of this file.
+
+    Raises
+    ------
+    UsageError : torchvision is broken.
+    """
+    try:
+        vision = importlib.import_module("torchvision.models")
+    except ImportError:
+        return small_resnet(name, classes)
+    except RuntimeError as error:  # its operators are another torch's
+        raise UsageError(
+            f"the torchvision that is installed does not go with this torch: {error}",
+            where=f"--model {name}",
+            hint="install the one that does, or none: a small ResNet is built in",
+        ) from error
+    made: nn.Module = getattr(vision, name)(num_classes=classes)
+    return made
+
+
+def small_resnet(name: str, classes: int) -> nn.Module:
     """ResNet for small images (He et al. 2015, section 4.2): a 3x3 stem, no pooling in front."""
+    blocks, bottleneck = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}[name]
     layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
     inside = 64
     for stage, count in enumerate(blocks):
@@ -64,7 +92,7 @@ def resnet(blocks: tuple[int, ...], *, bottleneck: bool) -> nn.Module:
             stride = 2 if stage > 0 and block == 0 else 1
             layers.append(Residual(inside, channels, stride, bottleneck=bottleneck))
             inside = channels * (4 if bottleneck else 1)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, CLASSES))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, classes))
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -107,13 +135,45 @@ class Gpt(nn.Module):  # type: ignore[misc]
         return scores
 
 
-BUILT_IN: Mapping[str, Callable[[], nn.Module]] = {
-    "linear": linear,
+BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
+    "linear": lambda _: linear(),
     "mlp": mlp,
-    "resnet18": lambda: resnet((2, 2, 2, 2), bottleneck=False),
-    "resnet50": lambda: resnet((3, 4, 6, 3), bottleneck=True),
-    "gpt": Gpt,
+    "resnet18": functools.partial(resnet, "resnet18"),
+    "resnet50": functools.partial(resnet, "resnet50"),
+    "gpt": lambda _: Gpt(),
 }
+"""For a number of classes, where the model has any."""
+BLOCKS = ("Block", "Residual", "BasicBlock", "Bottleneck")
+"""Kinds of parts that a built-in model, or torchvision's, is a stack of."""
+
+
+def checkpoint_blocks(model: nn.Module) -> nn.Module:
+    """`model`, whose blocks keep their inputs alone, and are computed again in the backward pass."""
+    for part in model.modules():
+        if type(part).__name__ in BLOCKS:
+            again = functools.partial(checkpoint, part.forward, use_reentrant=False)
+            if norms := [norm for norm in part.modules() if isinstance(norm, nn.BatchNorm2d)]:
+                # Only then: torch.compile follows no contexts.
+                again = functools.partial(again, context_fn=functools.partial(_contexts, norms))
+            part.forward = again
+    return model
+
+
+def _contexts(norms: list[nn.BatchNorm2d]) -> tuple[contextlib.AbstractContextManager[None], ...]:
+    return contextlib.nullcontext(), _without_statistics(norms)
+
+
+@contextlib.contextmanager
+def _without_statistics(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
+    """BatchNorm takes a batch into its statistics once, though it sees it twice."""
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from imgkit_entrypoints.apps.train import plugins
-from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train import config_file, plugins
+from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.schedule import SHAPES
 from imgkit_entrypoints.arguments import natural, positive
+from imgkit_entrypoints.errors import UsageError
 
 MODELS: Mapping[str, tuple[str, float]] = {
     "linear": ("sgd", 0.05),
@@ -24,105 +25,92 @@ MODELS: Mapping[str, tuple[str, float]] = {
     "gpt": ("adamw", 1e-3),
 }
 """Built-in models: the optimizer and the learning rate where none is given."""
+STACKED = ("resnet18", "resnet50", "gpt")
+"""Of these, those that are a stack of blocks."""
 STEPS = 100
 """Where neither --steps nor --epochs is given."""
+SWITCHES: Mapping[str, str] = {
+    "--compile": "the model through torch.compile",
+    "--activation-checkpointing": "compute blocks again instead of keeping what they made",
+    "--deterministic": "refuse operations that are not deterministic",
+}
+EXAMPLES = """examples:
+  dist-train --steps 1000 --run-dir runs/first        # linear, snapshots and metrics kept; again: goes on
+  dist-train --model resnet50 --data /data/imagenet --epochs 90 --global-batch 1024 --amp bf16 --workers 8
+  dist-train --model gpt --data book.txt --steps 5000 --eval-every 500 --export gpt.pt
+  dist-train --model own_model.py:model --data own_model.py:data --epochs 3
+
+A model of your own and everything that is kept: docs/train.md."""
 
 
-def add_arguments(parser: argparse._ActionsContainer) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of dist-train."""
-    add = functools.partial(_add, parser)
-    add("--config", _file_words, None, "FILE", "options from a JSON or TOML file; flags win")
+    add = _adder(parser.add_argument_group("what is trained"))
+    add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags win")
     add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or MOD:FN or file.py:FN (default linear)")
-    add(
-        "--data",
-        _data,
-        "builtin",
-        "NAME",
-        "builtin, a text file for gpt, or MOD:FN or file.py:FN (default builtin)",
-    )
+    text = "builtin, a text file for gpt, a folder of images for a resnet, or MOD:FN or file.py:FN"
+    add("--data", _data, "builtin", "NAME", f"{text} (default builtin)")
     add("--step", _step, "builtin", "NAME", "the loss: builtin, or MOD:FN or file.py:FN (default builtin)")
     add("--samples", positive, None, "N", "size of the built-in data (default: the model's)")
+    add("--image-size", positive, 224, "N", "pixels a side that a folder's images are cut to (default 224)")
+    add("--seed", int, 0, "N", "of weights, data and their order (default 0)")
+    add("--workers", natural, 0, "N", "processes a rank that fetch samples one by one (default 0: none)")
+
+    add = _adder(parser.add_argument_group("how long, in what steps"))
     add("--steps", positive, None, "N", f"optimizer steps (default {STEPS})")
     add("--epochs", positive, None, "N", "passes over the data; with --steps, whichever ends first")
     add("--batch-size", positive, None, "N", "samples a rank computes at once (default 32)")
     add("--accumulate", positive, None, "N", "such batches a rank and step (default 1)")
-    add(
-        "--global-batch",
-        positive,
-        None,
-        "N",
-        "samples a step over all ranks, by accumulation (default: what the two make)",
-    )
+    text = "samples a step over all ranks, by accumulation (default: what the two make)"
+    add("--global-batch", positive, None, "N", text)
+    add("--stop-after", duration, None, "TIME", "save and end after 90, 90s, 50m or 1h30m")
+
+    add = _adder(parser.add_argument_group("the optimizer"))
     add("--lr", _number, None, "X", "learning rate (default: the model's, 0.05 for linear)")
-    add(
-        "--optimizer",
-        _one_of("sgd", "adam", "adamw"),
-        None,
-        "NAME",
-        "sgd, adam or adamw (default: the model's)",
-    )
+    names = _one_of("sgd", "adam", "adamw")
+    add("--optimizer", names, None, "NAME", "sgd, adam or adamw (default: the model's)")
     add("--momentum", _number, 0.0, "X", "of sgd (default 0)")
     add("--weight-decay", _number, 0.0, "X", "of the optimizer (default 0)")
     add("--schedule", _one_of(*SHAPES), "constant", "NAME", "constant, linear or cosine (default constant)")
     add("--warmup", natural, 0, "STEPS", "steps in which the learning rate rises (default 0)")
     add("--clip", _number, None, "X", "largest norm of the gradient (default: any)")
-    add(
-        "--dtype", _one_of("fp32", "fp64"), "fp32", "NAME", "of weights and data: fp32 or fp64 (default fp32)"
-    )
-    add(
-        "--amp",
-        _one_of("off", "bf16", "fp16"),
-        "off",
-        "NAME",
-        "lower precision of the computation: off, bf16 or fp16",
-    )
-    add("--seed", int, 0, "N", "of weights, data and their order (default 0)")
-    add("--workers", natural, 0, "N", "processes a rank that fetch samples one by one (default 0: none)")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="refuse operations that are not deterministic"
-    )
-    add(
-        "--run-dir",
-        Path,
-        None,
-        "DIR",
-        "for snapshots and metrics (default: IMGKIT_RUN_DIR, else nothing is kept)",
-    )
-    add(
-        "--save-every",
-        _interval,
-        "1000",
-        "N|Ne",
-        "snapshots every N steps or N epochs, 0 at the end only (default 1000)",
-    )
+    text = "a loss that is no number: stop, or skip that step (default stop)"
+    add("--on-nan", _one_of("stop", "skip"), "stop", "HOW", text)
+
+    group = parser.add_argument_group("how it is computed")
+    add = _adder(group)
+    text = "of weights and data: fp32 or fp64 (default fp32)"
+    add("--dtype", _one_of("fp32", "fp64"), "fp32", "NAME", text)
+    text = "lower precision of the computation: off, bf16 or fp16 (default off)"
+    add("--amp", _one_of("off", "bf16", "fp16"), "off", "NAME", text)
+    for flag, text in SWITCHES.items():
+        # With --no-...: flags win over the file here too.
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=False, help=text)
+
+    add = _adder(parser.add_argument_group("what is kept and shown"))
+    text = "for snapshots and metrics (default: IMGKIT_RUN_DIR, else nothing is kept)"
+    add("--run-dir", Path, None, "DIR", text)
+    text = "snapshots every N steps or N epochs, 0 at the end only (default 1000)"
+    add("--save-every", _interval, "1000", "N|Ne", text)
     add("--keep", positive, 2, "K", "snapshots kept (default 2)")
-    add(
-        "--resume",
-        str,
-        "auto",
-        "HOW",
-        "auto: the run folder's newest valid snapshot; never; or a path (default auto)",
-    )
-    add("--stop-after", duration, None, "TIME", "save and end after 90, 90s, 50m or 1h30m")
-    add(
-        "--on-nan",
-        _one_of("stop", "skip"),
-        "stop",
-        "HOW",
-        "a loss that is no number: stop, or skip that step (default stop)",
-    )
-    add("--log-every", positive, 10, "N", "steps a line (default 10)")
+    text = "auto: the run folder's newest valid snapshot; never; or a path (default auto)"
+    add("--resume", str, "auto", "HOW", text)
+    text = "loss on held-out data every N steps or N epochs (default 0: never)"
+    add("--eval-every", _interval, "0", "N|Ne", text)
+    add("--export", _target, None, "FILE", "the weights alone, once all steps are done")
+    add("--profile", _window, None, "START:STEPS", "traces of STEPS steps after START, in the run's folder")
+    text = f"steps a line, and one every {LINE_EVERY_S} s (default 0: a tenth of the run, at most 1000)"
+    add("--log-every", natural, 0, "N", text)
 
 
-def _add(
-    parser: argparse._ActionsContainer,
-    flag: str,
-    kind: Callable[[str], Any],
-    default: Any,
-    metavar: str,
-    text: str,
-) -> None:
-    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+_Add = Callable[[str, Callable[[str], Any], Any, str, str], None]
+
+
+def _adder(group: argparse._ArgumentGroup) -> _Add:
+    def add(flag: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+    return add
 
 
 def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
@@ -142,7 +130,37 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
     if found.run_dir is None and env.get("IMGKIT_RUN_DIR"):
         values["run_dir"] = Path(env["IMGKIT_RUN_DIR"])
     values["stop_after_s"] = values.pop("stop_after")
-    return Config(**values)
+    config = Config(**values)
+    _refuse(config, env)
+    return config
+
+
+def _refuse(config: Config, env: Mapping[str, str]) -> None:
+    """Raise UsageError for what cannot be had together, or not here."""
+    if config.profile is not None and config.run_dir is None:
+        raise UsageError("--profile keeps its traces in the run's folder", hint="--run-dir DIR")
+    if config.activation_checkpointing and config.model not in STACKED:
+        own = "which parts are worth it is your model's to know: call torch.utils.checkpoint in it"
+        raise UsageError(
+            f"--activation-checkpointing is for models of blocks: {', '.join(STACKED)}",
+            where=f"--model {config.model}",
+            hint=own if plugins.is_plugin(config.model) else "leave it out: this model keeps little",
+        )
+    if config.compile and (missing := _no_compiler(env)):
+        raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
+
+
+def _no_compiler(env: Mapping[str, str]) -> str | None:
+    """What torch.compile lacks here: it writes C++ for the CPU, and a C loader for what Triton makes."""
+    if env.get("IMGKIT_DEVICE", "cpu") == "cuda":
+        if find_spec("triton") is None:
+            return "Triton, which this image has not"
+        names = [env["CC"]] if env.get("CC") else ["gcc", "clang", "cc"]
+    else:
+        names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
+    return (
+        None if any(map(shutil.which, names)) else f"a compiler ({' or '.join(names)}), and none is in PATH"
+    )
 
 
 def duration(text: str) -> int:
@@ -192,8 +210,24 @@ def _model(text: str) -> str:
 def _data(text: str) -> str:
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.DATA)
-    if text != "builtin" and not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is not builtin, no text file, and no {plugins.DATA.form}")
+    if Path(text).is_dir() and find_spec("PIL") is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: reading images needs Pillow, not found here")
+    if text != "builtin" and not Path(text).exists():
+        what = "is not builtin, no text file, no folder of images"
+        raise argparse.ArgumentTypeError(f"{text!r} {what}, and no {plugins.DATA.form}")
+    return text
+
+
+def _target(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that is there")
+    return path
+
+
+def _window(text: str) -> str:
+    if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no START:STEPS, as 100:5")
     return text
 
 
@@ -212,38 +246,16 @@ class _Strict(argparse.ArgumentParser):
 
 def _file_words(text: str) -> tuple[str, ...]:
     """The file's content as words of a command line: checked by the same rules, with the same messages."""
-    path = Path(text)
     try:
-        content = _parsed(path)
+        words = config_file.words(Path(text))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-    if not isinstance(content, dict):
-        raise argparse.ArgumentTypeError(f"{text}: holds no table of options")
-    if "config" in content:
-        raise argparse.ArgumentTypeError(f"{text}: a file cannot name another one by config")
-    words: list[str] = []
-    for key, value in content.items():
-        flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json says stop_after_s
-        if isinstance(value, bool):
-            words += [flag] if value else []
-        elif value is not None:
-            words.append(f"{flag}={value}")
     checker = _Strict(add_help=False, allow_abbrev=False)
     add_arguments(checker)
     try:
         checker.parse_args(words)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-    return tuple(words)
-
-
-def _parsed(path: Path) -> Any:
-    if path.suffix == ".toml":
-        try:
-            import tomllib  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            raise ValueError("TOML needs Python 3.11; JSON works here too") from None
-        return tomllib.loads(path.read_text())
-    return json.loads(path.read_text())
+    return words

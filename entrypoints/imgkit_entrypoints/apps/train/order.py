@@ -33,10 +33,16 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One micro-batch of one rank: ``permutation[first:end]``, which is empty where the rank has none."""
+    """One micro-batch of one rank: samples `first` up to `end` of those of the step."""
 
     first: int
     end: int
+    weight: float
+    """Factor of its mean loss.
+
+    DDP averages gradients over ranks; weighed so, the average is that of the step's samples, whichever rank
+    and micro-batch they are in. 0: the rank has no sample, and computes on one of the others' for company.
+    """
     last: bool
     """The last one of the step."""
 
@@ -62,31 +68,24 @@ class Order:
         """Samples of the step that begins at `position`."""
         return min(self.global_batch, self.size - position.consumed)
 
-    def after(self, position: Position) -> Position:
-        """Where the step that begins at `position` ends."""
-        consumed = position.consumed + self.count(position)
+    def after(self, position: Position, steps: int = 1) -> Position:
+        """Where the step that begins at `position` ends, or the last of several of equal size."""
+        consumed = position.consumed + steps * self.count(position)
         if consumed < self.size:
-            return Position(step=position.step + 1, epoch=position.epoch, consumed=consumed)
-        return Position(step=position.step + 1, epoch=position.epoch + 1)
+            return Position(step=position.step + steps, epoch=position.epoch, consumed=consumed)
+        return Position(step=position.step + steps, epoch=position.epoch + 1)
 
-    def parts(self, position: Position, rank: int) -> tuple[Part, ...]:
-        """The micro-batches of `rank` in the step that begins at `position`; all ranks have as many."""
-        count = self.count(position)
+    def parts(self, count: int, rank: int) -> tuple[Part, ...]:
+        """The micro-batches of `rank` in a step of `count` samples; all ranks have as many."""
         rounds = math.ceil(math.ceil(count / self.world_size) / self.batch_size)
         first, end = share(count, rank, self.world_size)
-        cuts = [position.consumed + first + share(end - first, turn, rounds)[0] for turn in range(rounds)]
-        cuts.append(position.consumed + end)
-        return tuple(
-            Part(first=cuts[turn], end=cuts[turn + 1], last=turn == rounds - 1) for turn in range(rounds)
-        )
-
-    def weight(self, position: Position, part: Part) -> float:
-        """Factor of a micro-batch's mean loss.
-
-        DDP averages gradients over ranks; weighed so, the average is that of the step's samples, whichever
-        rank and micro-batch they are in.
-        """
-        return (part.end - part.first) * self.world_size / self.count(position)
+        parts = []
+        for turn in range(rounds):
+            start, stop = (first + cut for cut in share(end - first, turn, rounds))
+            weight = (stop - start) * self.world_size / count
+            start, stop = (start, stop) if stop > start else (0, 1)
+            parts.append(Part(first=start, end=stop, weight=weight, last=turn == rounds - 1))
+        return tuple(parts)
 
 
 def arrange(

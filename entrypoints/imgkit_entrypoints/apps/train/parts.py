@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from imgkit_entrypoints.apps.train import data, models, plugins
 from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.order import seed_of
 from imgkit_entrypoints.apps.train.snapshot import begin_random
 from imgkit_entrypoints.errors import UsageError
 
@@ -31,9 +32,7 @@ def load(config: Config) -> Parts:
     UsageError : a function of the user's cannot be had.
     """
     model: Callable[[Config], Any] = (
-        plugins.load(config.model, plugins.MODEL)
-        if plugins.is_plugin(config.model)
-        else lambda config: models.BUILT_IN[config.model]()
+        plugins.load(config.model, plugins.MODEL) if plugins.is_plugin(config.model) else _built_in
     )
     samples = plugins.load(config.data, plugins.DATA) if plugins.is_plugin(config.data) else data.built_in
     loss = models.loss_of if config.step == "builtin" else plugins.load(config.step, plugins.STEP)
@@ -46,13 +45,19 @@ def load(config: Config) -> Parts:
         return made
 
     def seeded_data(config: Config, split: str) -> Any:
-        begin_random(config.seed)  # the same data on every rank, should it be random
+        # The same data on every rank, should it be random, and other data held out.
+        begin_random(config.seed if split == "train" else seed_of(config.seed, split))
         made = samples(config, split)
         if not hasattr(made, "__len__") or not (hasattr(made, "__getitem__") or hasattr(made, "batch")):
             raise _wrong(config.data, made, plugins.DATA)
         return made
 
     return Parts(model=seeded_model, data=seeded_data, loss=loss)
+
+
+def _built_in(config: Config) -> nn.Module:
+    made = models.BUILT_IN[config.model](data.classes(config))
+    return models.checkpoint_blocks(made) if config.activation_checkpointing else made
 
 
 def _wrong(place: str, made: object, contract: plugins.Contract) -> UsageError:

@@ -126,13 +126,13 @@ class Keeper:
                 "state.json": lambda sink: sink.write(json.dumps(about).encode()),
                 "config.json": lambda sink: sink.write(config.to_json().encode()),
             }
-            self._folder.mkdir(parents=True, exist_ok=True)
             self._thread = threading.Thread(target=self._write, args=(position.step, parts))
             self._thread.start()
         self.longest_stall_s = max(self.longest_stall_s, time.perf_counter() - began)
 
     def _write(self, step: int, parts: Mapping[str, vault.Part]) -> None:
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             vault.write(self._folder, step, parts, keep=self._keep)
             self.saved_step = step
         except OSError as error:

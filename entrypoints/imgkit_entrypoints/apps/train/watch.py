@@ -7,7 +7,6 @@ next time. So all leave at the same step, and no step waits for another rank.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -21,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imgkit_entrypoints import stopping
+from imgkit_entrypoints import files, stopping
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.report import Seen
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.pulse import Pulse
 
 STOP_FILE = "STOP"
 """In the run's folder: whoever cannot reach the launcher makes it there."""
@@ -49,22 +49,33 @@ class Watch:
     """Looks out for reasons to stop."""
 
     def __init__(self, config: Config, here: Ranks, env: Mapping[str, str], began: float) -> None:
-        self._here, self._config = here, config
+        self._here = here
         self._flag = Path(env["IMGKIT_STOP_DIR"]) / stopping.STOP if env.get("IMGKIT_STOP_DIR") else None
         self._file = config.run_dir / STOP_FILE if config.run_dir and here.rank == 0 else None
         self._until = math.inf if config.stop_after_s is None else began + config.stop_after_s
         self._signalled = False
+        self._pulse = Pulse(env.get("IMGKIT_STOP_DIR"), here.rank)
         self._pending: _Pending | None = None
-        self._interval = 1
+        self._interval = self._most = 1
         self._last_step, self._last_time = 0, time.perf_counter()
         self.stop = ""
         """Why all are to stop after this step; empty: go on."""
         self.broken = False
         """A loss was no number."""
 
-    def begin(self, step: int) -> None:
-        """Training starts now, after `step` steps."""
+    def begin(self, step: int, most: int) -> None:
+        """Training starts now, after `step` steps; there are `most` between two looks."""
+        self._most = most
+        self._pulse.done(step)
         self._last_step, self._last_time = step, time.perf_counter()
+
+    def enters(self, step: int) -> None:
+        """This rank has its samples of `step`; the launcher sees which rank does not get on (pulse.py)."""
+        self._pulse.begins(step)
+
+    def lives(self) -> None:
+        """This rank is busy with something else than a step."""
+        self._pulse.lives()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -88,6 +99,7 @@ class Watch:
 
         All ranks call it after every step, with the same arguments.
         """
+        self._pulse.done(step)
         if not everything and step % self._interval:
             return []
         found = [self._receive()]
@@ -132,7 +144,7 @@ class Watch:
         loss, skipped, seconds_a_step, *asked = (
             one / self._here.world_size for one in pending.numbers.tolist()
         )
-        self._interval = interval(seconds_a_step, self._config.log_every)
+        self._interval = interval(seconds_a_step, self._most)
         self.stop = self.stop or next(
             (reason for reason, some in zip(REASONS, asked, strict=True) if some), ""
         )
@@ -166,8 +178,6 @@ def tell_saved(step: int, here: Ranks, env: Mapping[str, str]) -> bool:
     if not env.get("IMGKIT_STOP_DIR"):
         return False
     if here.local_rank == 0:
-        place = Path(env["IMGKIT_STOP_DIR"])
-        temporary = place / f".{stopping.SAVED}"
-        temporary.write_text(f"{env.get('IMGKIT_JOB_ID', stopping.LOCAL_JOB)} {step}\n")
-        os.replace(temporary, place / stopping.SAVED)  # noqa: PTH105
+        job = env.get("IMGKIT_JOB_ID", stopping.LOCAL_JOB)
+        files.put(Path(env["IMGKIT_STOP_DIR"]) / stopping.SAVED, f"{job} {step}\n")
     return True

@@ -1,0 +1,310 @@
+"""``--compare rdma,tcp``: two ways through one network in one job. Runs in each node's launcher, no torch.
+
+NCCL reads its variables once, so each arm has workers of its own, and the arms take turns (A B A B): what
+drifts meets both. All nodes start the same launches in the same order. Node 0, whose rank 0 saves, alone
+reads what each arm measured, holds it to what carried it, and tells the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_entrypoints import fabric, facts
+from imgkit_entrypoints.apps.bench import counters, record, schema, sizes
+from imgkit_entrypoints.apps.bench.schema import Result, Run
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
+from imgkit_entrypoints.placement import Placement
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.apps.bench.options import Options
+    from imgkit_entrypoints.options import Options as Launch
+
+Start = Callable[[Sequence[str], Mapping[str, str]], int]
+"""Launches the app once with these words and variables; the exit code of this node."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way through the network."""
+
+    carrier: str
+    """What must have carried its data: "RDMA" or "sockets"."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cuda"
+    """On another one there is no such choice."""
+
+
+ARMS: Mapping[str, Arm] = {
+    "rdma": Arm(carrier="RDMA"),
+    # The launcher's choice of the fabric follows it: no verbs, and which interfaces carry the data.
+    "tcp": Arm(carrier="sockets", env={"NCCL_NET": "Socket"}),
+}
+
+
+def arms(text: str) -> tuple[str, str]:
+    """The two names of ``--compare A,B``.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError : they are not two known ones.
+    """
+    names = text.split(",")
+    if len(names) != 2 or names[0] == names[1] or not set(names) <= set(ARMS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two of {', '.join(ARMS)}, as in rdma,tcp")
+    return names[0], names[1]
+
+
+def series(
+    words: Sequence[str],
+    command: Sequence[str],
+    asked: Launch,
+    place: Placement,
+    env: Mapping[str, str],
+    start: Start,
+    say: Say,
+) -> int:
+    """Launch dist-bench with its own `words`: once, or with ``--compare`` every arm in turn; the exit code.
+
+    Parameters
+    ----------
+    command : everything that was typed, for the files.
+    asked : the options of the launch.
+
+    Raises
+    ------
+    UsageError : there is nothing to compare here, or nowhere to save it.
+    """
+    from imgkit_entrypoints.apps.bench import options
+
+    wanted = options.read(words)
+    if wanted.compare is None:
+        return start(words, {})
+    _refuse_options(wanted, asked)
+    _refuse_place(wanted.compare, place, asked.request.device, env)
+    head = place.node_rank == 0
+    if head and wanted.save:
+        record.writable(Path(wanted.save))
+    found = _Comparison(wanted.compare, tuple(command), wanted.rounds)
+    plain = _without("--save", _without("--compare", words))
+    code = 0
+    with _scratch() as folder:
+        for turn in range(2 * wanted.rounds):
+            name = wanted.compare[turn % 2]
+            file = folder / f"{turn}.json"
+            if head:
+                say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
+            code = start((*plain, *(("--save", str(file)) if head else ())), ARMS[name].env)
+            if head and file.exists():
+                for problem in found.take(name, schema.load(file)):
+                    say(problem)
+            if code:
+                break
+    if not head:
+        return code
+    print("\n".join(found.told()), flush=True)
+    for path in found.save(Path(wanted.save)) if wanted.save else ():
+        say(f"saved {path}")
+    return code or (EXIT_NO if found.unproven else 0)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    try:
+        made = tempfile.mkdtemp(prefix="imgkit-compare-")
+    except OSError as error:
+        hint = "name a writable folder of this node in TMPDIR"
+        raise UsageError(
+            f"no folder for its files: {error.strerror}", where="--compare", hint=hint
+        ) from error
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _without(flag: str, words: Sequence[str]) -> list[str]:
+    left = [word for word in words if not word.startswith(f"{flag}=")]
+    if flag in left:
+        place = left.index(flag)
+        del left[place : place + 2]
+    return left
+
+
+def _refuse_options(wanted: Options, asked: Launch) -> None:
+    flags = {"--baseline": wanted.baseline, "--matrix": wanted.matrix, "--plan": asked.show_plan}
+    if given := [flag for flag, value in flags.items() if value]:
+        raise UsageError(
+            f"{given[0]} is of a single run",
+            where="--compare",
+            hint="leave one of them out; a run by TCP alone: NCCL_NET=Socket dist-bench ...",
+        )
+    if wanted.group == "node":
+        raise UsageError("within a node nothing crosses a network", where="--compare", hint="--group world")
+
+
+def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapping[str, str]) -> None:
+    where = f"--compare {','.join(names)}"
+    if place.direct is not None or place.min_nnodes is not None:
+        raise UsageError(
+            "each arm has workers of its own, started by one launcher a node on a fixed number of nodes",
+            where=where,
+            hint="start dist-bench once on every node, without --direct and --nnodes MIN:MAX",
+        )
+    host, system = facts.gather(env=env), facts.system_facts(env=env)
+    for arm in (ARMS[name] for name in names):
+        if arm.device == "cuda" and (device == "cpu" or not host.gpus):
+            why = "--device cpu" if device == "cpu" else f"no GPU is visible: {host.gpus_source}"
+            raise UsageError(
+                f"gloo has one transport, sockets; NCCL, between GPUs, has both ({why})",
+                where=where,
+                hint="start it with GPUs (--nv, --gres=gpu:N), or without --compare",
+            )
+        if place.nnodes < 2:
+            raise UsageError(
+                "on one node nothing crosses a network", where=where, hint="start it on two nodes"
+            )
+        network = fabric.choose(host, system, {**env, **arm.env}, nnodes=place.nnodes, head=place.head)
+        if arm.carrier == "RDMA" and network.kind == "tcp":
+            raise UsageError(
+                f"no RDMA on this node: {network.reason}", where=where, hint="dist-doctor says why"
+            )
+
+
+def carrier(found: Run) -> tuple[str, str]:
+    """What carried the data, "RDMA", "sockets" or nothing that is sure, and the evidence in words."""
+    networks = [word for word in found.transport if word.startswith(("network ", "via NET/"))]
+    by_log = {"sockets" if "socket" in word.lower() else "RDMA" for word in networks}
+    rdma = sum(count for name, count in found.carried.items() if counters.is_rdma(name))
+    by_ports = {"RDMA" if 2 * rdma > sum(found.carried.values()) else "sockets"} if found.seen else set()
+    log = ", ".join(networks) or "nothing of it (it is read unless NCCL_DEBUG is set)"
+    counted = ", ".join(f"{sizes.decimal(count)} through {name}" for name, count in found.carried.items())
+    sure = by_log | by_ports
+    return (
+        sure.pop() if len(sure) == 1 else "",
+        f"NCCL's log says {log}; the ports count {counted if found.seen else 'too little to tell'}",
+    )
+
+
+class _Comparison:
+    """What the arms have measured so far."""
+
+    def __init__(self, names: tuple[str, str], words: tuple[str, ...], rounds: int) -> None:
+        self.names, self.words, self.rounds = names, words, rounds
+        self.runs: dict[str, list[Run]] = {name: [] for name in names}
+        self.unproven: list[str] = []
+        self.proofs: dict[str, str] = {}
+
+    def take(self, name: str, found: Run) -> list[str]:
+        """Add a launch; what is wrong with it."""
+        self.runs[name].append(found)
+        used, evidence = carrier(found)
+        self.proofs[name] = evidence
+        wanted = ARMS[name].carrier
+        if used == wanted or not found.complete:
+            return []
+        how = f"went by {used}" if used else "nothing proves that it did"
+        self.unproven.append(f"NOT PROVEN: the arm {name} must go by {wanted}, and {how}: {evidence}")
+        return self.unproven[-1:]
+
+    def joined(self, name: str) -> record.Record | None:
+        """All rounds of an arm as one run; None before its first."""
+        runs = self.runs[name]
+        if not runs:
+            return None
+        last = runs[-1]
+        by_key: dict[object, list[Result]] = {}
+        for one in (one for found in runs for one in found.results):
+            by_key.setdefault(one.key, []).append(one)
+        rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences are of the last"
+        sentences = [f"{name}: {rounds}; {self.proofs[name]}.", *last.sentences]
+        return record.Record(
+            started=runs[0].started,
+            command=self.words,
+            world=last.world,
+            fingerprint=last.fingerprint,
+            line_rate_Gbps=last.line_rate_Gbps,
+            results=[_joined(found) for found in by_key.values()],
+            verdict={"sentences": sentences},
+            complete=len(runs) == self.rounds and all(found.complete for found in runs),
+            transport=last.transport,
+            arm=name,
+        )
+
+    def save(self, path: Path) -> list[Path]:
+        """A file for each arm: ``run.json`` becomes ``run.rdma.json`` and ``run.tcp.json``."""
+        saved = []
+        for name in self.names:
+            if made := self.joined(name):
+                saved.append(path.with_name(f"{path.stem}.{name}{path.suffix or '.json'}"))
+                made.save(saved[-1])
+        return saved
+
+    def told(self) -> list[str]:
+        """The table, and what it means."""
+        one, other = (self.joined(name) for name in self.names)
+        if one is None or other is None:
+            return [f"INCOMPLETE: --compare {','.join(self.names)} ended before both arms had run."]
+        if self.unproven:
+            return [
+                *self.unproven,
+                "No ratio: it would not be that of its names. dist-doctor says what is missing.",
+            ]
+        first, second = self.names
+        columns = (f"{first} algbw", "busbw Gbps", f"{second} algbw", "busbw Gbps", f"{first} / {second}")
+        lines = [
+            f"{first} and {second} in turn, {self.rounds} rounds, {one.world.ranks} ranks on "
+            f"{one.world.nodes} nodes; batched times, 1 Gbps = 1e9 bit/s",
+            f"{'':14} {'size':>20} {' '.join(f'{text:>12}' for text in columns)}  by round",
+        ]
+        others = {item.key: item for item in other.results}
+        for item in one.results:
+            if item.timing == "batched" and item.key in others:
+                lines.append(self._line(item, others[item.key]))
+        lines += [f"{name}: {self.proofs[name]}." for name in self.names]
+        if not (one.complete and other.complete):
+            lines.append("INCOMPLETE: not all rounds of both arms have ended; the lines above hold what did.")
+        return lines
+
+    def _line(self, one: Result, other: Result) -> str:
+        rounds = [
+            _of(one, first) / _of(one, second)
+            for first, second in zip(*(self.runs[name] for name in self.names), strict=False)
+            if _of(one, first) and _of(one, second)
+        ]
+        bandwidths = [8 * value for item in (one, other) for value in (item.algbw_GBps, item.busbw_GBps)]
+        figures = " ".join(f"{value:12.2f}" for value in (*bandwidths, other.time_us / one.time_us))
+        by_round = ", ".join(f"{value:.3g}" for value in rounds)
+        return f"{one.op:14} {sizes.both(one.size_bytes):>20} {figures}  {by_round}"
+
+
+def _of(wanted: Result, found: Run) -> float:
+    """Its bandwidth in one launch; 0 where it was not measured."""
+    return next((one.algbw_GBps for one in found.results if one.key == wanted.key), 0.0)
+
+
+def _joined(found: Sequence[Result]) -> Result:
+    """The same size of several rounds as one: all iterations count alike."""
+    first = found[0]
+    iterations = sum(one.iterations for one in found)
+    times = [time_us / 1e6 for one in found for time_us in one.times_us]
+    mean = sum(one.time_us * one.iterations for one in found) / iterations / 1e6
+    checked = [one.wrong for one in found if one.wrong is not None]
+    return record.result(
+        first.op,
+        first.busbw_GBps / first.algbw_GBps,
+        sorted(times)[(len(times) - 1) // 2] if times else mean,
+        size_bytes=first.size_bytes,
+        dtype=first.dtype,
+        group=first.group,
+        iterations=iterations,
+        wrong=sum(checked) if checked else None,
+        times=times or None,
+    )

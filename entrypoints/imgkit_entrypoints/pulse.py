@@ -1,0 +1,243 @@
+"""Workers that no longer move: each notes its place in some bytes of shared memory, the launcher looks there.
+
+Nothing is asked of the worker's interpreter, which a C call may hold, nor of a process that may be stopped;
+and a note costs a store to memory. The stacks come from faulthandler's handler, which is C as well. How far
+the other nodes are goes with the launchers' own heartbeat (roll.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SIGNAL = 40
+"""Asks for the stacks. A real-time signal: no scheduler sends it, and glibc needs only 32 and 33 itself."""
+LAYOUT = struct.Struct("qqqq")
+"""Process; its main thread; its place: twice the steps done, less one within a step, negative before all;
+signs of life at this place."""
+BEFORE = -1
+PATIENCE, PATIENCE_BEFORE = 3, 10
+"""A worker is late after so many times the longest time that it took so far, and before its first step, when
+it may be compiling, after so many times the shortest that counts."""
+ANSWER_S = 5.0
+FRAMES = 12
+"""Innermost ones that are told."""
+STOPPED = {
+    "T": "it is stopped (SIGSTOP): kill -CONT {pid} lets it go on",
+    "t": "it is stopped by a debugger",
+}
+"""By the state that /proc tells."""
+_STACK = "stack, innermost first:"
+Span = tuple[int, int]
+"""The places of the hindmost and of the furthest worker."""
+
+
+class Pulse:
+    """This worker's place, where the launcher sees it; without a launcher or room for it, nobody does."""
+
+    def __init__(self, folder: str | None, rank: int) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
+        if folder:
+            with contextlib.suppress(OSError):
+                self._memory = _shared(Path(folder), rank)
+                self._stacks = (Path(folder) / f"stacks-{rank}").open("w")
+                faulthandler.register(SIGNAL, file=self._stacks, all_threads=True)
+        self._place = memoryview(self._memory).cast("q")
+        self._place[1], self._place[2] = threading.main_thread().ident or 0, BEFORE
+        self._place[0] = os.getpid()  # last: from now on it counts
+
+    def begins(self, step: int) -> None:
+        """This worker is in `step`."""
+        self._place[2] = 2 * step - 1
+
+    def done(self, step: int) -> None:
+        """It is done with `step`."""
+        self._place[2] = 2 * step
+
+    def lives(self) -> None:
+        """It is busy between two steps, and far from done."""
+        self._place[3] += 1
+
+
+def _shared(folder: Path, rank: int) -> mmap.mmap:
+    path = folder / f"pulse-{rank}"
+    path.unlink(missing_ok=True)  # a worker before this one may still write to its own
+    with path.open("x+b") as file:
+        file.write(bytes(LAYOUT.size))  # a hole in a full file system would end the worker by SIGBUS
+        file.flush()
+        return mmap.mmap(file.fileno(), LAYOUT.size)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    rank: int
+    pid: int
+    thread: int
+    place: int
+    signs: int
+    since: float
+    longest_s: float = 0.0
+    """Between two signs of life since its first step, but for what was told."""
+    asked_from: int | None = None
+    """Size of its file of stacks before it was asked."""
+
+    def patience_s(self, after_s: float) -> float:
+        return max(after_s * (PATIENCE_BEFORE if self.place < 0 else 1), self.longest_s * PATIENCE)
+
+
+class Pulses:
+    """The workers of one node, as its launcher sees them."""
+
+    def __init__(self, folder: Path, host: str, after_s: float) -> None:
+        self._folder, self._host, self._after_s = folder, host, after_s
+        self._workers: dict[int, _Worker] = {}
+        self._asked = 0.0
+        self._told: set[int] = set()
+        """Ranks that were told to be late."""
+        for path in folder.glob("pulse-*"):
+            path.unlink(missing_ok=True)
+
+    @property
+    def span(self) -> Span | None:
+        """Of this node's workers; None while there are none."""
+        places = [worker.place for worker in self._workers.values()]
+        return (min(places), max(places)) if places else None
+
+    def look(self, others: Span | None = None) -> list[str]:
+        """What there is to tell now, mostly nothing; to be called about once a second."""
+        if not self._after_s:
+            return []
+        now = time.monotonic()
+        told = self._read(now)
+        own = self.span
+        if own is None:
+            return told
+        low, high = (min(own[0], others[0]), max(own[1], others[1])) if others else own
+        late = [worker for worker in self._workers.values() if worker.place == low]
+        patient = any(now - worker.since < worker.patience_s(self._after_s) for worker in late)
+        if not late or patient or all(worker.rank in self._told for worker in late):
+            return told
+        asked = [worker for worker in late if worker.asked_from is None]
+        for worker in asked:
+            self._ask(worker)
+        if asked:
+            self._asked = now
+            return told
+        patient = now - self._asked < ANSWER_S
+        answers = {worker.rank: self._answer(worker) for worker in late}
+        if patient and not all(answers.values()):
+            return told
+        self._told |= set(answers)
+        return [*told, self._text(late, answers, now, low, high)]
+
+    def _read(self, now: float) -> list[str]:
+        moving: dict[float, list[_Worker]] = {}
+        calm = not self._told  # else others have waited for those who were told
+        for path in self._folder.glob("pulse-*"):
+            try:
+                pid, thread, place, signs = LAYOUT.unpack(path.read_bytes())
+            except (OSError, struct.error):
+                continue
+            rank = int(path.name.partition("-")[2])
+            before = self._workers.get(rank)
+            if not pid or not _status(pid):  # ended, and torchrun may start another one
+                self._workers.pop(rank, None)
+                self._told.discard(rank)
+            elif before is None or before.pid != pid:
+                self._workers[rank] = _Worker(
+                    rank=rank, pid=pid, thread=thread, place=place, signs=signs, since=now
+                )
+                self._told.discard(rank)
+            elif (before.place, before.signs) != (place, signs):
+                seconds = now - before.since
+                if rank in self._told:
+                    self._told.remove(rank)
+                    moving.setdefault(round(seconds), []).append(before)
+                elif calm and before.place >= 0:
+                    before.longest_s = max(before.longest_s, seconds)
+                before.place, before.signs, before.since, before.asked_from = place, signs, now, None
+        return [f"{self._who(some)} on the move again after {seconds} s" for seconds, some in moving.items()]
+
+    def _ask(self, worker: _Worker) -> None:
+        path = self._folder / f"stacks-{worker.rank}"
+        worker.asked_from = path.stat().st_size if path.exists() else 0
+        caught = int(_status(worker.pid).get("SigCgt", "0"), 16)
+        if caught >> (SIGNAL - 1) & 1:  # else it would end it, or whoever has its number by now
+            with contextlib.suppress(OSError):
+                os.kill(worker.pid, SIGNAL)
+
+    def _answer(self, worker: _Worker) -> str:
+        """Why `worker` stands, as far as can be seen; empty where its stacks may still come."""
+        with contextlib.suppress(OSError):
+            text = (self._folder / f"stacks-{worker.rank}").read_bytes()[worker.asked_from :]
+            if found := _main_stack(text.decode(errors="replace"), worker.thread):
+                return found
+        return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)
+
+    def _text(self, late: list[_Worker], answers: Mapping[int, str], now: float, low: int, high: int) -> str:
+        seconds = min(now - worker.since for worker in late)
+        who, moved = (self._who(late), "did not move") if low < high else ("no rank", "has moved")
+        others = f" (others: {_named(high)})" if low < high else ""
+        lines = [f"{who} {moved} from {_named(low)} for {seconds:.0f} s{others}"]
+        groups: dict[str, list[_Worker]] = {}
+        for worker in late:
+            groups.setdefault(answers[worker.rank] or _silence(worker), []).append(worker)
+        # Those that differ from most are likelier the reason than those that wait for them.
+        for answer, workers in sorted(groups.items(), key=lambda one: (_STACK in one[0], len(one[1]))):
+            pids = ", ".join(str(worker.pid) for worker in workers)
+            lines.append(f"  {self._who(workers)} (process {pids}): {answer}")
+        return "\n".join(lines)
+
+    def _who(self, workers: list[_Worker]) -> str:
+        ranks = sorted(worker.rank for worker in workers)
+        return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} on {self._host}"
+
+
+def _silence(worker: _Worker) -> str:
+    if _status(worker.pid).get("State", "").startswith("D"):
+        return "no stack: it hangs in the kernel, in a read of a file system or a call of a driver"
+    return f"no stack: it did not answer signal {SIGNAL} in {ANSWER_S:g} s"
+
+
+def _named(place: int) -> str:
+    if place < 0:
+        return "its start"
+    return f"the end of step {place // 2}" if place % 2 == 0 else f"step {(place + 1) // 2}"
+
+
+def _status(pid: int) -> dict[str, str]:
+    """/proc's words about a process; empty when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    found = dict(_pairs(lines))
+    return {} if found.get("State", "Z")[:1] in "ZX" else found
+
+
+def _pairs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for line in lines:
+        name, _, value = line.partition(":")
+        yield name, value.strip()
+
+
+def _main_stack(text: str, thread: int) -> str:
+    """The main thread's innermost frames, from what faulthandler wrote; empty where it is not there yet."""
+    found = re.search(rf"(?m)^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)+)", text)
+    if found is None:
+        return ""
+    frames = [
+        re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
+        for line in found[1].splitlines()
+    ]
+    shown = frames[:FRAMES] + ([f"and {len(frames) - FRAMES} more"] if len(frames) > FRAMES else [])
+    return f"{_STACK}\n" + "\n".join(f"    {line}" for line in shown)

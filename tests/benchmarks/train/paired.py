@@ -1,0 +1,103 @@
+"""The loop of dist-train, and hand-written ones, in turn within the same processes; bench.py starts it.
+
+The run is a real one: only what hands out its batches lets the others have their turn in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import loops
+import torch.distributed as dist
+
+from imgkit_entrypoints.apps import ranks
+from imgkit_entrypoints.apps.train import __main__ as app
+from imgkit_entrypoints.apps.train import snapshot
+
+WARM_UP = 2
+"""Turns that do not count."""
+
+
+def against(name: str, sides: list[str], count: int, turns: int) -> None:
+    """Run `turns` of `count` steps for each side, tell CPU and wall seconds of each, and end."""
+
+    def alternating(steps: Iterable[Any], _config: object, here: ranks.Ranks) -> Iterator[Any]:
+        others = {side: loops.training(side, name, count) for side in sides}
+        spent: dict[str, list[tuple[float, float]]] = {side: [] for side in ("dist-train", *sides)}
+        began = clocks()
+        for number, step in enumerate(steps):
+            if number % count == 0:
+                spent["dist-train"].append(since(began))
+                turn = number // count
+                for side in others if turn % 2 else reversed(others):
+                    began = clocks()
+                    next(others[side])
+                    spent[side].append(since(began))
+                if turn == turns + WARM_UP:
+                    end({side: each[-turns:] for side, each in spent.items()}, here)
+                began = clocks()
+            yield step
+
+    app.traced = alternating
+    start(name, "--batch-size", str(loops.BATCH[name]), "--samples", str(loops.SAMPLES[name]))
+
+
+def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
+    """`count` steps in which a snapshot is taken and written, and as many without, in turn."""
+    keepers = []
+
+    def kept(*words: Any) -> snapshot.Keeper:
+        keepers.append(snapshot.Keeper(*words))
+        return keepers[0]
+
+    def timed(steps: Iterable[Any], _config: object, here: ranks.Ranks) -> Iterator[Any]:
+        spent: list[tuple[float, float]] = []
+        began = clocks()
+        for number, step in enumerate(steps, start=1):
+            if number % count == 0:  # the step after whose end something is saved, or not, begins
+                spent.append(since(began))
+                if len(spent) == 2 * (turns + WARM_UP) + 1:
+                    longest = (0.0, keepers[0].longest_stall_s)
+                    told = {"saving": spent[-1:0:-2][:turns], "plain": spent[-2:0:-2][:turns]}
+                    end({**told, "stall": [longest]}, here)
+                began = clocks()
+            yield step
+
+    app.traced, app.Keeper = timed, kept
+    start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
+
+
+def start(name: str, *words: str) -> None:
+    sys.argv = ["dist-train", "--model", name, "--steps", str(10**9), *words]
+    app.main()
+
+
+def clocks() -> tuple[float, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, time.perf_counter()
+
+
+def since(began: tuple[float, float]) -> tuple[float, float]:
+    now = clocks()
+    return now[0] - began[0], now[1] - began[1]
+
+
+def end(spent: dict[str, list[tuple[float, float]]], here: ranks.Ranks) -> None:
+    dist.barrier()
+    if here.rank == 0:
+        print(f"\n{json.dumps(spent)}", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    what, model, *rest = sys.argv[1:]
+    if what == "saving":
+        saving(model, *map(int, rest[:3]), folder=rest[3])
+    else:
+        against(model, rest[0].split(","), *map(int, rest[1:]))

@@ -1,0 +1,149 @@
+"""dist-train under faults, with the real launcher and torchrun: killed, hung, moved to another host."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
+PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
+STEPS = 60
+TRAIN = """
+train() {
+    exec python3 -I -m imgkit_entrypoints dist-train --device cpu --nproc 2 --model faults.py:model \\
+        --data faults.py:data --batch-size 4 --momentum 0.9 --steps STEPS --save-every 5 --log-every 5 "$@"
+}
+"""
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all runs of this file write to."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("train_faults.py", "train_kills.py", "train_many.py"):
+        shutil.copy(Path(__file__).with_name(name), folder)
+    (folder / "train_faults.py").rename(folder / "faults.py")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(standin: str, runs: Path) -> dict[str, str]:
+    """Checksums of the last snapshot of a run that nothing disturbed."""
+    inside(standin, runs, "(train --run-dir whole)")
+    return kept(runs / "whole")
+
+
+def inside(standin: str, runs: Path, script: str, *words: str) -> str:
+    """What the shell's `script` printed in the image, in which ``train`` becomes the whole command."""
+    shell = ("bash", "-euc", TRAIN.replace("STEPS", str(STEPS)) + script)
+    done = subprocess.run(
+        [
+            *("docker", "run", "--rm", "--network", "none", "--volume", f"{PACKAGE}:{PLACE}:ro"),
+            *("--volume", f"{runs}:/runs", "--workdir", "/runs"),
+            *("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1", *words, standin, *shell),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    return told
+
+
+def kept(run: Path) -> dict[str, str]:
+    """Checksums of the last step's weights and optimizer; torch.save of equal state gives equal bytes."""
+    manifest = json.loads((run / f"snapshots/step-{STEPS:010d}/manifest.json").read_text())
+    return {name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.pt")}
+
+
+def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
+    told = inside(standin, runs, "FAULT='once kill 1 33' train --max-restarts 1 --run-dir killed")
+    assert re.search(r"goes on after step (25|30) of 60: killed/snapshots", told), told
+    assert kept(runs / "killed") == whole
+
+
+def test_any_process_killed_at_any_time_costs_nothing(
+    standin: str, runs: Path, whole: dict[str, str]
+) -> None:
+    told = inside(
+        standin,
+        runs,
+        'export PAUSE=0.05; python3 train_kills.py 6 bash -c "$(declare -f train); train --run-dir shot"',
+    )
+    assert (
+        len(re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", told, re.M)) == 6
+    )
+    assert "goes on after step" in told
+    assert "skipped" not in told  # whatever was being written does not look like a snapshot
+    assert kept(runs / "shot") == whole
+
+
+def test_stopped_worker_is_told_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
+    script = """
+export PAUSE=0.08
+FAULT='once stop 1 33' train --hang-after 3 --run-dir stopped 2> >(tee err >&2) & pid=$!
+until grep -q 'kill -CONT' err; do sleep 0.2; kill -0 $pid; done
+eval "$(grep -o 'kill -CONT [0-9]*' err)"
+wait $pid
+"""
+    told = inside(standin, runs, script)
+    assert re.search(
+        r"rank 1 on \w+ did not move from the end of step 3\d for \d+ s \(others: step 3\d\)", told
+    )
+    assert re.search(r"rank 1 on \w+ on the move again after \d+ s", told)
+    assert kept(runs / "stopped") == whole
+
+
+def test_call_that_holds_the_interpreter_is_shown(standin: str, runs: Path) -> None:
+    script = """
+FAULT='once hold 1 33' train --hang-after 3 --run-dir held 2> >(tee err >&2) & pid=$!
+until grep -q 'faults.py:' err; do sleep 0.2; kill -0 $pid; done
+kill -KILL $pid
+"""
+    told = inside(standin, runs, script)
+    assert re.search(r"rank 1 .*: stack, innermost first:\n    /runs/faults.py:\d+ fail\n", told), told
+
+
+def test_newest_snapshot_counts_wherever_it_lies(standin: str, runs: Path, whole: dict[str, str]) -> None:
+    # Two nodes with a run folder of their own each; the one that has trained on is the second one next time.
+    script = """
+both() {
+    steps=$1; first=$2; second=$3; shift 3
+    (train --nproc 1 --nnodes 2 --head 127.0.0.1 --node-rank 1 --steps $steps --run-dir $second) & other=$!
+    (train --nproc 1 --nnodes 2 --head 127.0.0.1 --node-rank 0 --steps $steps --run-dir $first)
+    wait $other
+}
+both 12 host-a host-b
+test ! -e host-b/snapshots
+both 60 host-b host-a
+"""
+    told = inside(standin, runs, script)
+    assert "goes on after step 12 of 60: host-a/snapshots/step-0000000012" in told
+    assert kept(runs / "host-b") == whole
+
+
+def test_scalers_skips_stop_nothing_and_go_on(standin: str, runs: Path) -> None:
+    script = """
+python3 train_many.py <<END
+words = "--model faults.py:model --data faults.py:steep --batch-size 4 --amp fp16 --lr 1e-9"
+assert train(2, f"{words} --steps 60 --run-dir scaled") == 0
+assert train(2, f"{words} --steps 5 --run-dir unscaled") == 0
+assert train(2, f"{words} --steps 60 --run-dir unscaled") == 0
+scales = [
+    torch.load(f"unscaled/snapshots/step-{step:010d}/optimizer.pt")["scaler"]["scale"] for step in (5, 60)
+]
+assert 65536 > scales[0] > scales[1], scales
+END
+"""
+    inside(standin, runs, script)
+    assert kept(runs / "scaled") == kept(runs / "unscaled")
