@@ -1,4 +1,4 @@
-"""Whether an archive or .sif is what its sidecar and its own manifest say. Standard library only."""
+"""Whether an archive, .sif or delta is what its sidecar and its own manifest say. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from imgkit_builder import contents, doctor, manifest, sidecar
 from imgkit_builder.checks import Check, Verdict
 from imgkit_builder.contents import ArchivedImage, Contents
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.report import Reporter, Silent
 from imgkit_builder.sidecar import Sidecar
 from imgkit_builder.sif import image as sif
@@ -19,11 +21,11 @@ _AGAIN = "copy it again (rsync -P continues), or save it again"
 
 
 def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
-    """Check the archive or .sif at `path`; reads it once, extracts and changes nothing.
+    """Check the archive, .sif or delta at `path`; reads it once, extracts and changes nothing.
 
     Raises
     ------
-    UsageError : there is no file, or it is neither an image archive nor a .sif.
+    UsageError : there is no file, or it is neither an image archive, a .sif nor a delta.
     ToolMissing : a zstd archive, and no ``zstd`` program.
     """
     report = report or Silent()
@@ -34,10 +36,12 @@ def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if sif.is_sif(path):
         return tuple(_sif_checks(path, report))
+    if descriptor.is_delta(path):
+        return tuple(_delta_checks(path, report))
     compress = contents.compression(start)
     if compress is None:
         raise UsageError(
-            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif",
+            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or delta",
             where=str(path),
             hint=f"its first bytes are {start[:16]!r}" if start else "it is empty: copy it again",
         )
@@ -162,10 +166,43 @@ def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     root = _root_partition(image, sif.root_sha256(path, advance=report.advance))
     yield root
+    yield from _deltas(image, report)
     if root.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not looked at: the root partition is damaged")
     else:
         yield _baked_manifest(image)
+
+
+def _delta_checks(path: Path, report: Reporter) -> Iterator[Check]:
+    try:
+        delta = descriptor.read(path)
+    except CheckFailed as error:
+        yield Check(name="delta", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    report.stage(f"read {path.name}")
+    yield _delta("delta", delta, descriptor.sha256(path, delta, advance=report.advance))
+
+
+def _deltas(image: SifImage, report: Reporter) -> Iterator[Check]:
+    """The deltas in a .sif, each against the digest that the record has of it."""
+    if image.record is None or not (image.record.deltas or image.overlays):
+        return
+    try:
+        stack = descriptor.stack(image.path)
+    except CheckFailed as error:
+        yield Check(name="deltas", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    for number, (delta, place) in enumerate(zip(stack.deltas, stack.partitions, strict=True), 1):
+        digest = descriptor.sha256(image.path, delta, start=place.offset, advance=report.advance)
+        yield _delta(f"delta {number}", delta, digest)
+
+
+def _delta(name: str, delta: Delta, actual: str) -> Check:
+    if actual != delta.sha256:
+        found = f"its squashfs has sha256 {actual}, recorded is {delta.sha256}"
+        return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
+    found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
+    return Check(name=name, verdict="ok", found=found)
 
 
 def _root_partition(image: SifImage, actual: str) -> Check:

@@ -16,7 +16,18 @@ RECIPES = ROOT / "recipes/imgkit_recipes"
 ENTRYPOINTS = ROOT / "entrypoints/imgkit_entrypoints"
 
 HEAVY = ("docker", "spython", "jinja2", "torch", "pydantic", "requests", "numpy")
-BUNDLE_MODULES = ("archive", "verify", "doctor", "smoke", "sif", "sidecar", "checks", "process", "files")
+BUNDLE_MODULES = (
+    "archive",
+    "verify",
+    "doctor",
+    "smoke",
+    "sif",
+    "delta",
+    "sidecar",
+    "checks",
+    "process",
+    "files",
+)
 """What the one-file tool needs on a cluster: pure Python only."""
 
 BLOCKER = """
@@ -135,7 +146,7 @@ def test_cluster_side_is_pure_python(module: str) -> None:
     place = BUILDER / module
     assert place.is_dir() or place.with_suffix(".py").is_file()
     names = (
-        [f"imgkit_builder.sif.{path.stem}" for path in files(place)]
+        [f"imgkit_builder.{module}.{path.stem}" for path in files(place)]
         if place.is_dir()
         else [f"imgkit_builder.{module}"]
     )

@@ -25,6 +25,9 @@ VERBS: dict[str, str] = {
     "pull": "images",
     "save": "archives",
     "sif": "sif",
+    "delta": "delta",
+    "apply": "delta",
+    "flatten": "delta",
     "verify": "archives",
     "job": "jobs",
     "submit": "jobs",
@@ -38,7 +41,7 @@ VERBS: dict[str, str] = {
 
 INTERRUPTED = 130
 
-BUNDLE_VERBS = ("test", "sif", "verify", "doctor")
+BUNDLE_VERBS = ("test", "sif", "apply", "flatten", "verify", "doctor")
 """What the one-file tool offers on a cluster: verbs that need pure Python only."""
 
 

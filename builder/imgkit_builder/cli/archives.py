@@ -213,17 +213,17 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
 
 
 def verb_verify(
-    file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst) or a .sif."),
+    file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif or delta."),
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
     ),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
 ) -> None:
-    """Check an archive or .sif against what it says of itself.
+    """Check an archive, .sif or delta against what it says of itself.
 
     Needs no Docker engine. Reads the file once: checksum, exactly one image,
-    every layer's digest; of a .sif its root partition against what was
-    recorded at the conversion. Exit code 1 if a check fails.
+    every layer's digest; of a .sif its root partition and its deltas against
+    what was recorded when they were made. Exit code 1 if a check fails.
 
     \b
     Examples:

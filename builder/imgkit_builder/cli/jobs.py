@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import Job, Request, Script
+    from imgkit_builder.job.request import Job, Overlay, Request, Script
 
 SCHEMA = 1
 
@@ -56,6 +56,9 @@ def _request(
     queue: str = typer.Option("", "--queue", "-q", help="Queue, partition, or RunAI's project."),
     qos: str = typer.Option("", help="Slurm's quality of service."),
     image: str = typer.Option("", metavar="PATH|REF", help="Without it RECIPE.sif here, or RECIPE:latest."),
+    delta: Path | None = typer.Option(
+        None, metavar="X.imgdelta", help="Lay it over the .sif, which stays as it is (imgkit delta)."
+    ),
     bind: list[str] = typer.Option([], metavar="/SRC[:/DEST[:ro]]", help="Mount into the container."),
     env: list[str] = typer.Option([], metavar="NAME=VALUE", help="Variable for the program."),
     name: str = typer.Option("", help="Of the job; without it the recipe's."),
@@ -94,6 +97,7 @@ def _request(
         queue=queue,
         qos=qos,
         image=image,
+        overlay=_overlay(delta, directory) if delta else None,
         name=name,
         binds=tuple(bind),
         env=tuple(env),
@@ -112,6 +116,14 @@ def _request(
         templates=templates,
         strict=strict,
     )
+
+
+def _overlay(path: Path, directory: Path) -> Overlay:
+    """The delta `path`, read here, or where the job runs."""
+    from imgkit_builder.delta import descriptor
+    from imgkit_builder.job.request import Overlay
+
+    return Overlay(path=path, delta=descriptor.read(path if path.exists() else directory / path))
 
 
 def _with_request(verb: Callable[..., None]) -> Callable[..., None]:

@@ -69,10 +69,10 @@ def verb_list(
 
 
 def verb_show(
-    recipe: str = typer.Argument(..., metavar="RECIPE|IMAGE", help="A recipe's name or file, or an image."),
+    recipe: str = typer.Argument(..., metavar="RECIPE|IMAGE|FILE", help="Also a .sif or a delta."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show a recipe and where its values come from, or an image.
+    """Show a recipe and where its values come from, an image, or what is in a .sif or delta.
 
     A name without a colon or slash is a recipe's; write NAME:TAG for an image.
 
@@ -81,7 +81,14 @@ def verb_show(
       imgkit show mn5
       imgkit show ./mine.yaml --json
       imgkit show mn5:latest
+      imgkit show mn5.sif
     """
+    from imgkit_builder.delta import show
+
+    if show.is_file(recipe):
+        found = show.file_facts(recipe)
+        print(found.to_json() if as_json else found.to_text())
+        return
     if _is_image(recipe):
         from imgkit_builder.engine.show import image_facts
 

@@ -18,6 +18,7 @@ from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.report import Reporter
     from imgkit_builder.sif.options import Converted, EngineImage, Options, Source
     from imgkit_entrypoints.system import SystemFacts
@@ -97,14 +98,14 @@ def verb_sif(
     from imgkit_builder.sif.options import Options
 
     with (
-        _terminable(),
+        terminable(),
         reporter(as_json=as_json, verbose=verbose) as report,
         _source(image, origin, report) as (source, system),
     ):
-        target = output or Path(f"{_stem(image)}.sif")
+        target = output or Path(f"{stem(image)}.sif")
         options = Options(
             runtime=runtime,
-            module_hint=_module_line(system),
+            module_hint=module_line(system),
             compression=compression.value,
             direct=origin is Origin.DAEMON,
             tmpdir=tmpdir,
@@ -119,7 +120,7 @@ def verb_sif(
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM, as a scheduler sends it at the time limit, cleans up like Ctrl-C."""
 
     def interrupt(*_: object) -> None:
@@ -142,7 +143,7 @@ def _source(
 
     path = Path(image)
     if origin is Origin.REGISTRY:
-        yield Registry(reference=image.removeprefix("docker://")), _system_of(image)
+        yield Registry(reference=image.removeprefix("docker://")), system_of(image)
     elif origin is not Origin.DAEMON and path.is_file() and path.suffix not in (".yaml", ".yml"):
         _refuse_sif(path)
         described = sidecar.read(path)
@@ -156,10 +157,10 @@ def _source(
             raise UsageError(
                 "there is no such archive",
                 where=image,
-                hint=f"save it on the build host: imgkit save {_stem(image)}",
+                hint=f"save it on the build host: imgkit save {stem(image)}",
             )
-        with _engine_image(image, report) as found:
-            yield found, _system_of(image)
+        with engine_image(image, report) as found:
+            yield found, system_of(image)
 
 
 def _refuse_sif(path: Path) -> None:
@@ -170,11 +171,8 @@ def _refuse_sif(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
+def engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
     from imgkit_builder import engine
-    from imgkit_builder.engine.config import image_config
-    from imgkit_builder.sif.config import parse_config
-    from imgkit_builder.sif.options import EngineImage
 
     name = image
     if image.endswith((".yaml", ".yml")):
@@ -184,21 +182,37 @@ def _engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
     try:
         opened = engine.connect()
     except ToolMissing as error:
-        hint = f"{error.hint}\nwithout docker give the archive: imgkit sif {_stem(image)}.tar"
+        hint = f"{error.hint}\nwithout docker give the archive: imgkit sif {stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
-        info = engine.inspect(connected, name)
-        # By id from here on: a tag that moves meanwhile must not mix two images.
-        yield EngineImage(
-            name=info.tag or name,
-            config=parse_config(image_config(connected, info.id), where=name, image_id=info.id),
-            size_bytes=info.size_bytes,
-            save=lambda: engine.save_stream(connected, info.tag or info.id),
-            export=lambda: engine.export_stream(connected, info.id),
-        )
+        yield _image_of(connected, name, engine.inspect(connected, name))
 
 
-def _system_of(image: str) -> SystemFacts | None:
+def _image_of(connected: Engine, name: str, info: ImageInfo) -> EngineImage:
+    from imgkit_builder import engine
+    from imgkit_builder.engine.config import image_config
+    from imgkit_builder.sif.config import parse_config
+    from imgkit_builder.sif.options import EngineImage
+
+    def other(image_id: str) -> EngineImage | None:
+        found = engine.find(connected, image_id)
+        return _image_of(connected, image_id, found) if found else None
+
+    # By id from here on: a tag that moves meanwhile must not mix two images.
+    return EngineImage(
+        name=info.tag or name,
+        config=parse_config(image_config(connected, info.id), where=name, image_id=info.id),
+        size_bytes=info.size_bytes,
+        save=lambda: engine.save_stream(connected, info.tag or info.id),
+        export=lambda: engine.export_stream(connected, info.id),
+        folders=lambda diff_ids: engine.layer_folders(connected, diff_ids),
+        copied=lambda layers: engine.copied(connected, info.id, layers),
+        fetch=lambda paths, folder: engine.fetch(connected, info.id, paths, folder),
+        other=other,
+    )
+
+
+def system_of(image: str) -> SystemFacts | None:
     """The system of the recipe `image`, or of the shipped recipe that an image is named like."""
     from imgkit_builder import targets
     from imgkit_recipes import recipe_names
@@ -209,12 +223,12 @@ def _system_of(image: str) -> SystemFacts | None:
     return targets.find(name).system if name in recipe_names() else None
 
 
-def _module_line(system: SystemFacts | None) -> str | None:
+def module_line(system: SystemFacts | None) -> str | None:
     modules = system.runtime.modules if system else ()
     return f"module load {' '.join(modules)}" if modules else None
 
 
-def _stem(image: str) -> str:
+def stem(image: str) -> str:
     """``mn5`` of ``dir/mn5.tar.gz``, ``mn5.yaml``, ``mn5:latest``; ``mine-1`` of ``host:5000/grp/mine:1``."""
     last = image.rstrip("/").rpartition("/")[2]
     for suffix in (*_ARCHIVE_SUFFIXES, ".yaml", ".yml"):

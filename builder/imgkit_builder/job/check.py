@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import hostlist
 from imgkit_builder.job.request import Job
 from imgkit_entrypoints.errors import UsageError
@@ -48,6 +50,18 @@ def _check_order(hosts: Sequence[str]) -> None:
         )
 
 
+def _check_delta(job: Job, delta: Delta) -> None:
+    if not Path(job.overlay).is_file():
+        raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, beside the .sif")
+    found = descriptor.stack(Path(job.image)).base
+    if found != delta.base:
+        raise UsageError(
+            f"{job.overlay} lies over {delta.base}; {job.image} is {found}",
+            where="--delta",
+            hint=f"imgkit delta {job.recipe.name} --base {Path(job.image).name}, of the .sif that is meant",
+        )
+
+
 def _check_sif(job: Job) -> None:
     from imgkit_builder.sif import image
 
@@ -58,6 +72,8 @@ def _check_sif(job: Job) -> None:
         )
     if path.is_dir():
         return  # a sandbox: singularity runs it as well
+    if job.request.overlay is not None:
+        _check_delta(job, job.request.overlay.delta)
     arch = image.read(path).arch
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.image.platforms}
     if arch not in wanted:

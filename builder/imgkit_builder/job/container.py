@@ -32,7 +32,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     # --env and SINGULARITYENV_*, and an exported variable loses against one that the image sets.
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
-        return (program(job), "exec", *options(job), *_binds(job), job.image, *given, *command)
+        return (program(job), "exec", *options(job), *_mounts(job), job.image, *given, *command)
     if command and command[0].startswith("dist-"):
         # The installed package has no dist-* programs, only images have.
         python = f"{job.image}/bin/python3" if job.image else "python3"
@@ -43,7 +43,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
 def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
     if job.run_by == "singularity" and not job.env:
-        return (program(job), "shell", *options(job), *_binds(job), job.image)
+        return (program(job), "shell", *options(job), *_mounts(job), job.image)
     return start(job, ("bash",))
 
 
@@ -85,9 +85,11 @@ def exports(job: Job) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _binds(job: Job) -> tuple[str, ...]:
+def _mounts(job: Job) -> tuple[str, ...]:
+    """The delta, libraries, and folders."""
     libraries = (f"{folder}:{folder}:ro" for folder in job.recipe.system.runtime.host_libs)
-    return tuple(word for bind in (*libraries, *job.binds, str(job.directory)) for word in ("--bind", bind))
+    binds = (word for bind in (*libraries, *job.binds, str(job.directory)) for word in ("--bind", bind))
+    return (*(("--overlay", f"{job.overlay}:ro") if job.overlay else ()), *binds)
 
 
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ FIELDS: Mapping[str, Field] = {
     "--queue": _WORD,
     "--qos": _WORD,
     "--directory": _PATH,
+    "--delta": _PATH,
 }
 
 

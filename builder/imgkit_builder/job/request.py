@@ -7,11 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.recipe.model import Recipe
 
 PbsStart = Literal["pals", "pbsdsh", "ssh"]
 Format = Literal["runai", "pytorchjob", "trainjob"]
 RunBy = Literal["singularity", "docker", "host", "kubernetes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """A delta to lay over the image, and what it says of itself."""
+
+    path: Path
+    delta: Delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,7 @@ class Request:
     queue: str = ""
     qos: str = ""
     image: str = ""
+    overlay: Overlay | None = None
     name: str = ""
     binds: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
@@ -80,10 +90,12 @@ class Job:
     qos: str
     image: str
     """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
+    overlay: str
+    """Path of a delta over `image`; empty without."""
     run_by: RunBy
     binds: tuple[str, ...]
     env: Mapping[str, str]
-    """Set for the program, as the user wrote it."""
+    """Set for the program inside the container: as the user wrote it, and what tells of a delta."""
     settings: Mapping[str, str]
     """``IMGKIT_*`` variables for the launcher in the container."""
     directory: Path

@@ -6,10 +6,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from imgkit_builder.delta import descriptor
 from imgkit_builder.job import fields, pods
 from imgkit_builder.job.request import Job, Request, RunBy
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import choices
+from imgkit_builder.sif import image as sif
+from imgkit_entrypoints import overlay
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.registry import COMMANDS
 
@@ -64,6 +67,7 @@ def resolve(recipe: Recipe, request: Request) -> Job:
     run_by = _run_by(recipe, request)
     directory = request.directory.absolute()
     fields.check("--directory", str(directory))
+    image = _image(recipe, request, run_by, directory)
     return Job(
         recipe=recipe,
         request=request,
@@ -77,10 +81,11 @@ def resolve(recipe: Recipe, request: Request) -> Job:
         account=values["account"],
         queue=values["name"],
         qos=values["qos"],
-        image=_image(recipe, request, run_by, directory),
+        image=image,
+        overlay=_overlay(request, run_by, directory),
         run_by=run_by,
         binds=_binds(recipe, request, run_by),
-        env=dict(_variable(text) for text in request.env),
+        env={**_delta(request, run_by, Path(image)), **dict(_variable(text) for text in request.env)},
         settings=_settings(recipe, request, gpus=gpus, least=least, most=most),
         directory=directory,
         stop_before_s=_stop_before(recipe, request, time),
@@ -252,6 +257,31 @@ def _image(recipe: Recipe, request: Request, run_by: RunBy, directory: Path) -> 
     if image.startswith("-"):
         raise UsageError(f"{image!r} is no image", where="--image")
     return image or f"{recipe.name}:latest"
+
+
+def _overlay(request: Request, run_by: RunBy, directory: Path) -> str:
+    if request.overlay is None:
+        return ""
+    if run_by != "singularity":
+        raise UsageError(
+            f"a delta lies over a .sif, and {run_by} runs none", where="--delta", hint="leave it out"
+        )
+    return fields.check("--delta", str(directory / request.overlay.path))
+
+
+def _delta(request: Request, run_by: RunBy, image: Path) -> Mapping[str, str]:
+    """What the commands of the image look for, where deltas are given or are in the .sif that is here.
+
+    Set inside the container: a runtime's --cleanenv must not switch the check off.
+    """
+    if request.overlay is not None:
+        return {overlay.VARIABLE: request.overlay.delta.image_id}
+    if run_by != "singularity" or not sif.is_sif(image):
+        return {}
+    record = sif.read(image).record
+    if record is None or not record.deltas:
+        return {}
+    return {overlay.VARIABLE: descriptor.stack(image).base.image_id}
 
 
 def _binds(recipe: Recipe, request: Request, run_by: RunBy) -> tuple[str, ...]:

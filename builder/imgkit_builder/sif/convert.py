@@ -53,7 +53,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     CheckFailed : no space, a damaged source, or a result that is not the image.
     """
     target = target.absolute()
-    _check_target(target, force=options.force)
+    check_target(target, force=options.force)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
     compression = squash.choose(tool.capabilities, options.compression, direct=options.direct)
     known = _known_config(source)
@@ -93,7 +93,7 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     UsageError, ToolMissing : as `convert`, as far as that shows before the work.
     """
     target = target.absolute()
-    _check_target(target, force=options.force)
+    check_target(target, force=options.force)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
     compression = squash.choose(tool.capabilities, options.compression, direct=options.direct)
     part = target.with_name(f".{target.name}.TOKEN.part")
@@ -176,15 +176,7 @@ def _finish(job: Job, made: _Made, target: Path) -> Converted:
     sif, _ = check.structure(part, config=made.config, layer_bytes=made.layer_bytes)
     record = _record(job, made, image.root_sha256(part, advance=clock.advance))
     if job.tool.capabilities.edits_sif:
-        data = job.work.folder / f"{IMGKIT_OBJECT}.json"
-        data.write_text(
-            json.dumps({"schema": 1, **asdict(record)}, indent=1, sort_keys=True), encoding="utf-8"
-        )
-        job.run(*_RECORD_WORDS, part, data)
-        if image.read(part).record != record:
-            raise ToolFailed(
-                f"{job.tool} sif add did not write what it was given", hint="report this, please"
-            )
+        add_record(job, record)
     else:
         clock.note(f"{job.tool} has no `sif add`: the file carries no record of its image id and layers")
     _check_content(job, made, sif)
@@ -200,6 +192,20 @@ def _finish(job: Job, made: _Made, target: Path) -> Converted:
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
+
+
+def add_record(job: Job, record: Record) -> None:
+    """Add `record` to the part file.
+
+    Raises
+    ------
+    ToolFailed : it cannot be read back.
+    """
+    data = job.work.folder / f"{IMGKIT_OBJECT}.json"
+    data.write_text(json.dumps({"schema": 1, **asdict(record)}, indent=1, sort_keys=True), encoding="utf-8")
+    job.run(*_RECORD_WORDS, job.work.part, data)
+    if image.read(job.work.part).record != record:
+        raise ToolFailed(f"{job.tool} sif add did not write what it was given", hint="report this, please")
 
 
 def _check_content(job: Job, made: _Made, sif: SifImage) -> None:
@@ -237,7 +243,11 @@ def _up_to_date(
         sif = image.read(target)
         record = sif.record
         wanted = (config.image_id, str(tool), str(compression), _route(options))
-        if record is None or (record.image_id, record.runtime, record.compression, record.route) != wanted:
+        if (
+            record is None
+            or record.deltas
+            or (record.image_id, record.runtime, record.compression, record.route) != wanted
+        ):
             return None
         if image.root_sha256(target) != record.root_sha256:
             return None
@@ -261,7 +271,8 @@ def _known_config(source: Source) -> ImageConfig | None:
     return layout.peek(source.path) if isinstance(source, Archive) else None
 
 
-def _check_target(target: Path, *, force: bool) -> None:
+def check_target(target: Path, *, force: bool) -> None:
+    """Raise UsageError where a .sif cannot be written to `target`."""
     if target.is_dir():
         raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.sif")
     if not target.parent.is_dir():

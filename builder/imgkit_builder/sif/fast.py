@@ -20,12 +20,12 @@ import re
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
 from imgkit_builder.sif import image, layout, limits, squash, squashfs
-from imgkit_builder.sif.image import ARCHS, DataType
+from imgkit_builder.sif.image import ARCHS, DataType, SifImage
 from imgkit_builder.sif.job import Job, cache_flags, folder_name
 from imgkit_builder.sif.options import EngineImage
 from imgkit_builder.sif.squash import Compression
@@ -42,7 +42,8 @@ from imgkit_builder.sif.tarstream import (
 )
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
-_META = ".singularity.d"
+META = ".singularity.d"
+"""Folder of the runtime's own files."""
 _MARK = ".dockerenv"
 _EMPTY_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
 _FOLDERS = frozenset({"dev/pts", "dev/shm"})
@@ -75,16 +76,20 @@ def make(job: Job, source: EngineImage) -> None:
     box, skeleton = _prepare(job, source)
     job.clock.stage("export and squash")
     root = job.work.folder / "root.sqfs"
-    epoch = _epoch(source.config.created)
+    created_s = epoch(source.config.created)
     argv = squash_argv(root, job.compression, source.config.created)
     job.log.write(f"$ docker export | {' '.join(argv)}\n")
-    with _squashing(argv, job) as sink, source.export() as chunks:
+    with squashing(argv, job) as sink, source.export() as chunks:
         rewrite(
-            chunks, sink, box, epoch=epoch, advance=lambda done: job.clock.advance(done, source.size_bytes)
+            chunks,
+            sink,
+            box,
+            epoch=created_s,
+            advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
-    squashfs.set_root_time(root, epoch)
+    squashfs.set_root(root, created_s)
     job.clock.stage("assemble")
-    _assemble(job, skeleton, root, source.config.arch)
+    assemble(job, image.read(skeleton), root, source.config.arch)
     root.unlink()
 
 
@@ -95,38 +100,54 @@ def squash_argv(root: Path, compression: Compression, created: str) -> list[str]
     ------
     ToolMissing : none here that reads a tar.
     """
-    epoch = str(_epoch(created))
+    created_s = str(epoch(created))
     return [
         *(str(squash.tar_reader()), "-", str(root), "-tar", "-noappend", "-quiet", "-no-progress"),
         *compression.options,
         *limits.gather().mksquashfs_options(),
         # A tar has no entry for the root itself: without these / gets mode 0777 and the time of now.
         *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
-        *("-root-time", epoch, "-mkfs-time", epoch),
-        # Inodes as they are, for squashfs.set_root_time; costs 0.3 % of size.
+        *("-root-time", created_s, "-mkfs-time", created_s),
+        # Inodes as they are, for squashfs.set_root; costs 0.3 % of size.
         "-noI",
     ]
 
 
 def _prepare(job: Job, source: EngineImage) -> tuple[Path, Path]:
     """The runtime's files for an image of this configuration: as a folder, and as the objects of a .sif."""
-    place = job.work.folder / "empty"
-    # The same name as on the default way: it ends in a label.
-    name = layout.empty(source.config, place / folder_name(source.name)).name
-    box, skeleton = job.work.folder / "box", job.work.folder / "skeleton.sif"
-    job.run("build", "--force", *cache_flags(job.tool), "--sandbox", box, f"oci:{name}", folder=place)
+    box, skeleton = runtime_files(job, source), job.work.folder / "skeleton.sif"
+    place, name = _empty(job, source)
     job.run("build", "--force", *cache_flags(job.tool), skeleton, f"oci:{name}", folder=place)
-    if not (box / _META).is_dir():
-        raise ToolFailed(
-            f"{job.tool} made no {_META} of an image without files", hint="leave out --from daemon"
-        )
-    _fix_labels(box / _META / "labels.json", source)
     return box, skeleton
+
+
+def runtime_files(job: Job, source: EngineImage) -> Path:
+    """A folder with the files that the runtime adds to an image of this configuration.
+
+    Raises
+    ------
+    ToolFailed : it made none.
+    """
+    place, name = _empty(job, source)
+    layout.empty(source.config, place / name)
+    box = job.work.folder / "box"
+    job.run("build", "--force", *cache_flags(job.tool), "--sandbox", box, f"oci:{name}", folder=place)
+    if not (box / META).is_dir():
+        raise ToolFailed(
+            f"{job.tool} made no {META} of an image without files", hint="leave out --from daemon"
+        )
+    _fix_labels(box / META / "labels.json", source)
+    return box
+
+
+def _empty(job: Job, source: EngineImage) -> tuple[Path, str]:
+    """Where the image without files lies; its name as on the default way, it ends in a label."""
+    return job.work.folder / "empty", folder_name(source.name)
 
 
 def _fix_labels(path: Path, source: EngineImage) -> None:
     # The image's own time instead of now: then the same image gives the same root partition, bit for bit.
-    when = datetime.datetime.fromtimestamp(_epoch(source.config.created), tz=datetime.timezone.utc)
+    when = datetime.datetime.fromtimestamp(epoch(source.config.created), tz=datetime.timezone.utc)
     # As the runtimes write it: minutes and seconds without a leading zero.
     day = f"{_WEEKDAYS[when.weekday()]}_{when.day}_{_MONTHS[when.month - 1]}_{when.year}"
     date = rf'\g<1>"{day}_{when:%H}:{when.minute}:{when.second}_UTC"'
@@ -135,7 +156,7 @@ def _fix_labels(path: Path, source: EngineImage) -> None:
 
 
 @contextlib.contextmanager
-def _squashing(argv: list[str], job: Job) -> Iterator[IO[bytes]]:
+def squashing(argv: list[str], job: Job) -> Iterator[IO[bytes]]:
     """mksquashfs with its standard input open; on leaving it has ended well, or was ended.
 
     Raises
@@ -244,7 +265,7 @@ def _is_engines(member: Member, mark_s: int | None) -> bool:
 
 def _is_replaced(member: Member, own: Mapping[str, Path]) -> bool:
     """A file of the runtime that the image holds already (it was made from a .sif): the new one is right."""
-    return member.name.startswith(f"{_META}/") and member.kind != DIRECTORY and member.name in own
+    return member.name.startswith(f"{META}/") and member.kind != DIRECTORY and member.name in own
 
 
 def _headers(member: Member, mark_s: int | None, epoch: int) -> bytes:
@@ -280,16 +301,22 @@ def _append(sink: IO[bytes], name: str, path: Path, epoch: int) -> None:
         sink.write(data + bytes(-len(data) % 512))
 
 
-def _assemble(job: Job, skeleton: Path, root: Path, arch: str) -> None:
-    """A .sif as the runtime makes it: its own data objects first, then the root partition."""
+def assemble(
+    job: Job,
+    model: SifImage,
+    root: Path,
+    arch: str,
+    *,
+    kinds: Collection[int] = (DataType.DEFFILE, DataType.JSON),
+) -> None:
+    """Write the part file as the runtime would: data objects of `kinds` of `model` first, then `root`."""
     part = job.work.part
     job.run("sif", "new", part)
-    parsed = image.read(skeleton)
-    for number, descriptor in enumerate(parsed.descriptors):
-        if descriptor.datatype not in (DataType.DEFFILE, DataType.JSON):
+    for number, descriptor in enumerate(model.descriptors):
+        if descriptor.datatype not in kinds:
             continue
         data = job.work.folder / f"object-{number}"
-        data.write_bytes(image.data(parsed, descriptor))
+        data.write_bytes(image.data(model, descriptor))
         kind = str(descriptor.datatype - DataType.DEFFILE + 1)
         words = ["sif", "add", "--datatype", kind, "--groupid", "1"]
         job.run(*words, "--filename", descriptor.name or "deffile", part, data)
@@ -299,7 +326,7 @@ def _assemble(job: Job, skeleton: Path, root: Path, arch: str) -> None:
     )
 
 
-def _epoch(created: str) -> int:
+def epoch(created: str) -> int:
     """Seconds since 1970 of the image's creation; 0 where it has none."""
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
     if match is None:

@@ -58,6 +58,7 @@ class DataType(IntEnum):
 
     DEFFILE = 0x4001
     PARTITION = 0x4004
+    SIGNATURE = 0x4005
     JSON = 0x4006
 
 
@@ -112,11 +113,13 @@ class Record:
     compression: str
     """``zstd 3``, ``gzip 6``, or ``runtime`` where the runtime chose."""
     route: str
-    """``layers`` or ``export``: the way that the files took."""
+    """``layers`` or ``export``: the way that the files took; ``flatten``: from a .sif with deltas."""
     imgkit: str
     """Version of imgkit."""
     source: str = ""
     """Name of the image, for people."""
+    deltas: tuple[str, ...] = ()
+    """Hex sha256 of the deltas on the root partition, lowest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,19 @@ class SifImage:
             if descriptor.partition == PartitionType.PRIMARY:
                 return descriptor
         return None
+
+    @property
+    def overlays(self) -> tuple[Descriptor, ...]:
+        """The overlay partitions that a runtime lays over the root partition, lowest first.
+
+        It passes over those of another group, without a word.
+        """
+        root = self.root
+        return tuple(
+            one
+            for one in self.descriptors
+            if root and one.partition == PartitionType.OVERLAY and one.group == root.group
+        )
 
 
 def is_sif(path: Path) -> bool:
@@ -240,6 +256,7 @@ def _record(path: Path, raw: bytes) -> Record:
                 "its imgkit object is of a later version", where=str(path), hint="update imgkit"
             )
         values["diff_ids"] = tuple(values["diff_ids"])
+        values["deltas"] = tuple(values.get("deltas", ()))
         return Record(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error

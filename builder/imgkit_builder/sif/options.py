@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,10 @@ from imgkit_builder.sif.image import Record
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 
 ChunkStream = Callable[[], AbstractContextManager[Iterator[bytes]]]
+LayerFolders = Callable[[Sequence[str]], tuple[Path, ...] | None]
+Copied = Callable[[int], tuple[str, ...] | None]
+Fetch = Callable[[Sequence[str], Path], tuple[Path | None, ...]]
+ImageFinder = Callable[[str], "EngineImage | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,14 @@ class EngineImage:
     """``docker save``."""
     export: ChunkStream
     """``docker export`` of a container made of it."""
+    folders: LayerFolders
+    """Where the engine keeps the layers of these digests; None where that cannot be read."""
+    copied: Copied
+    """Targets of its last N layers where those only copy; None where they do more."""
+    fetch: Fetch
+    """Tars of paths in it, written into a folder; None for each that it has not."""
+    other: ImageFinder
+    """Another image of the same engine, by its id; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

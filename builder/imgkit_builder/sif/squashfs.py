@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
-_SUPERBLOCK = struct.Struct("<4s28xQ24xQ")
+_SUPERBLOCK = struct.Struct("<4s22xH4xQ8xQ8xQ")
 _MAGIC = b"hsqs"
 _BLOCK_BYTES = 8192
 """Of metadata, uncompressed; each block has a two-byte header."""
 _UNCOMPRESSED = 0x8000
 _FOLDER_TYPES = (1, 8)
-_TIME_AT = 8
-"""Of an inode: type, mode, uid and gid are two bytes each."""
+_OWNERS_AT, _TIME_AT = 4, 8
+"""Of an inode: type, mode, uid and gid are two bytes each; the last two are places in the table of owners."""
 
 
-def set_root_time(path: Path, mtime_s: int) -> bool:
-    """Set the time of the root folder; False, and nothing done, where its inode is stored compressed.
+def set_root(path: Path, mtime_s: int) -> bool:
+    """Set time and owner (root) of the root folder; False, and nothing done, where its inode is compressed.
 
     Notes
     -----
-    ``mksquashfs -tar`` of 4.5.1 takes the time of now for the root, whatever ``-root-time`` says;
-    SOURCE_DATE_EPOCH would also lower the time of every newer file. ``-noI`` stores inodes as they are.
+    ``mksquashfs -tar`` of 4.5.1 takes the time of now and the calling user for the root, whatever
+    ``-root-time`` and ``-root-uid`` say; SOURCE_DATE_EPOCH would also lower the time of every newer file.
+    ``-noI`` stores inodes and owners as they are.
     """
     with path.open("r+b") as stream:
-        magic, reference, table = _SUPERBLOCK.unpack(stream.read(_SUPERBLOCK.size))
+        magic, owners, reference, owner_table, table = _SUPERBLOCK.unpack(stream.read(_SUPERBLOCK.size))
         start, at = table + (reference >> 16), reference & 0xFFFF
         stream.seek(start)
         (header,) = struct.unpack("<H", stream.read(2))
@@ -39,7 +41,25 @@ def set_root_time(path: Path, mtime_s: int) -> bool:
         stream.seek(position(0))
         if stream.read(1)[0] not in _FOLDER_TYPES:
             return False
-        for number, byte in enumerate(struct.pack("<I", mtime_s)):
-            stream.seek(position(_TIME_AT + number))
-            stream.write(bytes([byte]))
+        changes = {_TIME_AT: struct.pack("<I", mtime_s)}
+        root = _place_of_root(stream, owner_table, owners)
+        if root is not None:
+            changes[_OWNERS_AT] = struct.pack("<HH", root, root)
+        for offset, data in changes.items():
+            for number, byte in enumerate(data):
+                stream.seek(position(offset + number))
+                stream.write(bytes([byte]))
     return True
+
+
+def _place_of_root(stream: BinaryIO, table: int, count: int) -> int | None:
+    """Where the table of owners has root; None where it has not, or is compressed."""
+    stream.seek(table)
+    (block,) = struct.unpack("<Q", stream.read(8))
+    stream.seek(block)
+    (header,) = struct.unpack("<H", stream.read(2))
+    if not header & _UNCOMPRESSED:
+        return None
+    first = min(count, _BLOCK_BYTES // 4)
+    owners = struct.unpack(f"<{first}I", stream.read(4 * first))
+    return owners.index(0) if 0 in owners else None

@@ -117,7 +117,7 @@ def _take(descriptor: int, path: Path, target: Path) -> bool:
             return False
         about = _read(descriptor)
         raise UsageError(
-            f"another imgkit sif makes this file (pid {about.get('pid')} on {about.get('host')})",
+            f"another imgkit makes this file (pid {about.get('pid')} on {about.get('host')})",
             where=str(target),
             hint="wait for it, or give another name with -o",
         ) from error
@@ -127,7 +127,7 @@ def _take(descriptor: int, path: Path, target: Path) -> bool:
         same = False
     if not same:
         # The run that held it has just ended and removed the file that we opened.
-        raise UsageError("another imgkit sif has just made this file", where=str(target), hint="run it again")
+        raise UsageError("another imgkit has just made this file", where=str(target), hint="run it again")
     return True
 
 

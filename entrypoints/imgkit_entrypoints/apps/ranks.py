@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.errors import EXIT_NO
 
-
 REFUSE_S = 5.0
 """The others' patience with local rank 0; a loaded machine starts workers seconds apart."""
 

@@ -1,0 +1,183 @@
+"""A delta into a .sif: a new file, which is checked and run before it gets its name.
+
+The overlay partition bears the group of the root partition: a runtime passes over one of another group,
+without a word. A .sif mounts each of its deltas at every start, so beyond `MOST` they become one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder import files
+from imgkit_builder.delta import descriptor, source, squash, tree
+from imgkit_builder.delta.descriptor import Base, Delta, Stack
+from imgkit_builder.delta.make import see
+from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.report import Reporter
+from imgkit_builder.sif import check, convert, image
+from imgkit_builder.sif.image import ARCHS, Record
+from imgkit_builder.sif.job import Clock, Job
+from imgkit_builder.sif.options import Options, Stage
+from imgkit_builder.sif.runtime import find_runtime, log_file
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+
+MOST = 4
+"""Deltas that a .sif holds one by one; each costs 25 ms at every start."""
+_CLONE = 0x40049409
+"""The FICLONE request of Linux: both files share their blocks until one is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A .sif with one more delta in it."""
+
+    path: Path
+    size_bytes: int
+    deltas: tuple[Delta, ...]
+    merged: bool
+    """The deltas became one."""
+    stages: tuple[Stage, ...]
+
+
+def apply(delta_file: Path, base: Path, target: Path, options: Options, report: Reporter) -> Applied:
+    """Write `base` with the delta to `target`, which afterwards is whole and checked, or as it was before.
+
+    Raises
+    ------
+    UsageError : the delta is in it already, or the target is a file of another kind.
+    CheckFailed : the delta lies over something else or is damaged; `base` is signed or damaged; the new file
+        runs without the delta.
+    ToolMissing, ToolFailed : no runtime that edits .sif files, or it failed.
+    """
+    base, target = base.absolute(), target.absolute()
+    convert.check_target(target, force=options.force)
+    delta, stack = descriptor.read(delta_file), descriptor.stack(base)
+    _check(delta, delta_file, stack)
+    tool = find_runtime(options.runtime, module_hint=options.module_hint)
+    if not tool.capabilities.edits_sif:
+        raise ToolMissing(
+            f"{tool} has no `sif add`", hint=f"without it: singularity exec --overlay {delta_file}:ro {base}"
+        )
+    compression = squash.compression(stack.sif, tool)
+    with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
+        clock = Clock(report)
+        job = Job(tool=tool, options=options, compression=compression, work=work, clock=clock, log=log)
+        clock.stage("compare digests")
+        _check_digests(delta, delta_file, stack, clock)
+        merged = len(stack.deltas) >= MOST
+        if merged:
+            clock.stage(f"merge {len(stack.deltas) + 1} deltas")
+            top, delta_file = Squashfs(delta_file), work.folder / "merged"
+            delta = _merge(job, delta, top, stack, delta_file)
+        clock.stage(f"copy {base.name}")
+        clone(base, work.part)
+        clock.stage("add")
+        _add(job, delta, delta_file, stack, merged=merged)
+        if options.test and check.can_execute(stack.sif.arch):
+            clock.stage("look whether it is there")
+            see(job, work.part, delta)
+        clock.stage("make durable")
+        files.publish(work.part, target)
+        clock.finish()
+    return Applied(
+        path=target,
+        size_bytes=target.stat().st_size,
+        deltas=descriptor.stack(target).deltas,
+        merged=merged,
+        stages=tuple(clock.stages),
+    )
+
+
+def clone(original: Path, copy: Path) -> None:
+    """Copy a file; at once where the file system shares blocks."""
+    with original.open("rb") as reading, copy.open("wb") as writing, contextlib.suppress(OSError):
+        fcntl.ioctl(writing, _CLONE, reading.fileno())
+        return
+    shutil.copyfile(original, copy)
+
+
+def refuse_signed(stack: Stack) -> None:
+    """Raise CheckFailed where the .sif is signed: a change of it breaks the signature."""
+    path = stack.sif.path
+    signatures = [one.id for one in stack.sif.descriptors if one.datatype == image.DataType.SIGNATURE]
+    if signatures:
+        unsign = " && ".join(f"singularity sif del {number} COPY.sif" for number in signatures)
+        raise CheckFailed(
+            "it is signed, and what is signed must not change",
+            where=str(path),
+            hint=f"take the signature off a copy, and sign the result: cp {path.name} COPY.sif && {unsign}; "
+            "then the same with COPY.sif; then: singularity sign NEW.sif",
+        )
+
+
+def _check(delta: Delta, path: Path, stack: Stack) -> None:
+    refuse_signed(stack)
+    if delta.image_id == stack.base.image_id:
+        raise UsageError(
+            f"{path.name} is in it already", where=str(stack.sif.path), hint="imgkit show says what is in it"
+        )
+    if delta.base != stack.base:
+        raise CheckFailed(
+            f"the delta lies over {delta.base}; {stack.sif.path.name} is {stack.base}",
+            where=str(path),
+            hint="deltas go on in the order in which they were made; or make one for this .sif: "
+            f"imgkit delta {delta.source} --base {stack.sif.path.name}",
+        )
+
+
+def _check_digests(delta: Delta, path: Path, stack: Stack, report: Reporter) -> None:
+    if descriptor.sha256(path, delta) != delta.sha256:
+        raise CheckFailed("damaged: its squashfs has another sha256", where=str(path), hint="copy it again")
+    if image.root_sha256(stack.sif.path, advance=report.advance) != stack.base.root_sha256:
+        raise CheckFailed(
+            "damaged: its root partition has another sha256 than recorded",
+            where=str(stack.sif.path),
+            hint="copy it again, or convert it again",
+        )
+
+
+def _merge(job: Job, delta: Delta, top: Squashfs, stack: Stack, target: Path) -> Delta:
+    """The deltas of `stack` and `delta` as one over the root partition alone."""
+    record = stack.sif.record
+    assert record is not None  # noqa: S101 - for the type checker: a stack has one
+    mounted = source.mounted(stack)
+    found = tree.changes(mounted[-1:], (top, *mounted))
+    squash.make(job, target, found.items())
+    alone = Base(image_id=record.image_id, root_sha256=record.root_sha256, deltas=())
+    merged = dataclasses.replace(delta, base=alone, size_bytes=target.stat().st_size)
+    merged = descriptor.with_sha256(merged, target)
+    descriptor.append(target, merged)
+    return merged
+
+
+def _add(job: Job, delta: Delta, delta_file: Path, stack: Stack, *, merged: bool) -> None:
+    """Put the delta into the part file and into its record; `merged`: instead of those that are there."""
+    part, root, record = job.work.part, stack.sif.root, stack.sif.record
+    assert root is not None  # noqa: S101 - for the type checker: a stack has both
+    assert record is not None  # noqa: S101
+    for partition in stack.partitions if merged else ():
+        job.run("sif", "del", str(partition.id), part)
+    job.run(
+        *("sif", "add", "--datatype", "4", "--parttype", "4", "--partfs", "1"),
+        *("--partarch", str(ARCHS.index(stack.sif.arch)), "--groupid", str(root.group)),
+        *("--filename", "delta.sqfs", part, delta_file.absolute()),
+    )
+    deltas = (delta.sha256,) if merged else (*record.deltas, delta.sha256)
+    put_record(job, dataclasses.replace(record, deltas=deltas))
+    if descriptor.stack(part).base.deltas != deltas:
+        raise CheckFailed(f"{job.tool} sif add did not write what it was given", where=str(part))
+
+
+def put_record(job: Job, record: Record) -> None:
+    """Make `record` the one of the part file."""
+    part = job.work.part
+    for one in image.read(part).descriptors:
+        if one.name == image.IMGKIT_OBJECT:
+            job.run("sif", "del", str(one.id), part)
+    convert.add_record(job, record)

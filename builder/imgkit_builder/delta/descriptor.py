@@ -1,0 +1,199 @@
+"""What a delta file says of itself, and what a .sif says of the deltas in it.
+
+A delta file is a squashfs, so that a runtime mounts it as it is, then a JSON object, then 16 bytes: the
+object's length and a mark. Whoever mounts it never looks behind the squashfs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.sif import image
+from imgkit_builder.sif.image import Descriptor, SifImage
+from imgkit_entrypoints import overlay
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+SCHEMA = 1
+INSIDE = overlay.DELTA_JSON.lstrip("/")
+"""In the tree of a delta: by it the commands of the image see that the delta is there."""
+_MARK = b"IMGDELTA"
+_END = struct.Struct("<Q8s")
+_MAX_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What a delta lies on: told by its content, never by the whole file's digest."""
+
+    image_id: str
+    root_sha256: str
+    """Hex, of the root partition."""
+    deltas: tuple[str, ...]
+    """Hex sha256 of the deltas on it, lowest first."""
+
+    def __str__(self) -> str:
+        image = self.image_id.removeprefix("sha256:")[:12]
+        return f"image {image} ({len(self.deltas)} deltas on root partition {self.root_sha256[:12]})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """One delta."""
+
+    image_id: str
+    """``sha256:...`` of the image that base and delta are together."""
+    diff_ids: tuple[str, ...]
+    """Its layers, lowest first."""
+    arch: str
+    created: str
+    source: str
+    """Name of the image, for people."""
+    base: Base
+    sha256: str
+    """Hex, of the squashfs."""
+    size_bytes: int
+    """Of the squashfs."""
+    imgkit: str
+    """Version of imgkit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A .sif with the deltas in it."""
+
+    sif: SifImage
+    deltas: tuple[Delta, ...]
+    partitions: tuple[Descriptor, ...]
+    """Of the deltas."""
+    base: Base
+    """What a further delta lies on."""
+    diff_ids: tuple[str, ...]
+    """Of the image that all of it is together."""
+
+
+def inside(image_id: str) -> bytes:
+    """Content of `INSIDE`."""
+    return json.dumps({"schema": SCHEMA, "image_id": image_id}, indent=1).encode() + b"\n"
+
+
+def with_sha256(delta: Delta, path: Path) -> Delta:
+    """`delta` with the digest of its squashfs, which is `path`."""
+    return dataclasses.replace(delta, sha256=sha256(path, delta))
+
+
+def append(path: Path, delta: Delta) -> None:
+    """Write `delta` behind the squashfs `path`."""
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(delta)}, indent=1, sort_keys=True).encode()
+    with path.open("ab") as stream:
+        stream.write(text + _END.pack(len(text), _MARK))
+
+
+def read(path: Path) -> Delta:
+    """What the delta file `path` says of itself.
+
+    Raises
+    ------
+    UsageError : there is none. CheckFailed : it is no delta, or cut short.
+    """
+    try:
+        return _read(path, 0, path.stat().st_size)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be read: {error.strerror}", where=str(path), hint="imgkit delta RECIPE --base BASE.sif"
+        ) from error
+
+
+def is_delta(path: Path) -> bool:
+    """Whether the file ends like a delta; False also where it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(-len(_MARK), 2)
+            return stream.read() == _MARK
+    except OSError:
+        return False
+
+
+def sha256(
+    path: Path, delta: Delta, *, start: int = 0, advance: Callable[[int, int | None], None] = lambda *_: None
+) -> str:
+    """Hex digest of the squashfs of `delta`, as it lies in `path` from byte `start` on."""
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while chunk := stream.read(min(_CHUNK_BYTES, delta.size_bytes - done)):
+            digest.update(chunk)
+            done += len(chunk)
+            advance(done, delta.size_bytes)
+    return digest.hexdigest()
+
+
+def stack(path: Path) -> Stack:
+    """The .sif `path` and the deltas in it, as its record says.
+
+    Raises
+    ------
+    CheckFailed : no .sif, no record in it, or other deltas than recorded.
+    """
+    sif = image.read(path)
+    record, root = sif.record, sif.root
+    if root is None or record is None or not record.image_id:
+        raise CheckFailed(
+            "no record of imgkit in it: which image and layers it is of, nobody knows",
+            where=str(path),
+            hint=f"convert the image with imgkit: imgkit sif IMAGE -o {path.name}; a full transfer of about "
+            f"{sif.size_bytes / 1e6:.1f} MB once, deltas from then on",
+        )
+    partitions = sif.overlays
+    deltas = tuple(_read(path, one.offset, one.size_bytes) for one in partitions)
+    if tuple(delta.sha256 for delta in deltas) != record.deltas:
+        raise CheckFailed(
+            f"{len(record.deltas)} deltas are recorded in it, and {len(deltas)} others would be mounted: "
+            "a runtime passes over an overlay that is not of the root partition's group, without a word",
+            where=str(path),
+            hint="apply the deltas to the base again: imgkit apply X.imgdelta BASE.sif -o NEW.sif",
+        )
+    top = deltas[-1] if deltas else record
+    return Stack(
+        sif=sif,
+        deltas=deltas,
+        partitions=partitions,
+        base=Base(image_id=top.image_id, root_sha256=record.root_sha256, deltas=record.deltas),
+        diff_ids=top.diff_ids,
+    )
+
+
+def _read(path: Path, start: int, size_bytes: int) -> Delta:
+    with path.open("rb") as stream:
+        stream.seek(max(start + size_bytes - _END.size, 0))
+        tail = stream.read(_END.size)
+        length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+        if mark != _MARK or not 0 < length <= min(_MAX_BYTES, size_bytes - _END.size):
+            raise CheckFailed("no delta of imgkit, or cut short", where=str(path), hint="copy it again")
+        stream.seek(start + size_bytes - _END.size - length)
+        text = stream.read(length)
+    try:
+        values: dict[str, Any] = json.loads(text)
+        if values.pop("schema") != SCHEMA:
+            raise CheckFailed("a delta of a later imgkit", where=str(path), hint="update imgkit")
+        base = values.pop("base")
+        found = Delta(
+            base=Base(**{**base, "deltas": tuple(base["deltas"])}),
+            **{**values, "diff_ids": tuple(values["diff_ids"])},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error
+    if found.size_bytes + length + _END.size != size_bytes:
+        raise CheckFailed(
+            f"it has {size_bytes} bytes, its description says {found.size_bytes + length + _END.size}",
+            where=str(path),
+            hint="copy it again",
+        )
+    return found

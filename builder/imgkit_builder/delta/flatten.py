@@ -1,0 +1,102 @@
+"""A .sif with deltas to one without: all of it as one root file system."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder import __version__, files
+from imgkit_builder.delta import apply, descriptor, source, squash, tree
+from imgkit_builder.report import Reporter
+from imgkit_builder.sif import check, convert, fast, image
+from imgkit_builder.sif.image import Record
+from imgkit_builder.sif.job import Clock, Job
+from imgkit_builder.sif.options import Options, Stage
+from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints.errors import ToolMissing, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flattened:
+    """A .sif without deltas."""
+
+    path: Path
+    size_bytes: int
+    record: Record
+    folded: int
+    """Deltas that were in it."""
+    stages: tuple[Stage, ...]
+
+
+def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Flattened:
+    """Write the tree that the .sif `path` shows to `target`, which is whole and checked, or as it was before.
+
+    Raises
+    ------
+    UsageError : there is no delta in it, or the target is a file of another kind.
+    CheckFailed : no record in it, signed, or damaged.
+    ToolMissing, ToolFailed : no mksquashfs, no runtime that edits .sif files, or one of them failed.
+    """
+    path, target = path.absolute(), target.absolute()
+    convert.check_target(target, force=options.force)
+    stack = descriptor.stack(path)
+    apply.refuse_signed(stack)
+    if not stack.deltas:
+        raise UsageError("there is no delta in it", where=str(path), hint="imgkit apply puts one in")
+    tool = find_runtime(options.runtime, module_hint=options.module_hint)
+    if not tool.capabilities.edits_sif:
+        raise ToolMissing(f"{tool} has no `sif new` and `sif add`", hint="imgkit flatten where one has")
+    compression = squash.compression(stack.sif, tool)
+    with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
+        clock = Clock(report)
+        job = Job(tool=tool, options=options, compression=compression, work=work, clock=clock, log=log)
+        clock.stage("squash")
+        root = work.folder / "root.sqfs"
+        squash.make(job, root, _entries(stack), created=stack.deltas[-1].created)
+        clock.stage("assemble")
+        # Not the base's JSON objects: a runtime would show the base's labels and environment from them.
+        fast.assemble(job, stack.sif, root, stack.sif.arch, kinds=(image.DataType.DEFFILE,))
+        root.unlink()
+        record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
+        convert.add_record(job, record)
+        check.structure(work.part, config=None, layer_bytes=None)
+        if options.test and check.can_execute(stack.sif.arch):
+            clock.stage("check")
+            job.run(*exec_arguments(work.part, ("true",)))
+        clock.stage("make durable")
+        files.publish(work.part, target)
+        clock.finish()
+    return Flattened(
+        path=target,
+        size_bytes=target.stat().st_size,
+        record=record,
+        folded=len(stack.deltas),
+        stages=tuple(clock.stages),
+    )
+
+
+def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.Entry]]:
+    """The whole tree, without the mark of a delta."""
+    for path, entry in tree.everything(source.mounted(stack)):
+        if path != descriptor.INSIDE:
+            yield path, entry
+
+
+def _record(job: Job, stack: descriptor.Stack, root_sha256: str) -> Record:
+    top, record = stack.deltas[-1], stack.sif.record
+    assert record is not None  # noqa: S101 - for the type checker: a stack has one
+    return dataclasses.replace(
+        record,
+        image_id=top.image_id,
+        diff_ids=top.diff_ids,
+        root_sha256=root_sha256,
+        runtime=str(job.tool),
+        compression=str(job.compression),
+        route="flatten",
+        imgkit=__version__,
+        source=top.source,
+        deltas=(),
+    )

@@ -1,0 +1,207 @@
+"""An image and an older .sif to a delta file: the order of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder import __version__, files
+from imgkit_builder.delta import descriptor, source, squash, tree
+from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.delta.folders import Folder
+from imgkit_builder.delta.tree import Changes, Entry
+from imgkit_builder.report import Reporter
+from imgkit_builder.sif import check, fast
+from imgkit_builder.sif.job import Clock, Job
+from imgkit_builder.sif.options import EngineImage, Options, Stage
+from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A finished delta."""
+
+    path: Path
+    size_bytes: int
+    delta: Delta
+    changed: int
+    """Entries that are new or different; folders and the runtime's own files are not counted."""
+    deleted: int
+    """Whiteouts."""
+    way: str
+    """``overlay2``, ``copy`` or ``save``: where the layers were read."""
+    stages: tuple[Stage, ...]
+
+
+class Memory:
+    """A layer of files whose content is at hand."""
+
+    def __init__(self, contents: Mapping[str, bytes]) -> None:
+        self._contents = contents
+
+    def entry(self, path: str) -> Entry:
+        """A file of root's that all may read."""
+        return Entry(layer=self, kind="file", mode=0o644, size_bytes=len(self._contents[path]), place=path)
+
+    def children(self, path: str) -> Mapping[str, Entry]:
+        """Not asked for: its entries are taken one by one."""
+        return {}
+
+    def content(self, entry: Entry) -> Iterator[bytes]:
+        """The bytes of a file."""
+        yield self._contents[str(entry.place)]
+
+    def names(self, group: int) -> tuple[str, ...]:
+        """No file has two."""
+        return ()
+
+
+def make(image: EngineImage, base: Path, target: Path, options: Options, report: Reporter) -> Made:
+    """Write what `image` changes over the .sif `base` to the delta `target`, which is whole or absent.
+
+    Raises
+    ------
+    UsageError : a target of another kind, or `base` is of this very image.
+    CheckFailed : `base` has no record, another architecture or no common layer, or the delta does not show.
+    ToolMissing, ToolFailed : as in a conversion.
+    """
+    target = target.absolute()
+    check_target(target)
+    stack = descriptor.stack(base.absolute())
+    _check_images(image, stack)
+    tool = find_runtime(options.runtime, module_hint=options.module_hint)
+    compression = squash.compression(stack.sif, tool)
+    tmp = tmp_base(target, options.tmpdir)
+    with workspace(target, tmp) as work, log_file(target.stem) as log:
+        clock = Clock(report)
+        job = Job(tool=tool, options=options, compression=compression, work=work, clock=clock, log=log)
+        trees = source.trees(image, stack, work.folder, clock)
+        clock.stage(f"compare with {base.name}")
+        found = tree.changes(trees.old, trees.new, skip=trees.skip)
+        kinds = [entry.kind if entry else None for entry in found.values()]
+        found |= _runtimes(job, image, stack, trees.new)
+        _mark(found, trees.new, image.config.image_id)
+        clock.stage("squash")
+        squash.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
+        delta = _described(image, stack, work.part)
+        descriptor.append(work.part, delta)
+        if options.test and check.can_execute(stack.sif.arch):
+            clock.stage("look whether it is there")
+            see(job, base.absolute(), delta, overlay=work.part)
+        files.publish(work.part, target)
+        clock.finish()
+    return Made(
+        path=target,
+        size_bytes=target.stat().st_size,
+        delta=delta,
+        changed=len(kinds) - kinds.count(None) - kinds.count("dir"),
+        deleted=kinds.count(None),
+        way=trees.way,
+        stages=tuple(clock.stages),
+    )
+
+
+def check_target(target: Path) -> None:
+    """Raise UsageError where a delta cannot be written to `target`."""
+    if not target.parent.is_dir():
+        raise UsageError(f"no folder {target.parent}", where="--output", hint=f"mkdir -p {target.parent}")
+    if target.exists() and not descriptor.is_delta(target):
+        raise UsageError(
+            "the target exists and is no delta; an older delta would be replaced",
+            where=str(target),
+            hint="another name with -o",
+        )
+
+
+def see(job: Job, sif: Path, delta: Delta, *, overlay: Path | None = None) -> None:
+    """Run a program in `sif` as the calling user and see that `delta` shows.
+
+    Raises
+    ------
+    ToolFailed : nothing runs. CheckFailed : it runs, without the delta.
+    """
+    words = exec_arguments(sif, ("cat", f"/{descriptor.INSIDE}"))
+    if overlay:
+        words = (words[0], "--overlay", f"{overlay}:ro", *words[1:])
+    mark = descriptor.inside(delta.image_id).decode()
+    try:
+        output = job.run(*words, on_line=lambda _: None)
+    except ToolFailed as error:
+        if f"/{descriptor.INSIDE}: No such file" not in str(error.hint):
+            raise
+        output = ""
+    if mark not in output:
+        raise CheckFailed(
+            f"{job.tool} runs it without the delta, and says nothing",
+            where=str(overlay or sif),
+            hint="`enable overlay` in its configuration is `no`: only an admin can change that; until then: "
+            "imgkit sif of the whole image",
+        )
+
+
+def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
+    where = str(stack.sif.path)
+    if image.config.arch != stack.sif.arch:
+        raise CheckFailed(f"it is for {stack.sif.arch}, {image.name} for {image.config.arch}", where=where)
+    if image.config.image_id == stack.base.image_id:
+        raise UsageError(
+            f"it is of this very image ({image.name}): there is no difference",
+            where=where,
+            hint="build the changed image first: imgkit build RECIPE",
+        )
+
+
+def _runtimes(job: Job, image: EngineImage, stack: descriptor.Stack, new: tree.Stack) -> Changes:
+    """Environment, runscript and labels of `image` as the runtime writes them, over those of `stack`.
+
+    What `new` has in the same folder stays, as in a conversion.
+    """
+    job.clock.stage("the runtime's own files")
+    box = Folder(fast.runtime_files(job, image), owner=(0, 0), mtime_s=fast.epoch(image.config.created))
+    shown = tree.children((box, *new), "")
+    found: Changes = {}
+    for name in source.OWN & shown.keys():
+        found[name] = shown[name].entry
+        found |= dict(tree.everything(shown[name].layers, name))
+    for path, _ in tree.everything(_below(source.mounted(stack)), fast.META):
+        # Of another version of the runtime: it would be sourced.
+        if path not in found and found.get(path.rpartition("/")[0]) is not None:
+            found[path] = None
+    return found
+
+
+def _below(stack: tree.Stack) -> tree.Stack:
+    node = tree.find(stack, fast.META)
+    return node.layers if node else ()
+
+
+def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
+    """Put `descriptor.INSIDE` and the folders above it into `found`."""
+    folders = descriptor.INSIDE.split("/")[:-1]
+    mark = Memory({descriptor.INSIDE: descriptor.inside(image_id)})
+    for count in range(1, len(folders) + 1):
+        path = "/".join(folders[:count])
+        node = tree.find(new, path)
+        if node and node.entry.kind != "dir":
+            raise CheckFailed(f"/{path} is no folder in the image, and a delta needs /{descriptor.INSIDE}")
+        found[path] = node.entry if node else Entry(layer=mark, kind="dir", mode=0o755)
+    found[descriptor.INSIDE] = mark.entry(descriptor.INSIDE)
+
+
+def _described(image: EngineImage, stack: descriptor.Stack, path: Path) -> Delta:
+    config = image.config
+    known = Delta(
+        image_id=config.image_id,
+        diff_ids=config.diff_ids,
+        arch=config.arch,
+        created=config.created,
+        source=image.name,
+        base=stack.base,
+        sha256="",
+        size_bytes=path.stat().st_size,
+        imgkit=__version__,
+    )
+    return descriptor.with_sha256(known, path)

@@ -1,0 +1,78 @@
+"""The facts of a .sif and of a delta, for ``imgkit show FILE``; `singularity inspect` shows the base."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.sif import image
+from imgkit_builder.sif.image import Record
+
+SCHEMA = 1
+_MB, _KB = 1e6, 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """What is in a .sif (`record`, and `deltas` lowest first), or a delta alone (no `record`)."""
+
+    path: str
+    size_bytes: int
+    arch: str
+    record: Record | None
+    deltas: tuple[Delta, ...]
+
+    def to_text(self) -> str:
+        """Aligned lines for people."""
+        rows = list(self._rows())
+        width = max(len(key) for key, _ in rows)
+        return "\n".join(f"{key:{width}}  {value}".rstrip() for key, value in rows)
+
+    def to_json(self) -> str:
+        """One JSON object with its schema number."""
+        kind = "sif" if self.record else "delta"
+        return json.dumps({"schema": SCHEMA, "kind": kind, **dataclasses.asdict(self)}, indent=2)
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        record = self.record
+        yield "sif" if record else "delta", f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
+        if record:
+            yield "base", f"{record.source}  {record.image_id}"
+            yield "", f"root partition sha256:{record.root_sha256}, {len(record.diff_ids)} layers"
+            yield "", f"{record.compression}, by {record.runtime}"
+        for number, delta in enumerate(self.deltas, 1):
+            yield f"delta {number}" if record else "image", f"{delta.source}  {delta.image_id}"
+            yield "", f"{delta.size_bytes / _KB:.1f} kB  sha256:{delta.sha256}, made {delta.created}"
+            if not record:
+                yield "over", str(delta.base)
+        if record:
+            top = self.deltas[-1] if self.deltas else record
+            yield "together", f"{top.source}  {top.image_id}"
+
+
+def is_file(name: str) -> bool:
+    """Whether `name` is a .sif or a delta that is here."""
+    path = Path(name)
+    return image.is_sif(path) or descriptor.is_delta(path)
+
+
+def file_facts(name: str) -> FileFacts:
+    """The facts of the .sif or delta `name`.
+
+    Raises
+    ------
+    CheckFailed : a .sif without a record, damaged, or with other deltas than recorded.
+    """
+    path = Path(name)
+    if image.is_sif(path):
+        stack = descriptor.stack(path)
+        arch, record, deltas = stack.sif.arch, stack.sif.record, stack.deltas
+    else:
+        delta = descriptor.read(path)
+        arch, record, deltas = delta.arch, None, (delta,)
+    return FileFacts(path=name, size_bytes=path.stat().st_size, arch=arch, record=record, deltas=deltas)

@@ -1,0 +1,133 @@
+"""Where the layers of both trees come from: the fastest place that can be read, and what that costs."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.delta import descriptor, tree
+from imgkit_builder.delta.folders import Folder
+from imgkit_builder.delta.grafts import Graft
+from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.tars import Tar
+from imgkit_builder.report import Reporter
+from imgkit_builder.sif import fast, layout
+from imgkit_builder.sif.options import EngineImage
+from imgkit_entrypoints.errors import CheckFailed
+
+OWN = frozenset({fast.META, ".exec", ".run", ".shell", ".test", "environment", "singularity"})
+"""What a runtime adds to every image; a delta gets it from the runtime, not from layers."""
+_ENGINES = frozenset({"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"})
+"""What an export of the engine has otherwise than the layers (docs/sif.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trees:
+    """What is there and what shall be."""
+
+    old: tree.Stack
+    new: tree.Stack
+    way: str
+    """``overlay2``, ``copy`` or ``save``."""
+    skip: frozenset[str] = OWN
+
+
+def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Reporter) -> Trees:
+    """The layers of `image` and those of `base`, with their common lower layers as the same objects.
+
+    Raises
+    ------
+    CheckFailed : they have no layer in common, or what was read is damaged.
+    """
+    wanted, have = image.config.diff_ids, base.diff_ids
+    shared = _common(wanted, have)
+    if not shared:
+        size = f"{image.size_bytes / 1e6:.1f} MB before compression"
+        raise CheckFailed(
+            f"{image.name} has no layer in common with it: a delta would be the whole image",
+            where=str(base.sif.path),
+            hint=f"a full transfer, {size}: imgkit sif {image.name}",
+        )
+    folders = image.folders(wanted)
+    new: list[tree.Layer]
+    rest: list[tree.Layer] | None = []
+    """Layers of `base` above the common ones; None where nobody has them any more."""
+    if folders:
+        new = [Folder(folder) for folder in folders]
+        if shared < len(have):
+            others = image.folders(have)
+            rest = [Folder(folder) for folder in others[shared:]] if others else None
+    elif copies := _copies(image, base, shared, work):
+        return copies
+    else:
+        report.note("the engine's layers cannot be read on its disk (root can): the whole image is read")
+        new = _saved(image, work / "new", report)
+        if shared < len(have):
+            other = image.other(base.base.image_id)
+            rest = _saved(other, work / "old", report)[shared:] if other else None
+    way = "overlay2" if folders else "save"
+    if rest is None:
+        report.note(
+            f"the engine no longer has the image of {base.sif.path.name}: every file of both is compared"
+        )
+        skip = OWN | _ENGINES if base.sif.record and base.sif.record.route == "export" else OWN
+        return Trees(old=mounted(base), new=tuple(reversed(new)), way=way, skip=skip)
+    return Trees(old=tuple(reversed([*new[:shared], *rest])), new=tuple(reversed(new)), way=way)
+
+
+def mounted(base: descriptor.Stack) -> tree.Stack:
+    """What a runtime mounts: the deltas of a .sif over its root partition."""
+    root = base.sif.root
+    assert root is not None  # noqa: S101 - for the type checker: a stack has one
+    places = (root.offset, *(partition.offset for partition in base.partitions))
+    return tuple(Squashfs(base.sif.path, offset) for offset in reversed(places))
+
+
+def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path) -> Trees | None:
+    """The folders into which the layers above the common ones copy; None where these did anything else."""
+    targets = image.copied(len(image.config.diff_ids) - shared)
+    if len(base.diff_ids) > shared and targets is not None:
+        other = image.other(base.base.image_id)
+        before = other.copied(len(base.diff_ids) - shared) if other else None
+        targets = (*targets, *before) if before is not None else None
+    if targets is None:
+        return None
+    paths = _outermost(posixpath.normpath(target).strip("/") for target in targets)
+    old = mounted(base)
+    if "" in paths or any(_through_a_link(old, path) for path in paths):
+        return None
+    tars = image.fetch([f"/{path}" for path in paths], work)
+    new = (*(Graft(path, tar) for path, tar in zip(paths, tars, strict=True)), *old)
+    return Trees(old=old, new=new, way="copy", skip=OWN | _ENGINES)
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for path in sorted(set(paths), key=tree.order):
+        if not found or not f"{path}/".startswith(f"{found[-1]}/"):
+            found.append(path)
+    return found
+
+
+def _through_a_link(stack: tree.Stack, path: str) -> bool:
+    """Whether a folder above `path`, or it itself, is no folder: then what is copied lies elsewhere."""
+    parts = path.split("/")
+    nodes = (tree.find(stack, "/".join(parts[:count])) for count in range(1, len(parts) + 1))
+    return any(node is not None and node.entry.kind == "symlink" for node in nodes)
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _saved(image: EngineImage, folder: Path, report: Reporter) -> list[tree.Layer]:
+    report.stage(f"save {image.name} from the engine")
+    with image.save() as chunks:
+        laid = layout.from_chunks(
+            chunks, folder, name=image.name, report=report, expected_bytes=image.size_bytes
+        )
+    # Equal layers are one file, and must stay one object each: where they lie in the stack differs.
+    return [Tar(folder / "blobs/sha256" / one.removeprefix("sha256:")) for one in laid.config.diff_ids]

@@ -1,0 +1,81 @@
+"""A tree to a squashfs: the same tree gives the same bytes."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from imgkit_builder.delta.tree import Entry, Kind
+from imgkit_builder.sif import fast, image, squash, squashfs
+from imgkit_builder.sif.image import SifImage
+from imgkit_builder.sif.job import Job
+from imgkit_builder.sif.options import CompressionChoice
+from imgkit_builder.sif.runtime import RuntimeTool
+from imgkit_builder.sif.squash import Compression
+from imgkit_builder.sif.tarstream import END, pax_header
+
+_TYPES: Mapping[Kind, bytes] = {
+    "file": tarfile.REGTYPE,
+    "dir": tarfile.DIRTYPE,
+    "symlink": tarfile.SYMTYPE,
+    "char": tarfile.CHRTYPE,
+    "block": tarfile.BLKTYPE,
+    "fifo": tarfile.FIFOTYPE,
+    "whiteout": tarfile.CHRTYPE,  # 0/0, as overlayfs has them
+}
+
+
+def compression(base: SifImage, tool: RuntimeTool) -> Compression:
+    """That of `base`: where one was mounted the other can be."""
+    found = image.squashfs(base)
+    wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
+    return squash.choose(tool.capabilities, wanted, direct=True)
+
+
+def make(job: Job, target: Path, entries: Iterable[tuple[str, Entry | None]], *, created: str = "") -> None:
+    """Write `entries` to `target`, folders first; None is a whiteout.
+
+    `created` is the time of the squashfs and its root, in RFC 3339; without it 1970.
+    """
+    argv = fast.squash_argv(target, job.compression, created)
+    job.log.write(f"$ ... | {' '.join(argv)}\n")
+    with fast.squashing(argv, job) as sink:
+        for chunk in tar(entries):
+            sink.write(chunk)
+    squashfs.set_root(target, fast.epoch(created))
+
+
+def tar(entries: Iterable[tuple[str, Entry | None]]) -> Iterator[bytes]:
+    """The tar that mksquashfs reads; names of one file become hard links of the first of them."""
+    first: dict[tuple[int, int], str] = {}
+    for path, entry in entries:
+        if entry is None:
+            yield _header(path, "whiteout")
+            continue
+        if entry.group is not None:
+            key = id(entry.layer), entry.group
+            if key in first:
+                yield _header(path, entry.kind, entry, hard_link=first[key])
+                continue
+            first[key] = path
+        if entry.xattrs:
+            yield pax_header({f"SCHILY.xattr.{name}": value for name, value in sorted(entry.xattrs.items())})
+        yield _header(path, entry.kind, entry)
+        if entry.kind == "file":
+            yield from entry.layer.content(entry)
+            yield bytes(-entry.size_bytes % tarfile.BLOCKSIZE)
+    yield END
+
+
+def _header(path: str, kind: Kind, entry: Entry | None = None, *, hard_link: str = "") -> bytes:
+    info = tarfile.TarInfo(path)
+    info.type, info.mode = _TYPES[kind], 0
+    if entry is not None:
+        info.mode, info.uid, info.gid, info.mtime = entry.mode, entry.uid, entry.gid, entry.mtime_s
+        info.size, info.linkname = entry.size_bytes, entry.link
+        info.devmajor, info.devminor = entry.device
+    if hard_link:
+        info.type, info.linkname, info.size = tarfile.LNKTYPE, hard_link, 0
+    # GNU's form: it holds any name, and mksquashfs 4.5.1 cuts link targets that stand in a pax header.
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")

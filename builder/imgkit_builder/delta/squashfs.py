@@ -1,0 +1,330 @@
+"""Read a squashfs: as a layer, in plain Python, with nothing mounted and nothing unpacked.
+
+So an ordinary user of a cluster can compare and fold deltas with their true owners, devices and attributes,
+which neither a mount nor ``unsquashfs`` shows to him. The format is that of the kernel's
+Documentation/filesystems/squashfs.rst. Whiteouts are character devices 0/0, as overlayfs has them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import lzma
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.delta.tree import Entry, Kind, join
+from imgkit_builder.sif.image import COMPRESSORS
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing
+
+_SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
+_MAGIC = b"hsqs"
+_BLOCK_BYTES = 8192
+"""Of metadata."""
+_NONE = 0xFFFFFFFF
+_XATTR_PREFIXES = ("user.", "trusted.", "security.")
+_OUT_OF_LINE = 0x100
+_STORED = 1 << 24
+_CACHED_BLOCKS = 4096
+_KINDS: Mapping[int, Kind] = {
+    **{1: "dir", 2: "file", 3: "symlink", 4: "block", 5: "char", 6: "fifo"},
+    **{8: "dir", 9: "file", 10: "symlink", 11: "block", 12: "char", 13: "fifo"},
+}
+"""By number of inode type; sockets, 7 and 14, are no part of an image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inode:
+    kind: Kind | None
+    number: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_s: int
+    links: int = 1
+    size_bytes: int = 0
+    link: str = ""
+    device: int = 0
+    xattr: int = _NONE
+    blocks: tuple[int, ...] = ()
+    start: int = 0
+    """Of the blocks of a file, or of a folder's list in the directory table."""
+    offset: int = 0
+    """Within the fragment, or within the block of the list."""
+    fragment: int = _NONE
+
+
+class Squashfs:
+    """A layer in `path`, from byte `offset` on.
+
+    Raises
+    ------
+    CheckFailed : no squashfs 4.0, or damaged. ToolMissing : a compression that this machine cannot undo.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._offset = offset
+        self._file = path.open("rb", buffering=0)
+        fields = _SUPERBLOCK.unpack(self._raw(0, _SUPERBLOCK.size))
+        (magic, _, _, self._block, fragments, number, _, _, ids, major, _, root, self.used_bytes) = fields[
+            :13
+        ]
+        id_table, xattr_table, self._inodes, self._folders, fragment_table, _ = fields[13:]
+        if magic != _MAGIC or major != 4:
+            raise CheckFailed("no squashfs", where=str(path))
+        self._unpack = _unpacker(COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown", path)
+        self._metadata = functools.lru_cache(_CACHED_BLOCKS)(self._read_metadata)
+        self._ids = struct.unpack(f"<{ids}I", self._table(id_table, ids * 4))
+        entries = self._table(fragment_table, fragments * 16) if fragments else b""
+        self._fragments = tuple(struct.iter_unpack("<QII", entries))
+        self._fragment = functools.lru_cache(8)(self._read_fragment)
+        self._xattrs, self._xattr_start = self._xattr_table(xattr_table)
+        self._known = {"": self._inode(root)}
+        self._links: dict[int, list[str]] | None = None
+        self._listed: dict[str, dict[str, Entry]] = {}
+
+    @property
+    def root(self) -> Entry:
+        """The root folder."""
+        return self._entry(self._known[""], "", "dir")
+
+    def children(self, path: str) -> Mapping[str, Entry]:
+        """Entries of the folder `path`; none where it is not in here."""
+        if path not in self._listed:
+            inode = self._at(path)
+            found = {}
+            for name, reference in self._list(inode) if inode and inode.kind == "dir" else ():
+                child = self._inode(reference)
+                self._known[join(path, name)] = child
+                if child.kind is not None:
+                    found[name] = self._entry(child, join(path, name), child.kind)
+            self._listed[path] = found
+        return self._listed[path]
+
+    def names(self, group: int) -> Collection[str]:
+        """Paths of the inode `group`; reads the list of every folder once."""
+        if self._links is None:
+            self._links = {}
+            self._walk("")
+        return self._links.get(group, ())
+
+    def content(self, entry: Entry) -> Iterator[bytes]:
+        """Bytes of a file, a block at a time."""
+        inode = self._known[str(entry.place)]
+        left, at = inode.size_bytes, inode.start
+        for word in inode.blocks:
+            count = min(left, self._block)
+            size = word & (_STORED - 1)
+            yield self._data(at, word) if size else bytes(count)
+            at += size
+            left -= count
+        if inode.fragment != _NONE:
+            yield self._fragment(inode.fragment)[inode.offset : inode.offset + left]
+
+    def _walk(self, path: str) -> None:
+        assert self._links is not None  # noqa: S101 - for the type checker: the caller has set it
+        for name, entry in self.children(path).items():
+            inside = join(path, name)
+            if entry.group is not None:
+                self._links.setdefault(entry.group, []).append(inside)
+            if entry.kind == "dir":
+                self._walk(inside)
+
+    def _at(self, path: str) -> _Inode | None:
+        if path not in self._known and path:
+            self.children(path.rpartition("/")[0])
+        return self._known.get(path)
+
+    def _entry(self, inode: _Inode, path: str, kind: Kind) -> Entry:
+        device = (inode.device & 0xFFF00) >> 8, (inode.device & 0xFF) | ((inode.device >> 12) & 0xFFF00)
+        if kind == "char" and device == (0, 0):
+            kind = "whiteout"
+        return Entry(
+            layer=self,
+            kind=kind,
+            mode=inode.mode,
+            uid=inode.uid,
+            gid=inode.gid,
+            mtime_s=inode.mtime_s,
+            size_bytes=inode.size_bytes if kind == "file" else 0,
+            link=inode.link,
+            device=device,
+            xattrs=self._attributes(inode.xattr) if inode.xattr != _NONE else {},
+            group=inode.number if kind == "file" and inode.links > 1 else None,
+            place=path,
+        )
+
+    def _inode(self, reference: int) -> _Inode:
+        read = self._reader(self._inodes, reference >> 16, reference & 0xFFFF)
+        number, mode, uid, gid, mtime, inode = struct.unpack("<HHHHII", read(16))
+        known = {
+            "kind": _KINDS.get(number),
+            "number": inode,
+            "mode": stat.S_IMODE(mode),
+            "uid": self._ids[uid],
+            "gid": self._ids[gid],
+            "mtime_s": mtime,
+        }
+        match number:
+            case 1:
+                start, _, size, offset, _ = struct.unpack("<IIHHI", read(16))
+                return _Inode(**known, start=start, offset=offset, size_bytes=size)
+            case 8:
+                _, size, start, _, _, offset, xattr = struct.unpack("<IIIIHHI", read(24))
+                return _Inode(**known, start=start, offset=offset, size_bytes=size, xattr=xattr)
+            case 2:
+                start, fragment, offset, size = struct.unpack("<IIII", read(16))
+                links, xattr = 1, _NONE
+            case 9:
+                start, size, _, links, fragment, offset, xattr = struct.unpack("<QQQIIII", read(40))
+            case 3 | 10:
+                links, length = struct.unpack("<II", read(8))
+                target = os.fsdecode(read(length))
+                xattr = struct.unpack("<I", read(4))[0] if number == 10 else _NONE
+                return _Inode(**known, links=links, link=target, xattr=xattr)
+            case 4 | 5 | 11 | 12:
+                links, device = struct.unpack("<II", read(8))
+                xattr = struct.unpack("<I", read(4))[0] if number > 7 else _NONE
+                return _Inode(**known, links=links, device=device, xattr=xattr)
+            case 6 | 13:
+                (links,) = struct.unpack("<I", read(4))
+                xattr = struct.unpack("<I", read(4))[0] if number > 7 else _NONE
+                return _Inode(**known, links=links, xattr=xattr)
+            case _:
+                return _Inode(**known)
+        whole, rest = divmod(size, self._block)
+        count = whole if fragment != _NONE or not rest else whole + 1
+        blocks = struct.unpack(f"<{count}I", read(count * 4))
+        return _Inode(
+            **known, links=links, size_bytes=size, xattr=xattr, blocks=blocks, start=start,
+            offset=offset, fragment=fragment,
+        )  # fmt: skip
+
+    def _list(self, inode: _Inode) -> Iterator[tuple[str, int]]:
+        """Names in a folder with the references of their inodes."""
+        left = inode.size_bytes - 3  # "." and "..", which are not stored
+        if left <= 0:
+            return
+        read = self._reader(self._folders, inode.start, inode.offset)
+        while left > 0:
+            count, start, _ = struct.unpack("<III", read(12))
+            left -= 12
+            for _ in range(count + 1):
+                offset, _, _, length = struct.unpack("<HhHH", read(8))
+                name = os.fsdecode(read(length + 1))
+                left -= 8 + length + 1
+                yield name, start << 16 | offset
+
+    def _attributes(self, number: int) -> Mapping[str, bytes]:
+        reference, count, _ = self._xattrs[number]
+        read = self._reader(self._xattr_start, reference >> 16, reference & 0xFFFF)
+        found = {}
+        for _ in range(count):
+            kind, length = struct.unpack("<HH", read(4))
+            name = _XATTR_PREFIXES[kind & 0xFF] + os.fsdecode(read(length))
+            (size,) = struct.unpack("<I", read(4))
+            value = read(size)
+            if kind & _OUT_OF_LINE:
+                (place,) = struct.unpack("<Q", value)
+                other = self._reader(self._xattr_start, place >> 16, place & 0xFFFF)
+                value = other(struct.unpack("<I", other(4))[0])
+            found[name] = value
+        return found
+
+    def _xattr_table(self, start: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
+        if start == (1 << 64) - 1:
+            return (), 0
+        values, count, _ = struct.unpack("<QII", self._raw(start, 16))
+        return tuple(struct.iter_unpack("<QII", self._table(start + 16, count * 16))), values
+
+    def _table(self, start: int, size: int) -> bytes:
+        """A table of `size` bytes, from its list of metadata blocks."""
+        blocks = -(-size // _BLOCK_BYTES)
+        places = struct.unpack(f"<{blocks}Q", self._raw(start, blocks * 8))
+        return b"".join(self._metadata(place)[0] for place in places)[:size]
+
+    def _reader(self, table: int, block: int, offset: int) -> Callable[[int], bytes]:
+        """A function that gives the next N bytes of a run of metadata blocks."""
+        place, at = table + block, offset
+
+        def read(count: int) -> bytes:
+            nonlocal place, at
+            found = b""
+            while True:
+                data, following = self._metadata(place)
+                piece = data[at : at + count - len(found)]
+                found, at = found + piece, at + len(piece)
+                if len(found) == count:
+                    return found
+                if not piece and not data:
+                    raise self._damaged()
+                place, at = following, 0
+
+        return read
+
+    def _read_metadata(self, place: int) -> tuple[bytes, int]:
+        """A metadata block, and where the next one begins."""
+        (header,) = struct.unpack("<H", self._raw(place, 2))
+        size = header & 0x7FFF
+        data = self._raw(place + 2, size)
+        return data if header & 0x8000 else self._unpacked(data, _BLOCK_BYTES), place + 2 + size
+
+    def _read_fragment(self, number: int) -> bytes:
+        start, word, _ = self._fragments[number]
+        return self._data(start, word)
+
+    def _data(self, place: int, word: int) -> bytes:
+        data = self._raw(place, word & (_STORED - 1))
+        return data if word & _STORED else self._unpacked(data, self._block)
+
+    def _unpacked(self, data: bytes, most: int) -> bytes:
+        try:
+            return self._unpack(data, most)
+        except (ValueError, zlib.error, lzma.LZMAError) as error:
+            raise self._damaged() from error
+
+    def _raw(self, place: int, size: int) -> bytes:
+        data = os.pread(self._file.fileno(), size, self._offset + place)
+        if len(data) != size:
+            raise self._damaged()
+        return data
+
+    def _damaged(self) -> CheckFailed:
+        return CheckFailed("a damaged squashfs", where=str(self.path), hint="copy it again, or make it again")
+
+
+def _unpacker(name: str, path: Path) -> Callable[[bytes, int], bytes]:
+    if name == "gzip":
+        return lambda data, most: zlib.decompressobj().decompress(data, most)
+    if name == "xz":
+        return lambda data, most: lzma.decompress(data)
+    if name != "zstd":
+        raise ToolMissing(
+            f"compressed with {name}; gzip, xz and zstd are read", where=str(path), hint="imgkit sif again"
+        )
+    try:
+        # The standard library has zstd from Python 3.14 on; the runtimes' own tools bring this.
+        library = ctypes.CDLL("libzstd.so.1")
+    except OSError as error:
+        raise ToolMissing(
+            "compressed with zstd, and there is no libzstd.so.1 here",
+            where=str(path),
+            hint="apt install libzstd1, or: imgkit sif --compression gzip",
+        ) from error
+    library.ZSTD_decompress.restype = ctypes.c_size_t
+    library.ZSTD_decompress.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+
+    def unpack(data: bytes, most: int) -> bytes:
+        room = ctypes.create_string_buffer(most)
+        size = int(library.ZSTD_decompress(room, most, data, len(data)))
+        if size > most:  # an error's number
+            raise ValueError("not zstd")
+        return room.raw[:size]
+
+    return unpack

@@ -1,0 +1,223 @@
+"""Layers to the tree that shows, and the difference of two such trees. Pure: nothing is written.
+
+An image's tree is its layers laid over each other; so is that of a .sif with deltas. What a delta must hold
+is the difference of the two, entry by entry, with a whiteout for every entry that is gone. No opaque folders:
+the kernel ignores that mark when an ordinary user mounts (docs/delta.md).
+
+Both trees usually share their lower layers, as the very same objects. A folder to which the same layers
+contribute on both sides is the same on both sides, and is not looked into.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Kind = Literal["file", "dir", "symlink", "char", "block", "fifo", "whiteout"]
+
+
+class Layer(Protocol):
+    """A tree that lies over others; paths are relative, the root is the empty text."""
+
+    def children(self, path: str) -> Mapping[str, Entry]:
+        """What this layer holds in its folder `path`, by name; whiteouts are entries too."""
+        ...
+
+    def content(self, entry: Entry) -> Iterator[bytes]:
+        """The bytes of a file of this layer."""
+        ...
+
+    def names(self, group: int) -> Collection[str]:
+        """All paths in this layer that are hard links of each other."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """One name in one layer; equal only to itself."""
+
+    layer: Layer
+    kind: Kind
+    mode: int = 0
+    """Permission bits."""
+    uid: int = 0
+    gid: int = 0
+    mtime_s: int = 0
+    size_bytes: int = 0
+    """Of a file."""
+    link: str = ""
+    """Target of a symlink."""
+    device: tuple[int, int] = (0, 0)
+    """Major and minor number."""
+    xattrs: Mapping[str, bytes] = field(default_factory=dict)
+    opaque: bool = False
+    """A folder that hides those below it instead of adding to them."""
+    implied: bool = False
+    """A folder without an entry of its own: what lies below says mode and owner."""
+    group: int | None = None
+    """Of a file with several names: which of the layer's files it is."""
+    place: int | str = 0
+    """Where its layer finds the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An entry that shows, and of a folder the layers that contribute to it, the uppermost first."""
+
+    entry: Entry
+    layers: tuple[Layer, ...] = ()
+
+
+Stack = tuple[Layer, ...]
+"""Layers, the uppermost first."""
+
+Changes = dict[str, Entry | None]
+"""Path to what a delta holds there, None for a whiteout; a folder comes before what is in it."""
+
+
+def children(layers: Stack, path: str) -> dict[str, Node]:
+    """What shows in the folder `path`, to which `layers` contribute."""
+    tops: dict[str, Entry] = {}
+    implied: dict[str, Entry] = {}
+    below: dict[str, list[Layer]] = {}
+    closed: set[str] = set()
+    for layer in layers:
+        for name, entry in layer.children(path).items():
+            if name in closed:
+                continue
+            if entry.kind == "dir":
+                (implied if entry.implied else tops).setdefault(name, entry)
+                below.setdefault(name, []).append(layer)
+                if entry.opaque:
+                    closed.add(name)
+                continue
+            closed.add(name)
+            # Below a folder a file or whiteout only ends what adds to it.
+            if name not in below and entry.kind != "whiteout":
+                tops[name] = entry
+    shown = {**implied, **tops}
+    return {name: Node(entry, tuple(below.get(name, ()))) for name, entry in shown.items()}
+
+
+def find(stack: Stack, path: str) -> Node | None:
+    """What shows at `path`."""
+    layers, above, node = stack, "", None
+    for name in path.split("/"):
+        node = children(layers, above).get(name)
+        if node is None:
+            return None
+        layers, above = node.layers, join(above, name)
+    return node
+
+
+def join(folder: str, name: str) -> str:
+    """Path of `name` in `folder`."""
+    return f"{folder}/{name}" if folder else name
+
+
+def changes(old: Stack, new: Stack, *, skip: Collection[str] = ()) -> Changes:
+    """What must lie over `old` for `new` to show; paths of `skip` are left as they are."""
+    found = dict(_changes(old, new, "", _Links(old), _Links(new), frozenset(skip)))
+    for entry in tuple(found.values()):
+        if entry is not None and entry.group is not None:
+            # Names of one file must lie in one layer to stay names of one file.
+            for name in _Links(new).of(entry) - found.keys():
+                _add(found, new, name)
+    return {path: found[path] for path in sorted(found, key=order)}
+
+
+def everything(stack: Stack, path: str = "") -> Iterator[tuple[str, Entry]]:
+    """Every entry of the tree that `stack` shows in the folder `path`."""
+    for name, node in _sorted(children(stack, path)):
+        inside = join(path, name)
+        yield inside, node.entry
+        if node.entry.kind == "dir":
+            yield from everything(node.layers, inside)
+
+
+def order(path: str) -> list[bytes]:
+    """Sorts folders before what is in them, independent of the locale."""
+    return [os.fsencode(part) for part in path.split("/")]
+
+
+class _Links:
+    """The names that show of files with several names."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def of(self, entry: Entry) -> frozenset[str]:
+        if entry.group is None:
+            return frozenset()
+        names = (name for name in entry.layer.names(entry.group) if self._shows(name, entry))
+        return frozenset(names)
+
+    def _shows(self, name: str, entry: Entry) -> bool:
+        node = find(self._stack, name)
+        return node is not None and (node.entry.layer, node.entry.group) == (entry.layer, entry.group)
+
+
+def _changes(
+    old: Stack, new: Stack, path: str, was: _Links, now: _Links, skip: frozenset[str]
+) -> Iterator[tuple[str, Entry | None]]:
+    if old == new:
+        return
+    before, after = children(old, path), children(new, path)
+    for name, _ in _sorted({**before, **after}):
+        one, other, inside = before.get(name), after.get(name), join(path, name)
+        if inside in skip:
+            continue
+        if other is None:
+            yield inside, None
+        elif other.entry.kind == "dir":
+            lower = one.layers if one and one.entry.kind == "dir" else ()
+            within = list(_changes(lower, other.layers, inside, was, now, skip))
+            if within or one is None or _differ(one.entry, other.entry):
+                yield inside, other.entry
+                yield from within
+        elif one is None or _differ(one.entry, other.entry) or _relinked(one.entry, other.entry, was, now):
+            yield inside, other.entry
+
+
+def _sorted(nodes: Mapping[str, Node]) -> list[tuple[str, Node]]:
+    return sorted(nodes.items(), key=lambda item: os.fsencode(item[0]))
+
+
+def _relinked(one: Entry, other: Entry, was: _Links, now: _Links) -> bool:
+    if one is other or (one.group is None and other.group is None):
+        return False
+    return (len(was.of(one)) > 1 or len(now.of(other)) > 1) and was.of(one) != now.of(other)
+
+
+def _differ(one: Entry, other: Entry) -> bool:
+    if one is other:
+        return False
+    if _about(one) != _about(other) or dict(one.xattrs) != dict(other.xattrs):
+        return True
+    return one.kind == "file" and (one.size_bytes != other.size_bytes or digest(one) != digest(other))
+
+
+def _about(entry: Entry) -> tuple[object, ...]:
+    # Folders: engines and runtimes change their times when they make mount points in them.
+    time = entry.mtime_s if entry.kind == "file" else 0
+    return entry.kind, entry.mode, entry.uid, entry.gid, time, entry.link, entry.device
+
+
+def digest(entry: Entry) -> bytes:
+    """sha256 of a file's content."""
+    found = hashlib.sha256()
+    for chunk in entry.layer.content(entry):
+        found.update(chunk)
+    return found.digest()
+
+
+def _add(found: Changes, stack: Stack, path: str) -> None:
+    """Put the entry at `path` and the folders above it into `found`."""
+    parts = path.split("/")
+    for count in range(1, len(parts) + 1):
+        name = "/".join(parts[:count])
+        if name not in found and (node := find(stack, name)):
+            found[name] = node.entry

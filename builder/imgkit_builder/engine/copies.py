@@ -1,0 +1,57 @@
+"""What an image's last layers have copied, for whoever may not read the engine's disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.engine import containers
+from imgkit_builder.engine.connection import Engine
+from imgkit_builder.engine.errors import translated
+
+_COPY = re.compile(r"/bin/sh -c #\(nop\) +(?:COPY|ADD) .* in (/.*?) ?")
+_WITHOUT_LAYER = re.compile(
+    r"/bin/sh -c #\(nop\) +(?:LABEL|ENV|CMD|ENTRYPOINT|USER|EXPOSE|STOPSIGNAL|HEALTHCHECK|ONBUILD) .*",
+    re.DOTALL,
+)
+
+
+def copied(engine: Engine, name: str, layers: int) -> tuple[str, ...] | None:
+    """Targets of the last `layers` layers of the image where COPY and ADD made all of them; else None.
+
+    The history does not say which steps made a layer, so one that may or may not (WORKDIR) is "else" too.
+    """
+    with translated(f"read the history of {name}", name=name):
+        steps: list[dict[str, Any]] = engine.api.history(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
+    found: list[str] = []
+    for step in steps:
+        if len(found) == layers:
+            break
+        text = str(step.get("CreatedBy") or "")
+        if match := _COPY.fullmatch(text):
+            found.append(match[1])
+        elif not _WITHOUT_LAYER.fullmatch(text):
+            return None
+    return tuple(found) if len(found) == layers else None
+
+
+def fetch(engine: Engine, name: str, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
+    """A tar in `folder` of each of `paths` in the image, None where it has none; nothing is started."""
+    import docker.errors
+
+    found: list[Path | None] = []
+    with containers.created(engine, name, ["true"], purpose="read") as container:
+        for number, path in enumerate(paths):
+            target = folder / f"copy-{number}.tar"
+            with translated(f"read {path} in {name}", name=name), engine.patient() as api:
+                try:
+                    chunks, _ = api.get_archive(container, path)
+                except docker.errors.NotFound:
+                    found.append(None)
+                    continue
+                with target.open("wb") as stream:
+                    stream.writelines(chunks)
+            found.append(target)
+    return tuple(found)

@@ -1,0 +1,550 @@
+"""Deltas with a real engine and a real runtime: what base and delta show is what a full conversion shows.
+
+Random edits (delta_edits.py), forty trees in each image, are looked at from inside (delta_tree.py) on the
+three ways in which a runtime mounts overlays. A runtime passes over a delta in silence in some cases: there
+imgkit must refuse.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pwd
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.delta import descriptor, source
+from imgkit_builder.delta import tree as tree_of_layers
+from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.tree import Stack
+from imgkit_builder.sif import image
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+
+HERE = Path(__file__).parent
+EDITS = base64.b64encode((HERE / "delta_edits.py").read_bytes()).decode()
+TREE = (HERE / "delta_tree.py").read_text(encoding="utf-8")
+TREES = 40
+FOLDERS = ("/t", "/.singularity.d", "/opt", "/workspace")
+CONFIG = re.compile(r"^enable overlay = .*", re.MULTILINE)
+
+
+def started(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    argv = [str(word) for word in words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
+
+
+def output(*words: str | Path, **options: Any) -> str:
+    done = started(*words, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def imgkit(*words: str | Path, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return started(sys.executable, "-m", "imgkit_builder", *words, cwd=folder, **options)
+
+
+def made(*words: str | Path, folder: Path, **options: Any) -> dict[str, Any]:
+    """What the verb prints with ``--json``."""
+    done = imgkit(*words, "--json", folder=folder, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lab:
+    """Images of one base, and a folder that an ordinary user may read."""
+
+    folder: Path
+    base: str
+    prefix: str
+
+    def build(self, name: str, edits: Sequence[str], *, variable: str = "old", code: str = "old") -> str:
+        """An image of a recipe whose run steps edit at random, and that copies code; returns its name."""
+        source = self.folder / f"{name}-src"
+        source.mkdir()
+        (source / "code.py").write_text(f"print({code!r})\n")
+        (source / f"only-{code}.py").write_text("")
+        steps = [f"echo {EDITS} | base64 -d | python3 -I - {choice} {TREES}" for choice in edits]
+        recipe = {
+            "extends": "mn5",
+            "image": {
+                "env": {"NAME": variable, f"ONLY_{variable.upper()}": 'a "quoted" $word'},
+                "run": steps,
+                "copy": [{"source": source.name, "target": "/workspace/code"}],
+                "labels": {"which": variable},
+            },
+        }
+        path = self.folder / "lab.yaml"
+        path.write_text(json.dumps(recipe))
+        tag = f"{self.prefix}-{name}:latest"
+        words = ("build", "./lab.yaml", "--base", self.base, "--tag", tag, "--no-test")
+        assert (done := imgkit(*words, folder=self.folder)).returncode == 0, done.stderr
+        return tag
+
+    def sif(self, tag: str, name: str) -> Path:
+        """The image as a .sif."""
+        made("sif", tag, "--from", "daemon", "-o", name, folder=self.folder)
+        (self.folder / name).chmod(0o644)
+        return self.folder / name
+
+    def delta(self, tag: str, over: Path, name: str) -> Path:
+        """The image as a delta."""
+        made("delta", tag, "--base", over, "-o", name, folder=self.folder)
+        (self.folder / name).chmod(0o644)
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def lab(standin_notorch: str) -> Iterator[Lab]:
+    if os.geteuid() != 0:
+        pytest.skip("reads the engine's layers and acts as another user")
+    # Not pytest's own folder, which only its owner may enter.
+    folder = Path("/tmp") / f"imgkit-delta-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    found = Lab(folder=folder, base=standin_notorch, prefix=f"imgkit-test-delta-{secrets.token_hex(3)}")
+    try:
+        yield found
+    finally:
+        names = output("docker", "images", "--format", "{{.Repository}}:{{.Tag}}").split()
+        ours = [name for name in names if name.startswith(found.prefix)]
+        started("docker", "image", "rm", "-f", *ours)
+        shutil.rmtree(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """An image over another, by delta and in full."""
+
+    tag: str
+    base: Path
+    full: Path
+    delta: Path
+
+
+@pytest.fixture(scope="module")
+def replaced(lab: Lab) -> Pair:
+    """Layers of the base's image are others in the new one."""
+    base = lab.sif(lab.build("a", ["common 60", "a 15", "aa 6"]), "a.sif")
+    tag = lab.build("b", ["common 60", "b 15", "empty 0", "bb 6"], variable="new", code="new")
+    return Pair(tag=tag, base=base, full=lab.sif(tag, "b.sif"), delta=lab.delta(tag, base, "b.imgdelta"))
+
+
+@pytest.fixture(scope="module")
+def added(lab: Lab, replaced: Pair) -> Pair:
+    """The new image has all layers of the base's: it is built on that."""
+    dockerfile = (
+        f"FROM {lab.prefix}-a:latest\n"
+        f"RUN echo {EDITS} | base64 -d | python3 -I - c 20 {TREES}\n"
+        f"RUN echo {EDITS} | base64 -d | python3 -I - cc 10 {TREES}\n"
+        'CMD ["echo", "another"]\n'
+    )
+    tag = f"{lab.prefix}-c:latest"
+    output("docker", "build", "-q", "-t", tag, "-", input=dockerfile)
+    base = replaced.base
+    return Pair(tag=tag, base=base, full=lab.sif(tag, "c.sif"), delta=lab.delta(tag, base, "c.imgdelta"))
+
+
+def configured(folder: Path, overlay: str) -> Path:
+    """A command like singularity whose admin has set ``enable overlay`` to `overlay`."""
+    found = Path(shutil.which("singularity") or "").resolve()
+    config = CONFIG.sub(f"enable overlay = {overlay}", _configuration(found).read_text())
+    (folder / f"{overlay}.conf").write_text(config)
+    script = folder / overlay / "singularity"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f'#!/bin/sh\nexec {found} --config {folder}/{overlay}.conf "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def _configuration(program: Path) -> Path:
+    for parent in program.parents:
+        for found in (parent / "etc/apptainer/apptainer.conf", parent / "etc/singularity/singularity.conf"):
+            if found.is_file():
+                return found
+    pytest.skip("the runtime's configuration was not found")
+
+
+def tree(sif: Path, way: str, user: str, folder: Path, *, delta: Path | None = None) -> dict[str, Any]:
+    """What shows in `sif`, with the delta over it."""
+    command: str | Path = "singularity" if way != "fuse" else configured(folder, "driver")
+    start = () if way == "root" else ("runuser", "-u", user, "--")
+    over = ("--overlay", f"{delta}:ro") if delta else ()
+    words = (*start, command, "exec", "--cleanenv", *over, sif, "python3", "-I", "-", *FOLDERS)
+    found: dict[str, Any] = json.loads(output(*words, input=TREE, cwd="/"))
+    found.pop("/opt/imgkit/delta.json", None)
+    return found
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    names = one.keys() | other.keys()
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+@pytest.mark.parametrize("way", ["root", "user", "fuse"])
+@pytest.mark.parametrize("pair", ["replaced", "added"])
+def test_shows_what_a_full_conversion_shows(
+    lab: Lab, pair: str, way: str, user: str, request: pytest.FixtureRequest
+) -> None:
+    here: Pair = request.getfixturevalue(pair)
+    full = tree(here.full, way, user, lab.folder)
+    assert len(full) > 1000
+    assert differing(tree(here.base, way, user, lab.folder, delta=here.delta), full) == {}
+    assert len(differing(tree(here.base, way, user, lab.folder), full)) > 100
+
+
+def test_environment_runscript_and_labels_travel(lab: Lab, replaced: Pair, added: Pair) -> None:
+    def variables(*words: str | Path) -> list[str]:
+        lines = output("singularity", "exec", "--cleanenv", *words, "env").splitlines()
+        return sorted(line for line in lines if "_CONTAINER=" not in line and "_NAME=" not in line)
+
+    found = variables("--overlay", f"{replaced.delta}:ro", replaced.base)
+    assert found == variables(replaced.full)
+    assert "NAME=new" in found
+    assert not [line for line in found if line.startswith("ONLY_OLD=")]
+    words = ("singularity", "run", "--overlay", f"{added.delta}:ro", added.base)
+    assert output(*words).splitlines()[-1] == "another"
+    labels = ("cat", "/.singularity.d/labels.json")
+    over = ("--overlay", f"{replaced.delta}:ro", replaced.base)
+    assert '"which": "new"' in output("singularity", "exec", *over, *labels)
+
+
+MAKE_OTHERWISE = """
+import dataclasses, sys
+from pathlib import Path
+from imgkit_builder.cli.sif import engine_image
+from imgkit_builder.delta.make import make
+from imgkit_builder.report import Silent
+from imgkit_builder.sif.options import Options
+
+tag, base, target, way = sys.argv[1:]
+with engine_image(tag, Silent()) as image:
+    own, folders = tuple(image.config.diff_ids), image.folders
+    if way != "pruned":  # as for whoever is not root
+        image = dataclasses.replace(image, folders=lambda _: None)
+    if way == "pruned":  # the engine no longer has the base's image
+        image = dataclasses.replace(
+            image, other=lambda _: None, folders=lambda ids: folders(ids) if tuple(ids) == own else None
+        )
+    made = make(image, Path(base), Path(target), Options(test=False), Silent())
+    print(made.way, made.delta.sha256)
+"""
+
+
+def otherwise(tag: str, base: Path, target: Path, way: str) -> list[str]:
+    """The source that was read, and the delta's sha256."""
+    return output(sys.executable, "-c", MAKE_OTHERWISE, tag, base, target, way).split()[-2:]
+
+
+@pytest.mark.parametrize(("way", "told"), [("save", "save"), ("pruned", "overlay2")])
+def test_every_source_the_same_bytes(lab: Lab, replaced: Pair, way: str, told: str) -> None:
+    found = otherwise(replaced.tag, replaced.base, lab.folder / f"{way}.imgdelta", way)
+    assert found == [told, descriptor.read(replaced.delta).sha256]
+
+
+def test_copied_code_without_reading_the_image(lab: Lab, replaced: Pair) -> None:
+    tag = lab.build("code", ["common 60", "a 15", "aa 6"], code="new")
+    over, target = lab.delta(tag, replaced.base, "code.imgdelta"), lab.folder / "copy.imgdelta"
+    assert otherwise(tag, replaced.base, target, "copy")[0] == "copy"
+
+    def files(path: Path) -> dict[str, Any]:
+        return {name: about for name, about in inside((Squashfs(path),)).items() if about[0] != "dir"}
+
+    assert files(target) == files(over)
+    assert Squashfs(target).children("workspace/code")["only-old.py"].kind == "whiteout"
+    assert over.stat().st_size < 65536
+    words = ("singularity", "exec", "--overlay", f"{target}:ro", replaced.base, "python3")
+    assert output(*words, "/workspace/code/code.py") == "new\n"
+
+
+def test_made_again_is_the_same_file(lab: Lab, replaced: Pair) -> None:
+    again = lab.delta(replaced.tag, replaced.base, "again.imgdelta")
+    assert again.read_bytes() == replaced.delta.read_bytes()
+
+
+# ---- into the .sif
+
+
+@pytest.fixture(scope="module")
+def stacked(lab: Lab, replaced: Pair) -> tuple[str, Path]:
+    """The images b and then d, applied one after the other: the tag of d, and the .sif."""
+    made("apply", replaced.delta, replaced.base, "-o", "ab.sif", folder=lab.folder)
+    tag = lab.build("d", ["common 60", "d 10", "dd 10"], variable="third", code="third")
+    over = lab.delta(tag, lab.folder / "ab.sif", "d.imgdelta")
+    made("apply", over, "ab.sif", "-o", "abd.sif", folder=lab.folder)
+    (lab.folder / "abd.sif").chmod(0o644)
+    return tag, lab.folder / "abd.sif"
+
+
+@pytest.mark.parametrize("way", ["root", "user", "fuse"])
+def test_two_in_the_sif_show_the_third_image(
+    lab: Lab, stacked: tuple[str, Path], way: str, user: str, request: pytest.FixtureRequest
+) -> None:
+    tag, sif = stacked
+    if not (lab.folder / "d.sif").exists():
+        lab.sif(tag, "d.sif")
+    full = tree(lab.folder / "d.sif", way, user, lab.folder)
+    assert differing(tree(sif, way, user, lab.folder), full) == {}
+
+
+def test_flattened_is_a_full_conversion(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
+    tag, sif = stacked
+    done = made("flatten", sif, "-o", "flat.sif", folder=lab.folder)
+    assert done["record"]["deltas"] == []
+    if not (lab.folder / "d.sif").exists():
+        lab.sif(tag, "d.sif")
+    full = tree(lab.folder / "d.sif", "root", user, lab.folder)
+    assert differing(tree(lab.folder / "flat.sif", "root", user, lab.folder), full) == {}
+    labels = json.loads(output("singularity", "inspect", "--labels", "--json", lab.folder / "flat.sif"))
+    assert labels["data"]["attributes"]["labels"]["which"] == "third"
+    root = image.read(lab.folder / "flat.sif")
+    assert root.overlays == ()
+
+
+def inside(layers: Stack) -> dict[str, Any]:
+    """Everything about every file, owners and attributes too, which not every user's mount shows."""
+    found = {}
+    for path, entry in tree_of_layers.everything(layers):
+        about = (entry.kind, entry.mode, entry.uid, entry.gid, entry.mtime_s, entry.link, entry.device)
+        found[path] = (*about, entry.xattrs, tree_of_layers.digest(entry) if entry.kind == "file" else b"")
+    return found
+
+
+def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
+    """With the one-file tool: owners and devices that no mount shows to him are in it all the same."""
+    made("flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
+    home = Path(pwd.getpwnam(user).pw_dir)
+    assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0
+    places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
+    start = ("runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C.UTF-8")
+    tool = (*start, Path("/usr/bin/python3").resolve(), "-I", lab.folder / "imgkit.pyz")
+    output(*tool, "apply", lab.folder / "d.imgdelta", lab.folder / "ab.sif", "-o", "mine.sif", cwd=home)
+    output(*tool, "flatten", "mine.sif", "-o", "flat.sif", cwd=home)
+    mine, roots = (
+        inside(source.mounted(descriptor.stack(path)))
+        for path in (home / "flat.sif", lab.folder / "root.sif")
+    )
+    assert mine == roots
+
+
+def test_show_and_verify_name_base_and_deltas(lab: Lab, stacked: tuple[str, Path], replaced: Pair) -> None:
+    tag, sif = stacked
+    shown = made("show", sif, folder=lab.folder)
+    base = image.read(replaced.base).record
+    assert base is not None
+    assert shown["record"]["image_id"] == base.image_id
+    assert [delta["source"] for delta in shown["deltas"]] == [replaced.tag, tag]
+    checks = made("verify", sif, folder=lab.folder)["checks"]
+    assert [check["verdict"] for check in checks if check["name"].startswith("delta")] == ["ok", "ok"]
+    assert made("show", replaced.delta, folder=lab.folder)["kind"] == "delta"
+
+
+def test_fifth_delta_makes_one_of_all(lab: Lab, replaced: Pair, user: str) -> None:
+    sif, tag = replaced.base, f"{lab.prefix}-a:latest"
+    for number in range(5):
+        dockerfile = (
+            f"FROM {tag}\nRUN rm -rf /t/{number} && mkdir /t/{number} && echo {number} >/t/{number}/a"
+        )
+        tag = f"{lab.prefix}-step{number}:latest"
+        output("docker", "build", "-q", "-t", tag, "-", input=dockerfile)
+        delta = lab.delta(tag, sif, "step.imgdelta")
+        done = made("apply", delta, sif, "-o", f"step{number}.sif", folder=lab.folder)
+        sif = lab.folder / f"step{number}.sif"
+        sif.chmod(0o644)
+        assert (done["merged"], len(done["deltas"])) == ((False, number + 1) if number < 4 else (True, 1))
+    for way in ("root", "user"):
+        full = tree(lab.folder / "step3.sif", way, user, lab.folder, delta=delta)
+        assert differing(tree(sif, way, user, lab.folder), full) == {}
+    assert output("singularity", "exec", sif, "ls", "/t/0", "/t/4").split() == ["/t/0:", "a", "/t/4:", "a"]
+
+
+# ---- refusals: a runtime says nothing
+
+
+def without_group(lab: Lab, replaced: Pair) -> Path:
+    """A .sif with the delta as an overlay that a runtime passes over."""
+    broken = lab.folder / "nogroup.sif"
+    made("apply", replaced.delta, replaced.base, "-o", broken, folder=lab.folder)
+    (overlay,) = image.read(broken).overlays
+    data = bytearray(broken.read_bytes())
+    # The descriptor's group number stands 9 bytes into it; the table begins at byte 4096.
+    at = next(
+        4096 + 585 * slot
+        for slot in range(48)
+        if int.from_bytes(data[4096 + 585 * slot + 5 : 4096 + 585 * slot + 9], "little") == overlay.id
+    )
+    data[at + 9 : at + 13] = (0xF0000002).to_bytes(4, "little")
+    broken.write_bytes(data)
+    return broken
+
+
+def test_overlay_without_the_group_is_refused(lab: Lab, replaced: Pair) -> None:
+    broken = without_group(lab, replaced)
+    # The silence: the base runs, and nobody says so.
+    assert output("singularity", "exec", broken, "python3", "/workspace/code/code.py") == "old\n"
+    for words in (("verify", broken), ("show", broken), ("delta", replaced.tag, "--base", broken)):
+        done = imgkit(*words, folder=lab.folder)
+        assert done.returncode == 1
+        assert "group" in done.stdout + done.stderr
+    job = ("job", "cpu", "--runtime", "singularity", "--image", broken, "--", "dist-env")
+    assert imgkit(*job, folder=lab.folder).returncode == 1
+
+
+def test_commands_refuse_where_the_delta_is_not(lab: Lab, replaced: Pair, user: str) -> None:
+    job = ("submit", "cpu", "--runtime", "singularity", "--image", replaced.base, "--directory", lab.folder)
+    delta = ("--delta", replaced.delta, "--", "dist-env")
+    done = imgkit(*job, *delta, folder=lab.folder)
+    assert (done.returncode, "placement" in done.stdout) == (0, True), done.stderr
+    # The same job, and a runtime that passes over the delta: the words without --overlay.
+    script = output(sys.executable, "-m", "imgkit_builder", "job", *job[1:], *delta)
+    silent = script.replace(f"--overlay {replaced.delta}:ro", "").replace("\\\n", "")
+    done = started("sh", "-c", silent)
+    assert done.returncode == 5
+    assert "without it" in done.stderr
+
+
+def test_deltas_switched_off_by_the_admin(lab: Lab, replaced: Pair) -> None:
+    off = configured(lab.folder, "no")
+    done = imgkit("apply", replaced.delta, replaced.base, "-o", "x.sif", "--runtime", off, folder=lab.folder)
+    assert done.returncode == 1
+    assert "enable overlay" in done.stderr
+    assert not list(lab.folder.glob("*x.sif*"))
+    done = imgkit("delta", replaced.tag, "--base", replaced.base, "--runtime", off, folder=lab.folder)
+    assert done.returncode == 4
+    assert "enable overlay" in done.stderr
+    made("apply", replaced.delta, replaced.base, "-o", "applied.sif", folder=lab.folder)
+    words = ("cpu", "--runtime", "singularity", "--image", lab.folder / "applied.sif", "--", "dist-env")
+    path = f"{off.parent}:{os.environ['PATH']}"
+    done = imgkit("submit", *words, folder=lab.folder, env={**os.environ, "PATH": path})
+    assert done.returncode == 5
+    assert "without it" in done.stderr
+
+
+def test_delta_of_another_base_refused(lab: Lab, replaced: Pair, added: Pair) -> None:
+    submit = ("submit", "cpu", "--runtime", "singularity")
+    for words in (
+        ("apply", added.delta, replaced.full, "-o", "x.sif"),
+        (*submit, "--image", replaced.full, "--delta", added.delta, "--", "dist-env"),
+    ):
+        done = imgkit(*words, folder=lab.folder)
+        assert done.returncode in (1, 2)
+        assert "lies over" in done.stderr
+    assert not (lab.folder / "x.sif").exists()
+
+
+def test_base_without_a_record_refused(lab: Lab, replaced: Pair) -> None:
+    bare = lab.folder / "bare.sif"
+    shutil.copy(replaced.base, bare)
+    record = next(one for one in image.read(bare).descriptors if one.name == image.IMGKIT_OBJECT)
+    output("singularity", "sif", "del", str(record.id), bare)
+    done = imgkit("delta", replaced.tag, "--base", bare, folder=lab.folder)
+    assert done.returncode == 1
+    assert re.search(r"full transfer of about \d+\.\d MB", done.stderr)
+
+
+def test_image_without_a_common_layer_refused(lab: Lab, replaced: Pair) -> None:
+    tag = f"{lab.prefix}-other:latest"
+    with tarfile.open(lab.folder / "other.tar", "w"):
+        pass
+    output("docker", "import", lab.folder / "other.tar", tag)
+    done = imgkit("delta", tag, "--base", replaced.base, folder=lab.folder)
+    assert done.returncode == 1
+    assert re.search(r"no layer in common.*\n.*full transfer, \d+\.\d MB", done.stderr)
+
+
+def test_signed_sif_refused_with_the_way_out(lab: Lab, replaced: Pair) -> None:
+    signed = lab.folder / "signed.sif"
+    shutil.copy(replaced.base, signed)
+    (lab.folder / "signature").write_text("-----BEGIN PGP SIGNED MESSAGE-----")
+    words = ("sif", "add", "--datatype", "5", "--signhash", "1", "--signentity", "0" * 40)
+    output("singularity", *words, "--link", "1", signed, lab.folder / "signature")
+    done = imgkit("apply", replaced.delta, signed, "-o", "x.sif", folder=lab.folder)
+    assert done.returncode == 1
+    assert "singularity sign NEW.sif" in done.stderr
+
+
+def test_damaged_delta_refused(lab: Lab, replaced: Pair) -> None:
+    data = bytearray(replaced.delta.read_bytes())
+    data[len(data) // 2] ^= 1
+    (lab.folder / "damaged.imgdelta").write_bytes(data)
+    (lab.folder / "short.imgdelta").write_bytes(replaced.delta.read_bytes()[:-1])
+    for name in ("damaged.imgdelta", "short.imgdelta"):
+        assert imgkit("verify", name, folder=lab.folder).returncode in (1, 2)
+        done = imgkit("apply", name, replaced.base, "-o", "x.sif", folder=lab.folder)
+        assert done.returncode == 1
+    assert not (lab.folder / "x.sif").exists()
+
+
+# ---- killed and full
+
+
+STAGES = {
+    "delta": ("compare with", "the runtime's own files", "squash", "look whether"),
+    "apply": ("compare digests", "copy", "add", "look whether", "make durable"),
+    "flatten": ("squash", "assemble", "check", "make durable"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A verb with its words, and an older file under the name that it shall write."""
+
+    words: tuple[str | Path, ...]
+    target: Path
+    old: bytes
+
+
+@pytest.fixture(params=["delta", "apply", "flatten"])
+def call(lab: Lab, replaced: Pair, added: Pair, request: pytest.FixtureRequest) -> Call:
+    verb: str = request.param
+    words: tuple[str | Path, ...] = ("apply", replaced.delta, replaced.base)
+    if verb == "delta":
+        words = ("delta", replaced.tag, "--base", replaced.base)
+    elif verb == "flatten":
+        words = ("flatten", request.getfixturevalue("stacked")[1])
+    target = lab.folder / ("target.imgdelta" if verb == "delta" else "target.sif")
+    shutil.copy(added.delta if verb == "delta" else replaced.base, target)
+    return Call(words=(*words, "-o", target), target=target, old=target.read_bytes())
+
+
+def left(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith((".target", ".imgkit"))]
+
+
+def test_killed_at_every_stage_the_old_file_stays(lab: Lab, replaced: Pair, call: Call) -> None:
+    argv = [sys.executable, "-m", "imgkit_builder", *map(str, call.words)]
+    for stage in STAGES[str(call.words[0])]:
+        with subprocess.Popen(
+            argv, cwd=lab.folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as running:
+            assert running.stderr is not None
+            assert any(stage.encode() in line for line in running.stderr)
+            running.send_signal(signal.SIGKILL)
+        if stage != "make durable":
+            assert call.target.read_bytes() == call.old, stage
+    made(*call.words, folder=lab.folder)
+    assert call.target.read_bytes() != call.old
+    assert left(lab.folder) == []
+    assert made("verify", replaced.base, folder=lab.folder)["checks"]
+
+
+def test_full_disk_leaves_the_old_file(lab: Lab, call: Call) -> None:
+    limit = 20_000 if call.words[0] == "delta" else len(call.old) - 1_000_000
+    argv = ("prlimit", f"--fsize={limit}", sys.executable, "-m", "imgkit_builder", *call.words)
+    done = started(*argv, cwd=lab.folder, env={**os.environ, "XDG_STATE_HOME": "/dev/null"})
+    assert done.returncode == 4, done.stderr
+    assert call.target.read_bytes() == call.old
+    assert left(lab.folder) == []
