@@ -10,11 +10,15 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+# A shell without job control has what it starts by `&` ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = "imgkit.local/standin:24.03"

@@ -541,10 +541,29 @@ def test_killed_at_every_stage_the_old_file_stays(lab: Lab, replaced: Pair, call
     assert made("verify", replaced.base, folder=lab.folder)["checks"]
 
 
-def test_full_disk_leaves_the_old_file(lab: Lab, call: Call) -> None:
-    limit = 20_000 if call.words[0] == "delta" else len(call.old) - 1_000_000
-    argv = ("prlimit", f"--fsize={limit}", sys.executable, "-m", "imgkit_builder", *call.words)
-    done = started(*argv, cwd=lab.folder, env={**os.environ, "XDG_STATE_HOME": "/dev/null"})
-    assert done.returncode == 4, done.stderr
-    assert call.target.read_bytes() == call.old
-    assert left(lab.folder) == []
+FAILING = """
+import errno, os, sys
+from imgkit_builder.cli.app import main
+
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+setattr(os, sys.argv.pop(1), fail)
+main()
+"""
+
+
+def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None:
+    made(*call.words, folder=lab.folder)
+    size = call.target.stat().st_size
+    # From the first byte to the last of the record; then what only the last steps ask for.
+    limits = [("prlimit", f"--fsize={limit}") for limit in (0, size // 2, size - 4096, size - 8)]
+    starts = [(*limit, sys.executable, "-m", "imgkit_builder") for limit in limits]
+    starts += [(sys.executable, "-c", FAILING, name) for name in ("fsync", "replace")]
+    for start in starts:
+        call.target.write_bytes(call.old)
+        done = started(*start, *call.words, cwd=lab.folder, env={**os.environ, "XDG_STATE_HOME": "/dev/null"})
+        assert done.returncode == 4, (start, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert call.target.read_bytes() == call.old
+        assert left(lab.folder) == []
