@@ -72,6 +72,18 @@ def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, wh
     assert kept(runs / "killed") == whole
 
 
+def test_killed_worker_restarts_both_nodes(standin: str, runs: Path, whole: dict[str, str]) -> None:
+    script = """
+rm -f kill-was-done
+export FAULT='once kill 1 33'
+words="--nproc 1 --nnodes 2 --head 127.0.0.1 --max-restarts 1 --run-dir nodes"
+(train $words --node-rank 1) & (train $words --node-rank 0)
+wait $!
+"""
+    assert re.search(r"goes on after step (25|30) of 60: nodes/snapshots", inside(standin, runs, script))
+    assert kept(runs / "nodes") == whole
+
+
 def test_any_process_killed_at_any_time_costs_nothing(
     standin: str, runs: Path, whole: dict[str, str]
 ) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 PAUSE_S = float(os.environ.get("PAUSE", "0.01"))
+if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
+    time.sleep(1.5)  # whoever is earlier must not find this rank's address of the first attempt
 
 
 def fail(how: str) -> None:
