@@ -13,7 +13,6 @@ import logging
 import signal
 import sys
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.run import main
 
@@ -44,6 +43,7 @@ def renew_stores() -> None:
     finds rank 0's address of the attempt before there, and fails or hangs (torch 2.13).
     """
     try:
+        from torch.distributed import TCPStore
         from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
         from torch.distributed.elastic.rendezvous.api import RendezvousInfo  # noqa: F401
     except ImportError:  # older: the keys hold the attempt
