@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.reporter import reporter
+from imgkit_builder.cli.sif import (
+    engine_image,
+    module_line,
+    stage_lines,
+    stage_seconds,
+    stem,
+    system_of,
+    terminable,
+)
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.make import Made
-    from imgkit_builder.sif.options import Stage
 
 SCHEMA = 1
 _MB = 1e6
@@ -50,7 +58,6 @@ def verb_delta(
       singularity exec --nv --overlay mn5.imgdelta:ro mn5.sif dist-train
       imgkit submit mn5 -A bsc98 --qos acc_debug --delta mn5.imgdelta -- dist-train
     """
-    from imgkit_builder.cli.sif import engine_image, module_line, stem, system_of, terminable
     from imgkit_builder.delta.make import make
     from imgkit_builder.sif.options import Options
 
@@ -89,7 +96,6 @@ def verb_apply(
     Examples:
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif
     """
-    from imgkit_builder.cli.sif import terminable
     from imgkit_builder.delta.apply import apply
     from imgkit_builder.sif.options import Options
 
@@ -103,11 +109,11 @@ def verb_apply(
         "size_bytes": applied.size_bytes,
         "merged": applied.merged,
         "deltas": [dataclasses.asdict(one) for one in applied.deltas],
-        "seconds": {stage.name: round(stage.seconds, 2) for stage in applied.stages},
+        "seconds": stage_seconds(applied.stages),
     }
     merged = ", merged" if applied.merged else ""
     lines = [
-        *_seconds(applied.stages),
+        *stage_lines(applied.stages),
         f"{output}  {applied.size_bytes / _MB:.1f} MB, {len(applied.deltas)} deltas{merged}",
         f"image  {applied.deltas[-1].image_id}",
         f"next:  singularity exec {shlex.quote(str(output))} dist-env",
@@ -130,7 +136,6 @@ def verb_flatten(
     Examples:
       imgkit flatten mn5-2.sif -o mn5.sif
     """
-    from imgkit_builder.cli.sif import terminable
     from imgkit_builder.delta.flatten import flatten
     from imgkit_builder.sif.options import Options
 
@@ -142,10 +147,10 @@ def verb_flatten(
         "size_bytes": done.size_bytes,
         "folded": done.folded,
         "record": dataclasses.asdict(done.record),
-        "seconds": {stage.name: round(stage.seconds, 2) for stage in done.stages},
+        "seconds": stage_seconds(done.stages),
     }
     lines = [
-        *_seconds(done.stages),
+        *stage_lines(done.stages),
         f"{output}  {done.size_bytes / _MB:.1f} MB, {done.folded} deltas folded",
         f"image  {done.record.image_id}",
         f"root   sha256:{done.record.root_sha256}",
@@ -163,23 +168,15 @@ def _made(made: Made, target: Path, following: str) -> tuple[str, dict[str, Any]
         "deleted": made.deleted,
         "way": made.way,
         "record": dataclasses.asdict(delta),
-        "seconds": {stage.name: round(stage.seconds, 2) for stage in made.stages},
+        "seconds": stage_seconds(made.stages),
         "next": following,
     }
     about = f"{made.size_bytes / 1e3:.1f} kB  {made.changed} changed, {made.deleted} deleted"
     lines = [
-        *_seconds(made.stages),
+        *stage_lines(made.stages),
         f"{target}  {about}, read from {made.way}",
         f"image  {delta.image_id}",
         f"over   {delta.base.image_id}, {len(delta.base.deltas)} deltas",
         f"next:  {following}",
     ]
     return "\n".join(lines), data
-
-
-def _seconds(stages: tuple[Stage, ...]) -> list[str]:
-    if not stages:
-        return []
-    total = sum(stage.seconds for stage in stages)
-    lines = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
-    return [*lines, f"{total:7.1f} s  in all"]

@@ -20,7 +20,7 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.report import Reporter
-    from imgkit_builder.sif.options import Converted, EngineImage, Options, Source
+    from imgkit_builder.sif.options import Converted, EngineImage, Options, Source, Stage
     from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
@@ -238,6 +238,20 @@ def stem(image: str) -> str:
     return name if version in ("", "latest") else f"{name}-{version}"
 
 
+def stage_seconds(stages: tuple[Stage, ...]) -> dict[str, float]:
+    """What took how long, for scripts."""
+    return {stage.name: round(stage.seconds, 2) for stage in stages}
+
+
+def stage_lines(stages: tuple[Stage, ...]) -> list[str]:
+    """The same for people, with the sum; nothing where there were no stages."""
+    if not stages:
+        return []
+    total = sum(stage.seconds for stage in stages)
+    lines = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
+    return [*lines, f"{total:7.1f} s  in all"]
+
+
 def _planned(source: Source, target: Path, options: Options) -> tuple[str, dict[str, Any]]:
     from imgkit_builder.sif import convert
 
@@ -257,15 +271,11 @@ def _result(converted: Converted, target: Path, system: SystemFacts | None) -> t
         "arch": converted.arch,
         "up_to_date": converted.up_to_date,
         "record": dataclasses.asdict(record),
-        "seconds": {stage.name: round(stage.seconds, 2) for stage in converted.stages},
+        "seconds": stage_seconds(converted.stages),
         "log": str(converted.log) if converted.log else None,
         "next": following,
     }
-    lines = []
-    if converted.stages:
-        total = sum(stage.seconds for stage in converted.stages)
-        lines += [f"{stage.seconds:7.1f} s  {stage.name}" for stage in converted.stages]
-        lines.append(f"{total:7.1f} s  in all")
+    lines = stage_lines(converted.stages)
     about = f"{converted.size_bytes / _MB:.1f} MB  {converted.arch}  {record.compression}, {record.runtime}"
     lines.append(f"{target}  {about}{'  up to date' if converted.up_to_date else ''}")
     if record.image_id:

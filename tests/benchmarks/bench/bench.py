@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import math
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,15 +31,11 @@ from imgkit_entrypoints.apps.bench.teams import Team
 from imgkit_entrypoints.apps.bench.verify import Truth
 from imgkit_entrypoints.apps.ranks import Ranks
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from measure import interval
+
 LAUNCHES = 8
 DTYPE = dtypes.named("fp32")
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median with its 95 % confidence interval by order statistics."""
-    ordered = sorted(values)
-    below = max(0, int((len(ordered) - 1 - 1.96 * math.sqrt(len(ordered))) / 2))
-    return ordered[below], statistics.median(ordered), ordered[-1 - below]
 
 
 def cpu_s() -> float:
