@@ -1,5 +1,5 @@
 """``python3 -I -m imgkit_entrypoints dist-train ...``."""
 
-from imgkit_entrypoints.main import main
+from imgkit_entrypoints.cli.main import main
 
 main()

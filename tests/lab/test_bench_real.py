@@ -14,8 +14,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from imgkit_entrypoints.apps.bench import json_schema, schema
-from imgkit_entrypoints.apps.bench.collectives import NAMES
+from imgkit_entrypoints.apps.bench.measure.collectives import NAMES
+from imgkit_entrypoints.apps.bench.record import json_schema, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
@@ -67,7 +67,7 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
 
 # What each rank would get from a broken library, before it is compared with what is right.
 INJURED = """
-from imgkit_entrypoints.apps.bench import verify
+from imgkit_entrypoints.apps.bench.measure import verify
 from imgkit_entrypoints.apps.bench.__main__ import main
 right = verify.Truth.wrong
 def wrong(self, buffer, result, iteration):
@@ -279,7 +279,7 @@ def test_late_host_is_named_as_a_whole(site: Site) -> None:
 
 # gloo has one transport, so these arms differ in a variable only; that the launches and all else are real.
 TWO_ARMS = """
-from imgkit_entrypoints import main
+from imgkit_entrypoints.cli import main
 from imgkit_entrypoints.apps.bench import compare
 a, b = (compare.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
 compare.ARMS = {"a": a, "b": b}

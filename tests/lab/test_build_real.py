@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder import engine as engines
-from imgkit_builder.report import Silent
+from imgkit_builder.base.progress import Silent
 from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.docker

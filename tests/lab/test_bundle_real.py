@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder import bundle
+from imgkit_builder.cli import bundle
 from imgkit_builder.cli.app import BUNDLE_VERBS
 
 TAG = "imgkit-test-bundle:1"

@@ -227,7 +227,7 @@ import dataclasses, sys
 from pathlib import Path
 from imgkit_builder.cli.sif import engine_image
 from imgkit_builder.delta.make import make
-from imgkit_builder.report import Silent
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif.options import Options
 
 tag, base, target, way = sys.argv[1:]

@@ -241,7 +241,7 @@ def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None
 
 def test_tutorial_s_start_without_container_is_refused(pbs: Pbs) -> None:
     once = f"import sys; sys.path.insert(0, {str(ROOT / 'entrypoints')!r}); "
-    once += "import imgkit_entrypoints.main as m; m.main(['dist-run', 'multinode.py', '50', '10'])"
+    once += "import imgkit_entrypoints.cli.main as m; m.main(['dist-run', 'multinode.py', '50', '10'])"
     code, refused = pbs.script(*TUTORIAL, f'python3 -c "{once}"')
     assert code == 5, refused
     assert "PBS starts nothing on the others" in refused

@@ -22,7 +22,7 @@ import os, sys
 from pathlib import Path
 from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.placement import Wanted
+from imgkit_entrypoints.schedulers.placement import Wanted
 def read(path):
     try:
         return Path(path).read_text()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder import archive
+from imgkit_builder.archive import write
 from imgkit_builder.sif import image as sif_image
 from imgkit_entrypoints.errors import ToolFailed
 
@@ -144,7 +144,7 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
     done = imgkit("save", image, "--compress", compress, "--json", cwd=tmp_path)
     told = json.loads(done.stdout)
     path = tmp_path / told["archive"]["name"]
-    assert path.name == f"imgkit-test-save-1{archive.SUFFIXES[compress]}"  # type: ignore[index]
+    assert path.name == f"imgkit-test-save-1{write.SUFFIXES[compress]}"  # type: ignore[index]
     assert verdicts(path)[0] == 0
     if compress == "zstd":  # the engine of 20.10 reads gzip only
         subprocess.run(["zstd", "-q", "-d", path], check=True)
@@ -182,7 +182,7 @@ def test_image_without_a_name_is_refused(image: str, tmp_path: Path) -> None:
     assert "docker tag" in done.stderr
 
 
-@pytest.mark.parametrize("compress", archive.SUFFIXES)
+@pytest.mark.parametrize("compress", write.SUFFIXES)
 def test_memory_stays_below_64_mib(image: str, tmp_path: Path, compress: str) -> None:
     if compress == "zstd" and shutil.which("zstd") is None:
         pytest.skip("no zstd program")
@@ -235,7 +235,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_leaves_nothing(small_disk: Path) -> None:
     chunks = (os.urandom(32_768) for _ in range(1_000))
     with pytest.raises(ToolFailed, match="no space left after 8 MB"):
-        archive.save(chunks, target=small_disk / "x.tar")
+        write.save(chunks, target=small_disk / "x.tar")
     assert list(small_disk.iterdir()) == []
 
 

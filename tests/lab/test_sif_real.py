@@ -208,10 +208,10 @@ def test_archive_same_image(lab: Lab) -> None:
 
 
 def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
-    from imgkit_builder.report import Silent
-    from imgkit_builder.sif import layout
+    from imgkit_builder.archive import oci_folder
+    from imgkit_builder.base.progress import Silent
 
-    layout.from_archive(lab.archive, tmp_path / "oci", Silent())
+    oci_folder.from_archive(lab.archive, tmp_path / "oci", Silent())
     done = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
     assert superblock is not None

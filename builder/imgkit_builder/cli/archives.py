@@ -16,10 +16,10 @@ from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.archive import Saved
+    from imgkit_builder.archive.sidecar import Sidecar
+    from imgkit_builder.archive.write import Saved
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.engine import Engine, ImageInfo
-    from imgkit_builder.report import Reporter
-    from imgkit_builder.sidecar import Sidecar
     from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
@@ -63,7 +63,8 @@ def verb_save(
       imgkit save mn5 --compress zstd -o /scratch/mn5.tar.zst
       imgkit save registry.example.org/group/mine:1 --dry-run
     """
-    from imgkit_builder import archive, engine
+    from imgkit_builder import engine
+    from imgkit_builder.archive import write
 
     with reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
         info = engine.inspect(connected, _image_name(image))
@@ -72,9 +73,9 @@ def verb_save(
                 f"the image {image} has no name, and an archive without one cannot be used",
                 hint=f"docker tag {image} NAME:1, then: imgkit save NAME:1",
             )
-        target = output or Path(_file_stem(info.tag) + archive.SUFFIXES[compress.value])
+        target = output or Path(_file_stem(info.tag) + write.SUFFIXES[compress.value])
         # Before the engine stages 20 GB.
-        archive.preflight(target.absolute(), compress=compress.value, expected_bytes=info.size_bytes)
+        write.preflight(target.absolute(), compress=compress.value, expected_bytes=info.size_bytes)
         if dry_run:
             text, data = _planned(info, target, compress)
         else:
@@ -116,14 +117,15 @@ def _planned(info: ImageInfo, target: Path, compress: Compression) -> tuple[str,
 def _saved(
     connected: Engine, info: ImageInfo, target: Path, compress: Compression, report: Reporter
 ) -> tuple[Saved, Sidecar]:
-    from imgkit_builder import archive, engine, sidecar
-    from imgkit_builder import manifest as manifests
+    from imgkit_builder import engine
+    from imgkit_builder.archive import sidecar, write
+    from imgkit_builder.image import manifest as manifests
     from imgkit_entrypoints import system as systems
 
     system = _baked(connected, info, str(systems.SYSTEM_JSON), systems.from_json, report)
     manifest = _baked(connected, info, manifests.MANIFEST_JSON, manifests.from_json, report)
     with engine.save_stream(connected, info.tag, report=report) as chunks:
-        saved = archive.save(
+        saved = write.save(
             chunks,
             target=target.absolute(),
             compress=compress.value,
@@ -163,7 +165,7 @@ def _baked(
 
 
 def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
-    from imgkit_builder import sidecar
+    from imgkit_builder.archive import sidecar
 
     commands = _commands(saved.path, described.system)
     data = {
@@ -187,7 +189,7 @@ def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
 
 def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
     """What to type next; an empty string where a step is not needed."""
-    from imgkit_builder import sidecar
+    from imgkit_builder.archive import sidecar
 
     transfer = system.transfer if system else None
     host = transfer.host if transfer and transfer.host else "CLUSTER"
@@ -230,7 +232,8 @@ def verb_verify(
       imgkit verify mn5.tar
       imgkit verify mn5.sif --json
     """
-    from imgkit_builder import checks, verify
+    from imgkit_builder.base import checks
+    from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
         results = verify.verify(file, report=report)

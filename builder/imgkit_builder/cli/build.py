@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder import checks, smoke
+from imgkit_builder.base import checks
+from imgkit_builder.image import smoke
 from imgkit_entrypoints.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from imgkit_builder.checks import Check
-    from imgkit_builder.context import BuildContext
+    from imgkit_builder.base.checks import Check
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.engine import Built, Engine, ImageInfo
-    from imgkit_builder.manifest import Base
+    from imgkit_builder.image.context import BuildContext
+    from imgkit_builder.image.manifest import Base
     from imgkit_builder.recipe import Recipe
-    from imgkit_builder.report import Reporter
 
 SCHEMA = 1
 
@@ -44,9 +45,9 @@ class Outcome:
 
 def plan(recipe: Recipe, wanted: Wanted) -> Outcome:
     """What would be built, found out without an engine."""
-    from imgkit_builder.context import pack, revision
     from imgkit_builder.engine import check_name, choose_platform, default_tag
-    from imgkit_builder.manifest import Base
+    from imgkit_builder.image.context import pack, revision
+    from imgkit_builder.image.manifest import Base
 
     target = choose_platform(recipe, wanted=wanted.platform, host=_host_platform())
     base = wanted.base or recipe.image.base
@@ -88,8 +89,8 @@ def _host_platform() -> str:
 
 def make(recipe: Recipe, typed: str, wanted: Wanted, report: Reporter) -> Outcome:
     """Build and test the image of `recipe`, which the user called `typed`."""
-    from imgkit_builder import context as contexts
     from imgkit_builder import engine as engines
+    from imgkit_builder.image import context as contexts
 
     tag = wanted.tag or engines.default_tag(recipe)
     engines.check_name(tag, where="--tag")

@@ -17,9 +17,9 @@ from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.checks import Check
+    from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe import Recipe
-    from imgkit_builder.targets import Target
+    from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
 _RECIPE = typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file.")
@@ -84,7 +84,7 @@ def verb_test(
       imgkit test mn5
       imgkit test mn5.sif --json
     """
-    from imgkit_builder import checks
+    from imgkit_builder.base import checks
 
     with reporter(as_json=as_json) as report:
         report.stage(f"smoke test of {image}")
@@ -96,7 +96,7 @@ def verb_test(
 
 def _test_image(name: str) -> tuple[Check, ...]:
     from imgkit_builder import engine as engines
-    from imgkit_builder import smoke
+    from imgkit_builder.image import smoke
 
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
@@ -108,7 +108,8 @@ def _test_image(name: str) -> tuple[Check, ...]:
 
 
 def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
-    from imgkit_builder import process, smoke
+    from imgkit_builder.base import process
+    from imgkit_builder.image import smoke
     from imgkit_builder.sif import image as sif_image
     from imgkit_builder.sif.runtime import exec_argv, find_runtime
 
@@ -188,7 +189,7 @@ def _sif_shell(path: Path) -> list[str]:
 
 def _target_of(path: Path) -> Target | None:
     """The system that a .sif is for: mn5.sif is mn5's; None for a name that says nothing."""
-    from imgkit_builder import targets
+    from imgkit_builder.recipe import targets
 
     try:
         return targets.find(path.stem)
@@ -282,7 +283,7 @@ def _image_name(target: str) -> str:
     """The image that `target` means: a recipe's file has a default name, a shipped recipe the same name."""
     if not target.endswith((".yaml", ".yml")):
         return target
-    from imgkit_builder import targets
     from imgkit_builder.engine import default_tag
+    from imgkit_builder.recipe import targets
 
     return default_tag(targets.find(target))

@@ -83,8 +83,8 @@ def _request(
     strict: bool = typer.Option(False, "--strict", help="Warnings are errors."),
 ) -> Request:
     """The request that the flags make up; its signature is that of both verbs."""
-    from imgkit_builder.job import hostlist
     from imgkit_builder.job.request import Request
+    from imgkit_builder.job.ssh import hostlist
 
     return Request(
         command=tuple(command or ()),
@@ -187,7 +187,7 @@ def verb_submit(
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
       imgkit submit lambda --hosts node1,node2 --ssh -- dist-bench
     """
-    from imgkit_builder import process
+    from imgkit_builder.base import process
     from imgkit_builder.job import check, submit
 
     job, script = _made(recipe, request)
@@ -221,8 +221,8 @@ def verb_submit(
 
 def _fanned_out(script: Script) -> int:
     """Run the lines of all hosts; what they say bears the host's name."""
-    from imgkit_builder import process
-    from imgkit_builder.job import fanout
+    from imgkit_builder.base import process
+    from imgkit_builder.job.ssh import fanout
 
     process.need("ssh", "apt-get install openssh-client")
 
@@ -332,7 +332,7 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
 
 def _thin(words: tuple[str, ...], *, as_json: bool) -> None:
     """Print the command, run it, and leave with its exit code."""
-    from imgkit_builder import process
+    from imgkit_builder.base import process
 
     if as_json:
         done = process.run(words, check=False)

@@ -46,15 +46,16 @@ def verb_render(
       imgkit render mn5 --context mn5.tar && docker build -t mn5 - < mn5.tar
       imgkit render mn5 --format def -o mn5.def
     """
-    from imgkit_builder import files, render
+    from imgkit_builder.base import files
     from imgkit_builder.cli.recipes import load_recipe
+    from imgkit_builder.image import render
 
     loaded = load_recipe(recipe)
     make = render.dockerfile if form is Format.DOCKERFILE else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:
-        from imgkit_builder.context import pack, revision
-        from imgkit_builder.manifest import Base
+        from imgkit_builder.image.context import pack, revision
+        from imgkit_builder.image.manifest import Base
 
         found = pack(
             loaded,

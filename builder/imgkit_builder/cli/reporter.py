@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.report import Reporter
+from imgkit_builder.base.progress import Reporter
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

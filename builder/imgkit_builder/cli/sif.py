@@ -18,8 +18,8 @@ from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.engine import Engine, ImageInfo
-    from imgkit_builder.report import Reporter
     from imgkit_builder.sif.options import Converted, EngineImage, Options, Source, Stage
     from imgkit_entrypoints.system import SystemFacts
 
@@ -138,7 +138,7 @@ def _source(
     image: str, origin: Origin | None, report: Reporter
 ) -> Iterator[tuple[Source, SystemFacts | None]]:
     """What `image` means, and the system it is for where that is known; an engine stays connected."""
-    from imgkit_builder import sidecar
+    from imgkit_builder.archive import sidecar
     from imgkit_builder.sif.options import Archive, OciFolder, Registry
 
     path = Path(image)
@@ -190,8 +190,8 @@ def engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
 
 def _image_of(connected: Engine, name: str, info: ImageInfo) -> EngineImage:
     from imgkit_builder import engine
+    from imgkit_builder.archive.config import parse_config
     from imgkit_builder.engine.config import image_config
-    from imgkit_builder.sif.config import parse_config
     from imgkit_builder.sif.options import EngineImage
 
     def other(image_id: str) -> EngineImage | None:
@@ -214,7 +214,7 @@ def _image_of(connected: Engine, name: str, info: ImageInfo) -> EngineImage:
 
 def system_of(image: str) -> SystemFacts | None:
     """The system of the recipe `image`, or of the shipped recipe that an image is named like."""
-    from imgkit_builder import targets
+    from imgkit_builder.recipe import targets
     from imgkit_recipes import recipe_names
 
     name = image.rpartition("/")[2].partition(":")[0]

@@ -14,8 +14,8 @@ from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
-    from imgkit_builder.checks import Check
-    from imgkit_builder.targets import Target
+    from imgkit_builder.base.checks import Check
+    from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
 
@@ -56,8 +56,10 @@ def verb_doctor(
       imgkit doctor mn5 --for sif      # on the cluster
       imgkit doctor olivia --for build --json
     """
-    from imgkit_builder import checks, doctor, targets
-    from imgkit_builder.job import hostlist
+    from imgkit_builder.base import checks
+    from imgkit_builder.examine import doctor
+    from imgkit_builder.job.ssh import hostlist
+    from imgkit_builder.recipe import targets
 
     target = targets.find(recipe) if recipe else None
     about: dict[str, object] = {"recipe": target.name if target else ""}
@@ -74,8 +76,8 @@ def verb_doctor(
 
 
 def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tuple[Check, ...]:
-    from imgkit_builder import process
-    from imgkit_builder.job import nodes
+    from imgkit_builder.base import process
+    from imgkit_builder.job.ssh import doctor as nodes
     from imgkit_entrypoints.errors import UsageError
 
     if target is None:
@@ -114,7 +116,7 @@ def verb_bundle(
       rsync -P imgkit.pyz mn5.tar USER@CLUSTER:
       python3 imgkit.pyz sif mn5.tar       # on the cluster
     """
-    from imgkit_builder import bundle
+    from imgkit_builder.cli import bundle
 
     with reporter(as_json=as_json) as report:
         report.stage(f"bundle {output}")

@@ -13,12 +13,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder import files
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, squash, tree
 from imgkit_builder.delta.descriptor import Base, Delta, Stack
 from imgkit_builder.delta.make import see
 from imgkit_builder.delta.squashfs import Squashfs
-from imgkit_builder.report import Reporter
 from imgkit_builder.sif import check, convert, image
 from imgkit_builder.sif.image import ARCHS, Record
 from imgkit_builder.sif.job import Clock, Job

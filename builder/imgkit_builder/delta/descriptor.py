@@ -17,11 +17,11 @@ from typing import Any
 
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import Descriptor, SifImage
-from imgkit_entrypoints import overlay
 from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.launch import delta_check
 
 SCHEMA = 1
-INSIDE = overlay.DELTA_JSON.lstrip("/")
+INSIDE = delta_check.DELTA_JSON.lstrip("/")
 """In the tree of a delta: by it the commands of the image see that the delta is there."""
 _MARK = b"IMGDELTA"
 _END = struct.Struct("<Q8s")

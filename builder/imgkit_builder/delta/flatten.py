@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder import __version__, files
+from imgkit_builder import __version__
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import apply, descriptor, source, squash, tree
-from imgkit_builder.report import Reporter
 from imgkit_builder.sif import check, convert, fast, image
 from imgkit_builder.sif.image import Record
 from imgkit_builder.sif.job import Clock, Job

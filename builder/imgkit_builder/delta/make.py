@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder import __version__, files
+from imgkit_builder import __version__
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, squash, tree
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.tree import Changes, Entry
-from imgkit_builder.report import Reporter
 from imgkit_builder.sif import check, fast
 from imgkit_builder.sif.job import Clock, Job
 from imgkit_builder.sif.options import EngineImage, Options, Stage

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.archive import oci_folder
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, tree
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.grafts import Graft
 from imgkit_builder.delta.squashfs import Squashfs
 from imgkit_builder.delta.tars import Tar
-from imgkit_builder.report import Reporter
-from imgkit_builder.sif import fast, layout
+from imgkit_builder.sif import fast
 from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -126,7 +127,7 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 def _saved(image: EngineImage, folder: Path, report: Reporter) -> list[tree.Layer]:
     report.stage(f"save {image.name} from the engine")
     with image.save() as chunks:
-        laid = layout.from_chunks(
+        laid = oci_folder.from_chunks(
             chunks, folder, name=image.name, report=report, expected_bytes=image.size_bytes
         )
     # Equal layers are one file, and must stay one object each: where they lie in the stack differs.

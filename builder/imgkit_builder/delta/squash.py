@@ -6,14 +6,15 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from imgkit_builder.archive.tarstream import END, pax_header
 from imgkit_builder.delta.tree import Entry, Kind
-from imgkit_builder.sif import fast, image, squash, squashfs
+from imgkit_builder.sif import compression as squash
+from imgkit_builder.sif import fast, image, superblock
+from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.job import Job
 from imgkit_builder.sif.options import CompressionChoice
 from imgkit_builder.sif.runtime import RuntimeTool
-from imgkit_builder.sif.squash import Compression
-from imgkit_builder.sif.tarstream import END, pax_header
 
 _TYPES: Mapping[Kind, bytes] = {
     "file": tarfile.REGTYPE,
@@ -43,7 +44,7 @@ def make(job: Job, target: Path, entries: Iterable[tuple[str, Entry | None]], *,
     with fast.squashing(argv, job) as sink:
         for chunk in tar(entries):
             sink.write(chunk)
-    squashfs.set_root(target, fast.epoch(created))
+    superblock.set_root(target, fast.epoch(created))
 
 
 def tar(entries: Iterable[tuple[str, Entry | None]]) -> Iterator[bytes]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
 from imgkit_builder.engine.images import ImageInfo, check_name, find
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_builder.engine.transfer import pull as fetch
-from imgkit_builder.manifest import STANDIN_LABEL, Base
-from imgkit_builder.report import Reporter, Silent
+from imgkit_builder.image.manifest import STANDIN_LABEL, Base
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from imgkit_builder import files
+from imgkit_builder.base import files
+from imgkit_builder.base.process import TAIL_LINES
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
 from imgkit_builder.engine import labels as marks
 from imgkit_builder.engine.connection import Engine
@@ -20,14 +22,12 @@ from imgkit_builder.engine.errors import broken, clean, explain, hint_for, trans
 from imgkit_builder.engine.events import Event, error_of
 from imgkit_builder.engine.images import ImageInfo, check_name, inspect
 from imgkit_builder.engine.transfer import add_tag
-from imgkit_builder.process import TAIL_LINES
-from imgkit_builder.report import Reporter
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.context import BuildContext
+    from imgkit_builder.image.context import BuildContext
     from imgkit_builder.recipe import Recipe
-    from imgkit_builder.targets import Target
+    from imgkit_builder.recipe.targets import Target
 
 _STEP = re.compile(r"^Step (\d+)/(\d+) : (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
@@ -220,7 +220,7 @@ class _Watch:
     def _origin(self, line: int | None) -> str | None:
         if line is None:
             return None
-        from imgkit_builder.render import origin
+        from imgkit_builder.image.render import origin
 
         return origin(self._dockerfile, line) or f"Dockerfile:{line}"
 

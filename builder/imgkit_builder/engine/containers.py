@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+from imgkit_builder.base.process import Finished
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import clean, translated
-from imgkit_builder.process import Finished
 
 NOT_FOUND = 127
 """What a shell returns for a program that is not there; the engine answers the start request instead."""

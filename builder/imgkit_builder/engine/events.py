@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.errors import explain, translated
-from imgkit_builder.report import Reporter
 
 Event = dict[str, Any]
 """One decoded JSON event; never leaves this package."""

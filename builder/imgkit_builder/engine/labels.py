@@ -13,7 +13,7 @@ from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.images import find
 
 if TYPE_CHECKING:
-    from imgkit_builder.context import BuildContext
+    from imgkit_builder.image.context import BuildContext
 
 CONTEXT_LABEL = "imgkit.context.sha256"
 CREATED_LABEL = "org.opencontainers.image.created"

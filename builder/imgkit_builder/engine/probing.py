@@ -6,10 +6,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-from imgkit_builder import files, inside
+from imgkit_builder.base import files
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.manifest import Base, Probe
+from imgkit_builder.image import inside
+from imgkit_builder.image.manifest import Base, Probe
 
 SCHEMA = 1
 

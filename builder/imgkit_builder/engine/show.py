@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from imgkit_builder.engine.connection import connect
 from imgkit_builder.engine.images import inspect
-from imgkit_builder.manifest import STANDIN_LABEL
+from imgkit_builder.image.manifest import STANDIN_LABEL
 
 SCHEMA = 1
 STANDIN_WARNING = "STAND-IN: made from a base without NVIDIA's software; for tests only, not for a cluster"

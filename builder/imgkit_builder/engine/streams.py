@@ -7,11 +7,11 @@ import io
 import tarfile
 from collections.abc import Generator, Iterator
 
+from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import clean, explain, translated
 from imgkit_builder.engine.images import inspect
-from imgkit_builder.report import Reporter, Silent
 from imgkit_entrypoints.errors import ToolFailed
 
 _TAIL_BYTES = 4096

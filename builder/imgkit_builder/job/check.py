@@ -8,8 +8,8 @@ from pathlib import Path
 
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.job import hostlist
 from imgkit_builder.job.request import Job
+from imgkit_builder.job.ssh import hostlist
 from imgkit_entrypoints.errors import UsageError
 
 

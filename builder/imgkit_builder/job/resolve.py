@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from imgkit_builder.delta import descriptor
-from imgkit_builder.job import fields, pods
+from imgkit_builder.job import fields
 from imgkit_builder.job.request import Job, Request, RunBy
+from imgkit_builder.job.systems import pods
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import choices
 from imgkit_builder.sif import image as sif
-from imgkit_entrypoints import overlay
+from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.registry import COMMANDS
+from imgkit_entrypoints.launch import delta_check
 
 FLAGS: Mapping[str, frozenset[str]] = {
     "slurm": frozenset({"account", "queue", "qos", "time", "cpus", "stop-before"}),
@@ -275,13 +276,13 @@ def _delta(request: Request, run_by: RunBy, image: Path) -> Mapping[str, str]:
     Set inside the container: a runtime's --cleanenv must not switch the check off.
     """
     if request.overlay is not None:
-        return {overlay.VARIABLE: request.overlay.delta.image_id}
+        return {delta_check.VARIABLE: request.overlay.delta.image_id}
     if run_by != "singularity" or not sif.is_sif(image):
         return {}
     record = sif.read(image).record
     if record is None or not record.deltas:
         return {}
-    return {overlay.VARIABLE: descriptor.stack(image).base.image_id}
+    return {delta_check.VARIABLE: descriptor.stack(image).base.image_id}
 
 
 def _binds(recipe: Recipe, request: Request, run_by: RunBy) -> tuple[str, ...]:

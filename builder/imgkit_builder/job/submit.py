@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from imgkit_builder import files, process
+from imgkit_builder.base import files, process
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job, Record, Script
 from imgkit_entrypoints.errors import UsageError

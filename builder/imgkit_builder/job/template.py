@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from imgkit_builder.image.render import environment
 from imgkit_builder.job import container
 from imgkit_builder.job.request import Job
-from imgkit_builder.render import environment
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 

@@ -11,15 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import disk_usage
 
-from imgkit_builder import __version__, files
-from imgkit_builder.report import Reporter
-from imgkit_builder.sif import check, fast, image, layout, limits, squash, streams
-from imgkit_builder.sif.config import ImageConfig
+from imgkit_builder import __version__
+from imgkit_builder.archive import oci_folder, streams
+from imgkit_builder.archive.config import ImageConfig
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.sif import check, fast, image, limits
+from imgkit_builder.sif import compression as squash
+from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.image import IMGKIT_OBJECT, Record, SifImage
 from imgkit_builder.sif.job import Clock, Job, cache_flags, folder_name
 from imgkit_builder.sif.options import Archive, Converted, EngineImage, OciFolder, Options, Registry, Source
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file
-from imgkit_builder.sif.squash import Compression
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
@@ -117,14 +120,14 @@ def _lay_out(source: Archive | OciFolder | EngineImage, job: Job) -> _Made:
     folder, clock = job.work.folder / "layout", job.clock
     if isinstance(source, Archive):
         clock.stage(f"read {source.path.name}")
-        laid = layout.from_archive(source.path, folder, clock)
+        laid = oci_folder.from_archive(source.path, folder, clock)
     elif isinstance(source, OciFolder):
         clock.stage(f"read {source.path.name}")
-        laid = layout.from_folder(source.path, folder, clock)
+        laid = oci_folder.from_folder(source.path, folder, clock)
     else:
         clock.stage(f"save {source.name} from the engine")
         with source.save() as chunks:
-            laid = layout.from_chunks(
+            laid = oci_folder.from_chunks(
                 chunks, folder, name=source.name, report=clock, expected_bytes=source.size_bytes
             )
     name = _name(source, laid.names)
@@ -268,7 +271,7 @@ def _known_config(source: Source) -> ImageConfig | None:
     """The image configuration where it is to be had without reading layers."""
     if isinstance(source, EngineImage):
         return source.config
-    return layout.peek(source.path) if isinstance(source, Archive) else None
+    return oci_folder.peek(source.path) if isinstance(source, Archive) else None
 
 
 def check_target(target: Path, *, force: bool) -> None:

@@ -24,12 +24,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from imgkit_builder.sif import image, layout, limits, squash, squashfs
-from imgkit_builder.sif.image import ARCHS, DataType, SifImage
-from imgkit_builder.sif.job import Job, cache_flags, folder_name
-from imgkit_builder.sif.options import EngineImage
-from imgkit_builder.sif.squash import Compression
-from imgkit_builder.sif.tarstream import (
+from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive.tarstream import (
     DIRECTORY,
     END,
     REGULAR,
@@ -40,6 +36,12 @@ from imgkit_builder.sif.tarstream import (
     pax_header,
     ustar_header,
 )
+from imgkit_builder.sif import compression as squash
+from imgkit_builder.sif import image, limits, superblock
+from imgkit_builder.sif.compression import Compression
+from imgkit_builder.sif.image import ARCHS, DataType, SifImage
+from imgkit_builder.sif.job import Job, cache_flags, folder_name
+from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 META = ".singularity.d"
@@ -87,7 +89,7 @@ def make(job: Job, source: EngineImage) -> None:
             epoch=created_s,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
-    squashfs.set_root(root, created_s)
+    superblock.set_root(root, created_s)
     job.clock.stage("assemble")
     assemble(job, image.read(skeleton), root, source.config.arch)
     root.unlink()
@@ -129,7 +131,7 @@ def runtime_files(job: Job, source: EngineImage) -> Path:
     ToolFailed : it made none.
     """
     place, name = _empty(job, source)
-    layout.empty(source.config, place / name)
+    oci_folder.empty(source.config, place / name)
     box = job.work.folder / "box"
     job.run("build", "--force", *cache_flags(job.tool), "--sandbox", box, f"oci:{name}", folder=place)
     if not (box / META).is_dir():

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from imgkit_builder.report import Reporter
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.options import Options, Stage
 from imgkit_builder.sif.runtime import RuntimeTool, run, scratch_env
-from imgkit_builder.sif.squash import Compression
 from imgkit_builder.sif.workspace import Workspace
 
 

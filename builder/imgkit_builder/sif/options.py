@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imgkit_builder.sif.config import ImageConfig
+from imgkit_builder.archive.config import ImageConfig
 from imgkit_builder.sif.image import Record
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from imgkit_builder import files
-from imgkit_builder.process import Finished
+from imgkit_builder.base import files
+from imgkit_builder.base.process import Finished
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 COMMANDS = ("singularity", "apptainer")

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints import __version__, facts
-from imgkit_entrypoints.checks import Check, Verdict
-from imgkit_entrypoints.checks.machine import SHM
-from imgkit_entrypoints.doctor import SCHEMA, add_arguments, examine, passed
+from imgkit_entrypoints.doctor.checks import Check, Verdict
+from imgkit_entrypoints.doctor.checks.machine import SHM
+from imgkit_entrypoints.doctor.node import SCHEMA, add_arguments, examine, passed
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
-from imgkit_entrypoints.placement import Direct, Placement, Read, Wanted, WrongStart
 from imgkit_entrypoints.schedulers import detect, manual, standalone
 from imgkit_entrypoints.schedulers.detect import BY_NAME, NAMES, Scheduler, claims, unseen
 from imgkit_entrypoints.schedulers.fields import hostname, node_range, number, port_in, short
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, Wanted, WrongStart
 
 __all__ = ["NAMES", "Scheduler", "claims", "place", "unseen", "warnings"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.placement import Read
 from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
+from imgkit_entrypoints.schedulers.placement import Read
 
 NODES = "IMGKIT_NODES"
 

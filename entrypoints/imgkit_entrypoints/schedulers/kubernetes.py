@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.placement import Placement, Read
 from imgkit_entrypoints.schedulers.fields import (
     first,
     head_of,
@@ -24,6 +23,7 @@ from imgkit_entrypoints.schedulers.fields import (
     port_in,
     present,
 )
+from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "kubeflow"
 

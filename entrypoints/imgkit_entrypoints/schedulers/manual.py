@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.placement import Placement, Read
 from imgkit_entrypoints.schedulers.fields import (
     NODES,
     first,
@@ -19,6 +18,7 @@ from imgkit_entrypoints.schedulers.fields import (
     present,
     short,
 )
+from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "manual"
 

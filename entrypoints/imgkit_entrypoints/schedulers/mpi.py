@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.placement import Direct, Placement, Read, WrongStart
 from imgkit_entrypoints.schedulers.fields import (
     NODES,
     first,
@@ -29,6 +28,7 @@ from imgkit_entrypoints.schedulers.fields import (
     present,
     variable,
 )
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, WrongStart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

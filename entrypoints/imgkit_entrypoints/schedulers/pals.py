@@ -12,9 +12,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from imgkit_entrypoints.placement import Placement, Read
 from imgkit_entrypoints.schedulers.fields import present
 from imgkit_entrypoints.schedulers.mpi import Ranks, place_rank
+from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "pals"
 

@@ -22,7 +22,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.placement import Placement, Read, WrongStart
 from imgkit_entrypoints.schedulers.fields import (
     NODES,
     first,
@@ -34,6 +33,7 @@ from imgkit_entrypoints.schedulers.fields import (
     present,
     short,
 )
+from imgkit_entrypoints.schedulers.placement import Placement, Read, WrongStart
 
 NAME = "pbs"
 

@@ -18,7 +18,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.placement import Direct, Placement, Read, WrongStart
 from imgkit_entrypoints.schedulers.fields import (
     first,
     head_of,
@@ -30,6 +29,7 @@ from imgkit_entrypoints.schedulers.fields import (
     variable,
 )
 from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, WrongStart
 
 __all__ = [
     "FIELDS",

@@ -23,12 +23,13 @@ from pathlib import Path
 import torch
 
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import collectives, dtypes, options, sizes, teams, timing
-from imgkit_entrypoints.apps.bench.collectives import Collective
-from imgkit_entrypoints.apps.bench.measure import Bench
-from imgkit_entrypoints.apps.bench.operations import allocated, launch
-from imgkit_entrypoints.apps.bench.teams import Team
-from imgkit_entrypoints.apps.bench.verify import Truth
+from imgkit_entrypoints.apps.bench import options, sizes
+from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, teams, timing
+from imgkit_entrypoints.apps.bench.measure.collectives import Collective
+from imgkit_entrypoints.apps.bench.measure.one_size import Bench
+from imgkit_entrypoints.apps.bench.measure.operations import allocated, launch
+from imgkit_entrypoints.apps.bench.measure.teams import Team
+from imgkit_entrypoints.apps.bench.measure.verify import Truth
 from imgkit_entrypoints.apps.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import __main__ as app
-from imgkit_entrypoints.apps.train import snapshot
+from imgkit_entrypoints.apps.train.state import snapshot
 
 WARM_UP = 2
 """Turns that do not count."""

@@ -18,9 +18,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from imgkit_builder import engine as engines
-from imgkit_builder.context import BuildContext, pack
 from imgkit_builder.engine import Engine
-from imgkit_builder.manifest import Base
+from imgkit_builder.image.context import BuildContext, pack
+from imgkit_builder.image.manifest import Base
 from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
 

@@ -10,7 +10,7 @@ import pytest
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
-from imgkit_builder.manifest import Base
+from imgkit_builder.image.manifest import Base
 from imgkit_builder.recipe import Recipe
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 

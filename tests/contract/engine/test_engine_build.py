@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from imgkit_builder import engine as engines
-from imgkit_builder.context import BuildContext
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
-from imgkit_builder.report import Silent
+from imgkit_builder.image.context import BuildContext
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 TAG = "small:latest"

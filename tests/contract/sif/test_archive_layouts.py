@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.report import Silent
-from imgkit_builder.sif import layout
-from imgkit_builder.sif.config import parse_config
-from imgkit_builder.sif.layout import Laid
+from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive.config import parse_config
+from imgkit_builder.archive.oci_folder import Laid
+from imgkit_builder.base.progress import Silent
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 Made = Any
 
 
 def lay(path: Path, tmp_path: Path) -> Laid:
-    return layout.from_archive(path, tmp_path / "laid", Silent())
+    return oci_folder.from_archive(path, tmp_path / "laid", Silent())
 
 
 def write(tmp_path: Path, data: bytes) -> Path:
@@ -112,7 +112,7 @@ def test_oci_folder_by_hard_links(made: Made, tmp_path: Path) -> None:
     for name, data in made.modern_members().items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data)
-    laid = layout.from_folder(source, tmp_path / "laid", Silent())
+    laid = oci_folder.from_folder(source, tmp_path / "laid", Silent())
     assert_is(laid, made)
     blob = laid.folder / "blobs/sha256" / laid.config.diff_ids[0].removeprefix("sha256:")
     assert blob.stat().st_nlink == 2
@@ -126,20 +126,20 @@ def test_oci_folder_damaged_layer(made: Made, tmp_path: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data[:-1] + b"?" if data == made.layers[1] else data)
     with pytest.raises(CheckFailed, match="layer 2 of 3 is damaged"):
-        layout.from_folder(source, tmp_path / "laid", Silent())
+        oci_folder.from_folder(source, tmp_path / "laid", Silent())
 
 
 def test_peek_reads_no_layers(archive: Path, made: Made, tmp_path: Path) -> None:
-    config = layout.peek(archive)
+    config = oci_folder.peek(archive)
     assert config is not None
     assert config.image_id == made.image_id
     assert config.labels == made.labels
-    assert layout.peek(write(tmp_path, gzip.compress(archive.read_bytes()))) is None
+    assert oci_folder.peek(write(tmp_path, gzip.compress(archive.read_bytes()))) is None
 
 
 def test_empty_image_same_configuration(made: Made, tmp_path: Path) -> None:
     config = parse_config(made.config, where="test")
-    folder = layout.empty(config, tmp_path / "empty")
+    folder = oci_folder.empty(config, tmp_path / "empty")
     (entry,) = json.loads((folder / "index.json").read_text())["manifests"]
     manifest = json.loads((folder / "blobs/sha256" / entry["digest"][7:]).read_text())
     written = json.loads((folder / "blobs/sha256" / manifest["config"]["digest"][7:]).read_text())
@@ -226,7 +226,7 @@ def test_names_never_become_paths(made: Made, tmp_path: Path, name: str) -> None
     inside.mkdir(parents=True)
     path = write(tmp_path, made.tar({name: b"evil", **made.legacy_members()}))
     before = sorted(tmp_path.rglob("*"))
-    assert_is(layout.from_archive(path, inside / "laid", Silent()), made)
+    assert_is(oci_folder.from_archive(path, inside / "laid", Silent()), made)
     after = [one for one in sorted(tmp_path.rglob("*")) if inside / "laid" not in (one, *one.parents)]
     assert after == before
     assert not Path("/etc/evil").exists()

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import fabric, facts
-from imgkit_entrypoints.apps.bench import counters, record, schema, sizes
-from imgkit_entrypoints.apps.bench.schema import Result, Run
+from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.bench.judge import counters
+from imgkit_entrypoints.apps.bench.record import schema, writer
+from imgkit_entrypoints.apps.bench.record.schema import Result, Run
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
-from imgkit_entrypoints.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.options import Options
-    from imgkit_entrypoints.options import Options as Launch
+    from imgkit_entrypoints.cli.options import Options as Launch
 
 Start = Callable[[Sequence[str], Mapping[str, str]], int]
 """Launches the app once with these words and variables; the exit code of this node."""
@@ -91,7 +93,7 @@ def series(
     _refuse_place(wanted.compare, place, asked.request.device, env)
     head = place.node_rank == 0
     if head and wanted.save:
-        record.writable(Path(wanted.save))
+        writer.writable(Path(wanted.save))
     found = _Comparison(wanted.compare, tuple(command), wanted.rounds)
     plain = _without("--save", _without("--compare", words))
     code = 0
@@ -214,7 +216,7 @@ class _Comparison:
         self.unproven.append(f"NOT PROVEN: the arm {name} must go by {wanted}, and {how}: {evidence}")
         return self.unproven[-1:]
 
-    def joined(self, name: str) -> record.Record | None:
+    def joined(self, name: str) -> writer.Record | None:
         """All rounds of an arm as one run; None before its first."""
         runs = self.runs[name]
         if not runs:
@@ -225,7 +227,7 @@ class _Comparison:
             by_key.setdefault(one.key, []).append(one)
         rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences are of the last"
         sentences = [f"{name}: {rounds}; {self.proofs[name]}.", *last.sentences]
-        return record.Record(
+        return writer.Record(
             started=runs[0].started,
             command=self.words,
             world=last.world,
@@ -297,7 +299,7 @@ def _joined(found: Sequence[Result]) -> Result:
     times = [time_us / 1e6 for one in found for time_us in one.times_us]
     mean = sum(one.time_us * one.iterations for one in found) / iterations / 1e6
     checked = [one.wrong for one in found if one.wrong is not None]
-    return record.result(
+    return writer.result(
         first.op,
         first.busbw_GBps / first.algbw_GBps,
         sorted(times)[(len(times) - 1) // 2] if times else mean,

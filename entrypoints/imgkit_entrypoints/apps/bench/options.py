@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.apps.bench import collectives, compare, dtypes, sizes
+from imgkit_entrypoints.apps.bench import compare, sizes
+from imgkit_entrypoints.apps.bench.measure import collectives, dtypes
 from imgkit_entrypoints.arguments import natural, positive
 
 GROUPS = ("world", "node", "rail")

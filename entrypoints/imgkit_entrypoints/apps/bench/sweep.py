@@ -16,30 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from imgkit_entrypoints.apps.bench import (
-    baseline,
+from imgkit_entrypoints.apps.bench import sizes, table
+from imgkit_entrypoints.apps.bench.ending import Ending
+from imgkit_entrypoints.apps.bench.judge import baseline, conditions, nccl_log, stragglers, verdict
+from imgkit_entrypoints.apps.bench.measure import (
     collectives,
-    conditions,
     dtypes,
     matrix,
     memory,
-    nccl_log,
     operations,
-    record,
-    schema,
-    sizes,
-    stragglers,
-    table,
     teams,
     timing,
-    verdict,
 )
-from imgkit_entrypoints.apps.bench.collectives import Collective
-from imgkit_entrypoints.apps.bench.ending import Ending
-from imgkit_entrypoints.apps.bench.measure import Bench, Measured, OutOfMemory, Stopped
+from imgkit_entrypoints.apps.bench.measure.collectives import Collective
+from imgkit_entrypoints.apps.bench.measure.one_size import Bench, Measured, OutOfMemory, Stopped
+from imgkit_entrypoints.apps.bench.measure.verify import Truth
 from imgkit_entrypoints.apps.bench.options import MOST_BYTES, Options
-from imgkit_entrypoints.apps.bench.schema import World
-from imgkit_entrypoints.apps.bench.verify import Truth
+from imgkit_entrypoints.apps.bench.record import schema, writer
+from imgkit_entrypoints.apps.bench.record.schema import World
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 from imgkit_entrypoints.facts import Reader, root_of
 
@@ -75,11 +69,11 @@ class Sweep:
         smallest = torch.tensor([float("inf") if free is None else float(free)], device=here.device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         self.free_bytes: float = smallest.item()
-        machine = record.machine(os.environ, nodes, per_node, _software(here))
+        machine = writer.machine(os.environ, nodes, per_node, _software(here))
         self.fabric = machine.fabric
         shared = per_node > machine.cpus
         self.late_from_s = stragglers.LEAST_SHARED_S if shared else stragglers.LEAST_S
-        self.record = record.Record(
+        self.record = writer.Record(
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             command=("dist-bench", *sys.argv[1:]),
             world=World(
@@ -152,7 +146,7 @@ class Sweep:
         if self.here.rank == 0:
             try:
                 if self.options.save:
-                    record.writable(Path(self.options.save))
+                    writer.writable(Path(self.options.save))
                 if self.options.baseline:
                     self.baseline = schema.load(Path(self.options.baseline))
             except ImgkitError as error:
@@ -224,10 +218,10 @@ class Sweep:
             "group": self.options.group,
         }
         seconds = found.batch_s / found.batch_iterations
-        batched = record.result(
+        batched = writer.result(
             op.name, factor, seconds, iterations=found.batch_iterations, wrong=None, **common
         )
-        single = record.result(
+        single = writer.result(
             op.name,
             factor,
             sorted(found.times)[(len(found.times) - 1) // 2],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.collectives import Collective
-from imgkit_entrypoints.apps.bench.dtypes import Dtype
-from imgkit_entrypoints.apps.bench.schema import Result, World
+from imgkit_entrypoints.apps.bench.measure.collectives import Collective
+from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
+from imgkit_entrypoints.apps.bench.record.schema import Result, World
 
 HEADER = (
     f"{'size':>32}  {'batch: mean, slowest rank':^51}  {'each by itself, after a barrier':^39}\n"

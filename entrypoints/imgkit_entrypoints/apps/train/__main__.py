@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.train import options, parts, plugins, utilization
+from imgkit_entrypoints.apps.train import options, parts, plugins
 from imgkit_entrypoints.apps.train.config import Config, due, every, held_against, steps_a_line, total_steps
-from imgkit_entrypoints.apps.train.export import export
-from imgkit_entrypoints.apps.train.feed import Feed
-from imgkit_entrypoints.apps.train.held_out import HeldOut
+from imgkit_entrypoints.apps.train.data.feed import Feed
+from imgkit_entrypoints.apps.train.data.held_out import HeldOut
+from imgkit_entrypoints.apps.train.data.order import Position, arrange
 from imgkit_entrypoints.apps.train.loop import Trainer
-from imgkit_entrypoints.apps.train.order import Position, arrange
-from imgkit_entrypoints.apps.train.report import Gauges, Report
-from imgkit_entrypoints.apps.train.snapshot import Keeper, find
-from imgkit_entrypoints.apps.train.tracing import traced
+from imgkit_entrypoints.apps.train.report import utilization
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Report
+from imgkit_entrypoints.apps.train.report.tracing import traced
+from imgkit_entrypoints.apps.train.state.export import export
+from imgkit_entrypoints.apps.train.state.snapshot import Keeper, find
 from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_saved
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 

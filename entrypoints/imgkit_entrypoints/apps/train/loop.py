@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imgkit_entrypoints.apps.ranks import Ranks
-from imgkit_entrypoints.apps.train import snapshot
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.feed import MicroBatch
-from imgkit_entrypoints.apps.train.order import seed_of
+from imgkit_entrypoints.apps.train.data.feed import MicroBatch
+from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.apps.train.schedule import factor
+from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.errors import UsageError
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from imgkit_entrypoints.apps.train import data, models, plugins
+from imgkit_entrypoints.apps.train import models, plugins
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.order import seed_of
-from imgkit_entrypoints.apps.train.snapshot import begin_random
+from imgkit_entrypoints.apps.train.data import built_in
+from imgkit_entrypoints.apps.train.data.order import seed_of
+from imgkit_entrypoints.apps.train.state.snapshot import begin_random
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -34,7 +35,7 @@ def load(config: Config) -> Parts:
     model: Callable[[Config], Any] = (
         plugins.load(config.model, plugins.MODEL) if plugins.is_plugin(config.model) else _built_in
     )
-    samples = plugins.load(config.data, plugins.DATA) if plugins.is_plugin(config.data) else data.built_in
+    samples = plugins.load(config.data, plugins.DATA) if plugins.is_plugin(config.data) else built_in.built_in
     loss = models.loss_of if config.step == "builtin" else plugins.load(config.step, plugins.STEP)
 
     def seeded_model(config: Config) -> nn.Module:
@@ -56,7 +57,7 @@ def load(config: Config) -> Parts:
 
 
 def _built_in(config: Config) -> nn.Module:
-    made = models.BUILT_IN[config.model](data.classes(config))
+    made = models.BUILT_IN[config.model](built_in.classes(config))
     return models.checkpoint_blocks(made) if config.activation_checkpointing else made
 
 

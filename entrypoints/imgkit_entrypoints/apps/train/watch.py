@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imgkit_entrypoints import files, stopping
+from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.report import Seen
+from imgkit_entrypoints.apps.train.report.metrics import Seen
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.pulse import Pulse
+from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch.hang_watch import Pulse
 
 STOP_FILE = "STOP"
 """In the run's folder: whoever cannot reach the launcher makes it there."""
@@ -50,7 +51,7 @@ class Watch:
 
     def __init__(self, config: Config, here: Ranks, env: Mapping[str, str], began: float) -> None:
         self._here = here
-        self._flag = Path(env["IMGKIT_STOP_DIR"]) / stopping.STOP if env.get("IMGKIT_STOP_DIR") else None
+        self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
         self._file = config.run_dir / STOP_FILE if config.run_dir and here.rank == 0 else None
         self._until = math.inf if config.stop_after_s is None else began + config.stop_after_s
         self._signalled = False
@@ -178,6 +179,6 @@ def tell_saved(step: int, here: Ranks, env: Mapping[str, str]) -> bool:
     if not env.get("IMGKIT_STOP_DIR"):
         return False
     if here.local_rank == 0:
-        job = env.get("IMGKIT_JOB_ID", stopping.LOCAL_JOB)
-        files.put(Path(env["IMGKIT_STOP_DIR"]) / stopping.SAVED, f"{job} {step}\n")
+        job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+        files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.SAVED, f"{job} {step}\n")
     return True

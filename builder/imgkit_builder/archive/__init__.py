@@ -1,0 +1,1 @@
+"""Image archives: written in one pass, read in one place, with two files beside each."""

@@ -1,0 +1,153 @@
+"""The two small files beside an archive, ``X.tar.sha256`` and ``X.tar.manifest.json``. Standard library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from imgkit_builder.base import files
+from imgkit_builder.image import manifest as manifests
+from imgkit_builder.image.manifest import Manifest
+from imgkit_entrypoints import system as systems
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import SystemFacts
+
+SCHEMA = 1
+
+Compress = Literal["none", "gzip", "zstd"]
+
+_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedImage:
+    """What was saved, as the engine shows it."""
+
+    id: str
+    """``sha256:...``"""
+    tag: str
+    platform: str
+    """``linux/amd64``"""
+    diff_ids: tuple[str, ...]
+    """``sha256:...`` of the uncompressed layers, lowest first."""
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedArchive:
+    """The archive file."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    compress: Compress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """Content of ``X.tar.manifest.json``."""
+
+    image: SavedImage
+    archive: SavedArchive
+    system: SystemFacts | None
+    """What the image bakes; None for an image that imgkit did not build."""
+    manifest: Manifest | None
+
+
+def sha256_path(archive: Path) -> Path:
+    """Where the checksum of `archive` stands, in ``sha256sum``'s format."""
+    return archive.with_name(archive.name + ".sha256")
+
+
+def json_path(archive: Path) -> Path:
+    """Where the manifest of `archive` stands."""
+    return archive.with_name(archive.name + ".manifest.json")
+
+
+def write(sidecar: Sidecar, archive: Path) -> tuple[Path, Path]:
+    """Write both files beside `archive`, each whole or not at all; returns their paths."""
+    checksum, described = sha256_path(archive), json_path(archive)
+    files.write_text(checksum, f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
+    files.write_text(described, to_json(sidecar))
+    return checksum, described
+
+
+def to_json(sidecar: Sidecar) -> str:
+    """Deterministic text; `system` and `manifest` are the baked files' own JSON."""
+    document = {
+        "schema": SCHEMA,
+        "image": dataclasses.asdict(sidecar.image),
+        "archive": dataclasses.asdict(sidecar.archive),
+        "system": json.loads(systems.to_json(sidecar.system)) if sidecar.system else None,
+        "manifest": json.loads(manifests.to_json(sidecar.manifest)) if sidecar.manifest else None,
+    }
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str, *, where: str) -> Sidecar:
+    """Read what `to_json` wrote.
+
+    Raises
+    ------
+    UsageError : not a sidecar, or of a later schema.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if data["schema"] != SCHEMA:
+            raise UsageError("the sidecar is of a later imgkit", where=where, hint="use that version")
+        image = dict(data["image"])
+        image["diff_ids"] = tuple(image["diff_ids"])
+        system, manifest = data["system"], data["manifest"]
+        return Sidecar(
+            image=SavedImage(**image),
+            archive=SavedArchive(**data["archive"]),
+            system=systems.from_json(json.dumps(system)) if system else None,
+            manifest=manifests.from_json(json.dumps(manifest)) if manifest else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"not a sidecar of imgkit save: {error!r}", where=where) from error
+
+
+def read(archive: Path) -> Sidecar | None:
+    """The manifest beside `archive`; None where there is none.
+
+    Raises
+    ------
+    UsageError : it is there but cannot be read.
+    """
+    path = json_path(archive)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the sidecar: {error}", where=str(path)) from error
+    return from_json(text, where=str(path))
+
+
+def read_sha256(archive: Path) -> str | None:
+    """The digest that ``X.sha256`` states for `archive`; None where there is no such file.
+
+    Raises
+    ------
+    UsageError : the file has no line for `archive` in ``sha256sum``'s format.
+    """
+    path = sha256_path(archive)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the checksum: {error}", where=str(path)) from error
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        if match and Path(match["name"]).name == archive.name:
+            return match["digest"]
+    raise UsageError(
+        f"has no line for {archive.name}", where=str(path), hint=f"expected: <sha256>  {archive.name}"
+    )

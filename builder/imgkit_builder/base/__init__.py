@@ -1,0 +1,1 @@
+"""Programs, files, progress and checks: what every other room builds on."""

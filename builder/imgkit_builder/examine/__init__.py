@@ -1,0 +1,1 @@
+"""What imgkit says about a machine (`doctor`) and about a file (`verify`)."""

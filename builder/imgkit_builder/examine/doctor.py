@@ -1,0 +1,288 @@
+"""What this machine has and lacks for building, saving and converting images. Standard library only.
+
+Runs on a laptop, in a pipeline and on a cluster's login node; the engine is asked without its SDK. Every
+verdict that is not ok names a fix.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from imgkit_builder.base import process
+from imgkit_builder.base.checks import Check, passed
+from imgkit_builder.engine import ask
+from imgkit_builder.image.smoke import MACHINES
+from imgkit_builder.recipe.targets import Target
+from imgkit_builder.sif import runtime
+from imgkit_builder.sif.convert import SPACE_FACTOR
+from imgkit_builder.sif.workspace import tmp_base
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+
+Purpose = Literal["any", "build", "sif"]
+
+NVIDIA_IMAGE_BYTES = 20 * 10**9
+"""About what NVIDIA's PyTorch images take, uncompressed."""
+BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
+"""Such an image, and its archive or the layers of the next one."""
+SIF_SPACE_BYTES = int(SPACE_FACTOR * NVIDIA_IMAGE_BYTES)
+
+_QEMU = {"amd64": "qemu-x86_64", "arm64": "qemu-aarch64"}
+_USERNS = "proc/sys/user/max_user_namespaces"
+_CLONE = "proc/sys/kernel/unprivileged_userns_clone"
+_APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
+
+
+def host_arch() -> str:
+    """``amd64``, ``arm64``, or the kernel's own word for another."""
+    machine = platform.machine().lower()
+    return next((arch for arch, names in MACHINES.items() if machine in names), machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where is looked; a test gives it another root or user."""
+
+    root: Path = Path("/")
+    uid: int = field(default_factory=os.getuid)
+    arch: str = field(default_factory=host_arch)
+
+    def text(self, path: str) -> str:
+        """Stripped content of a small file below the root; empty where it cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+
+def examine(
+    target: Target | None = None, *, purpose: Purpose = "any", machine: Machine | None = None
+) -> tuple[Check, ...]:
+    """Look at everything; changes nothing, takes a second.
+
+    What fails for `purpose` is what makes it impossible: ``build`` needs the engine, ``sif`` everything but
+    the engine, ``any`` one of the two. What only the other purpose needs is a warning.
+    """
+    machine = machine or Machine()
+    engine, tool = _engine(), _runtime(target)
+    others = (
+        tool,
+        *_modules(target),
+        *(_unprivileged(machine, tool) if tool.verdict == "ok" else ()),
+        _mksquashfs(),
+        _zstd(),
+        *_disks(machine, purpose),
+        *_user_packages(),
+    )
+    can_build, can_convert = engine.verdict != "fail", passed(others)
+    if purpose == "build" or (purpose == "any" and can_build):
+        others = tuple(_softer(check) for check in others)
+    if purpose == "sif" or (purpose == "any" and can_convert):
+        engine = _softer(engine)
+    return (_python(), engine, *_emulation(machine, target), *others)
+
+
+def _softer(check: Check) -> Check:
+    if check.verdict != "fail":
+        return check
+    return Check(name=check.name, verdict="warn", found=check.found, hint=check.hint)
+
+
+def _python() -> Check:
+    return Check(name="python", verdict="ok", found=f"{platform.python_version()} at {sys.executable}")
+
+
+def _engine() -> Check:
+    name = "docker"
+    try:
+        answer = ask.ask()
+    except (ToolMissing, ToolFailed) as error:
+        return Check(name=name, verdict="fail", found=error.what, hint=_context_hint() or error.hint or "")
+    found = f"engine {answer.version}, API {answer.api}, {answer.arch}, at {answer.address}"
+    if answer.free_bytes is None:
+        return Check(name=name, verdict="ok", found=found)
+    found += f", {answer.free_bytes / 1e9:.0f} GB free for images"
+    if answer.free_bytes >= BUILD_SPACE_BYTES:
+        return Check(name=name, verdict="ok", found=found)
+    hint = "an NVIDIA PyTorch image takes 20 GB, saving it as much again; what can go: docker system df"
+    return Check(name=name, verdict="warn", found=found, hint=hint)
+
+
+def _context_hint() -> str:
+    """The docker program knows contexts (rootless, Desktop); imgkit goes by ``DOCKER_HOST`` alone."""
+    if os.environ.get("DOCKER_HOST") or not shutil.which("docker"):
+        return ""
+    argv = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
+    shown = process.run(argv, check=False)
+    host = shown.output.strip()
+    told = shown.returncode == 0 and "://" in host and host != ask.DEFAULT_HOST
+    return f"export DOCKER_HOST={host}" if told else ""
+
+
+def _runtime(target: Target | None) -> Check:
+    name, kind = "singularity", target.system.runtime.kind if target else "singularity"
+    try:
+        tool = runtime.find_runtime(module_hint=(target.module_line or None) if target else None)
+    except ToolMissing as error:
+        if target and kind != "singularity":
+            return Check(name=name, verdict="skip", found=f"none, and {target.name} runs {kind}")
+        hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
+        return Check(name=name, verdict="fail", found=error.what, hint=hint)
+    levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
+    return Check(name=name, verdict="ok", found=f"{tool} at {tool.path}, {levels}")
+
+
+def _modules(target: Target | None) -> Iterator[Check]:
+    name, wanted = "modules", target.module_line if target else ""
+    if os.environ.get("LMOD_CMD"):
+        yield Check(name=name, verdict="ok", found=f"Lmod {os.environ.get('LMOD_VERSION', '')}".rstrip())
+    elif os.environ.get("MODULESHOME") or "BASH_FUNC_module%%" in os.environ:
+        home = os.environ.get("MODULESHOME", "")
+        yield Check(name=name, verdict="ok", found=f"environment modules {home}".rstrip())
+    elif wanted:
+        yield Check(name=name, verdict="skip", found=f"none here; on the system itself: {wanted}")
+
+
+def _unprivileged(machine: Machine, tool: Check) -> Iterator[Check]:
+    """What an ordinary user's runtime needs of the kernel; root and setuid runtimes need none of it."""
+    if machine.uid == 0:
+        return
+    starter = _setuid_starter(machine, tool.found)
+    if starter:
+        yield Check(name="user namespaces", verdict="ok", found=f"not needed: {starter} is setuid")
+        return
+    yield _namespaces(machine)
+    yield _fuse(machine)
+
+
+def _setuid_starter(machine: Machine, found: str) -> Path | None:
+    program = found.partition(" at ")[2].partition(",")[0]
+    prefix = Path(program).resolve().parent.parent
+    for flavour in runtime.COMMANDS:
+        starter = prefix / "libexec" / flavour / "bin" / "starter-suid"
+        if starter.exists() and starter.stat().st_mode & 0o4000:
+            return starter
+    return None
+
+
+def _namespaces(machine: Machine) -> Check:
+    name = "user namespaces"
+    for path, refuses, fix in ((_USERNS, "0", "15000"), (_CLONE, "0", "1"), (_APPARMOR, "1", "0")):
+        if machine.text(path) != refuses:
+            continue
+        key = path.removeprefix("proc/sys/").replace("/", ".")
+        return Check(
+            name=name,
+            # Ubuntu's packages bring an AppArmor profile that lets the runtime through.
+            verdict="warn" if path == _APPARMOR else "fail",
+            found=f"/{path} is {refuses}: ordinary users cannot start a container",
+            hint=f"an administrator: sysctl -w {key}={fix}; or a setuid installation of the runtime",
+        )
+    return Check(name=name, verdict="ok", found=f"allowed, {machine.text(_USERNS) or 'any number'}")
+
+
+def _fuse(machine: Machine) -> Check:
+    device = machine.root / "dev/fuse"
+    if os.access(device, os.R_OK | os.W_OK):
+        return Check(name="fuse", verdict="ok", found="/dev/fuse can be opened")
+    state = "cannot be opened" if device.exists() else "is missing"
+    return Check(
+        name="fuse",
+        verdict="warn",
+        found=f"/dev/fuse {state}: a .sif is then unpacked at every start",
+        hint="an administrator: modprobe fuse; chmod 0666 /dev/fuse",
+    )
+
+
+def _mksquashfs() -> Check:
+    name, path = "mksquashfs", shutil.which("mksquashfs")
+    hint = "apt-get install squashfs-tools, 4.5 or newer; only imgkit sif --from daemon needs it"
+    if path is None:
+        return Check(name=name, verdict="warn", found="not on PATH", hint=hint)
+    words = process.run([path, "-version"], check=False).output.split()
+    # Its help goes to stderr with exit code 1; from 4.7 on -help is a short text.
+    usage = "".join(process.run([path, option], check=False).output for option in ("-help", "-help-all"))
+    lacks = [word for word in ("-tar", "zstd") if word not in usage]
+    found = f"{words[2] if len(words) > 2 else 'unknown version'} at {path}"
+    if lacks:
+        return Check(name=name, verdict="warn", found=f"{found}, without {' and '.join(lacks)}", hint=hint)
+    return Check(name=name, verdict="ok", found=f"{found}, reads tar, writes zstd")
+
+
+def _zstd() -> Check:
+    path = shutil.which("zstd")
+    if path:
+        return Check(name="zstd", verdict="ok", found=path)
+    hint = "apt-get install zstd, or module load zstd; only archives saved with --compress zstd need it"
+    return Check(name="zstd", verdict="warn", found="not on PATH", hint=hint)
+
+
+def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
+    here = Path.cwd()
+    try:
+        scratch = tmp_base(here / "image.sif", None)
+    except UsageError as error:
+        yield Check(name="disk tmp", verdict="fail", found=error.what, hint=f"{error.where}: {error.hint}")
+    else:
+        check = _space("disk tmp", scratch, SIF_SPACE_BYTES)
+        if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
+            hint = "what is unpacked there counts against memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
+            found = f"{check.found}, in memory (tmpfs)"
+            check = Check(name=check.name, verdict="warn", found=found, hint=hint)
+        yield check
+        if scratch == here and purpose != "build":
+            return
+    yield _space("disk here", here, BUILD_SPACE_BYTES if purpose == "build" else 0)
+
+
+def _space(name: str, folder: Path, wanted_bytes: int) -> Check:
+    free = shutil.disk_usage(folder).free
+    found = f"{free / 1e9:.0f} GB free in {folder}"
+    if free >= wanted_bytes:
+        return Check(name=name, verdict="ok", found=found)
+    hint = f"{wanted_bytes / 1e9:.0f} GB are right for an NVIDIA PyTorch image; choose another folder"
+    return Check(name=name, verdict="warn", found=found, hint=hint)
+
+
+def _file_system(machine: Machine, folder: Path) -> str:
+    """Type of the file system that holds `folder`; empty where the kernel does not tell."""
+    folder, depth, kind = folder.resolve(), 0, ""
+    for line in machine.text("proc/mounts").splitlines():
+        _, where, what, *_ = line.split()
+        mount = Path(where.replace("\\040", " "))
+        if folder.is_relative_to(mount) and len(mount.parts) >= depth:
+            depth, kind = len(mount.parts), what
+    return kind
+
+
+def _emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
+    """Whether an image for another architecture can be built here."""
+    if target is None or f"linux/{machine.arch}" in target.platforms:
+        return
+    name, arch = "emulation", target.platforms[0].partition("/")[2]
+    lines = machine.text(f"proc/sys/fs/binfmt_misc/{_QEMU.get(arch, arch)}").splitlines()
+    # F: the kernel keeps the interpreter open, so that it is found inside containers too.
+    if "enabled" in lines and any(line.startswith("flags:") and "F" in line for line in lines):
+        yield Check(name=name, verdict="ok", found=f"{arch} runs on this {machine.arch} machine by qemu")
+        return
+    yield Check(
+        name=name,
+        verdict="warn",
+        found=f"{target.name} is for {arch}; this machine is {machine.arch} and has no qemu handler for it",
+        hint=f"docker run --privileged --rm tonistiigi/binfmt --install {arch}; or build on {arch}",
+    )
+
+
+def _user_packages() -> Iterator[Check]:
+    home = os.environ.get("HOME", "")
+    found = sorted(Path(home).glob(".local/lib/python3*/site-packages")) if home else []
+    if found:
+        told = ", ".join(path.parent.name for path in found)
+        ignored = "imgkit's images ignore them (PYTHONNOUSERSITE), others may not"
+        yield Check(name="~/.local", verdict="ok", found=f"packages of {told}; {ignored}")

@@ -1,0 +1,253 @@
+"""Whether an archive, .sif or delta is what its sidecar and its own manifest say. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from imgkit_builder.archive import contents, sidecar
+from imgkit_builder.archive.contents import ArchivedImage, Contents
+from imgkit_builder.archive.sidecar import Sidecar
+from imgkit_builder.base.checks import Check, Verdict
+from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.examine import doctor
+from imgkit_builder.image import manifest
+from imgkit_builder.sif import image as sif
+from imgkit_builder.sif import runtime
+from imgkit_builder.sif.image import SifImage
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+
+_AGAIN = "copy it again (rsync -P continues), or save it again"
+
+
+def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
+    """Check the archive, .sif or delta at `path`; reads it once, extracts and changes nothing.
+
+    Raises
+    ------
+    UsageError : there is no file, or it is neither an image archive, a .sif nor a delta.
+    ToolMissing : a zstd archive, and no ``zstd`` program.
+    """
+    report = report or Silent()
+    try:
+        with path.open("rb") as file:
+            start = file.read(512)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if sif.is_sif(path):
+        return tuple(_sif_checks(path, report))
+    if descriptor.is_delta(path):
+        return tuple(_delta_checks(path, report))
+    compress = contents.compression(start)
+    if compress is None:
+        raise UsageError(
+            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or delta",
+            where=str(path),
+            hint=f"its first bytes are {start[:16]!r}" if start else "it is empty: copy it again",
+        )
+    report.stage(f"read {path.name}")
+    held = contents.read(path, compress=compress, report=report)
+    return _archive_checks(path, held)
+
+
+def _archive_checks(path: Path, held: Contents) -> tuple[Check, ...]:
+    first = [checksum(path, held.sha256, held.size_bytes)]
+    image = held.image
+    if image is None:
+        return (*first, Check(name="archive", verdict="fail", found=held.problem, hint=_AGAIN))
+    return (
+        *first,
+        _structure(held, image),
+        _id(image),
+        _layers(image),
+        _against_sidecar(path, held, image),
+    )
+
+
+def checksum(path: Path, actual: str, size_bytes: int) -> Check:
+    """Compare the digest of `path` with both sidecars."""
+    about = f"{actual} ({size_bytes} bytes)"
+    try:
+        listed = sidecar.read_sha256(path)
+        described = sidecar.read(path)
+    except UsageError as error:
+        return Check(name="sha256", verdict="fail", found=str(error.what), hint=f"{error.where}: {_AGAIN}")
+    stated = {
+        sidecar.sha256_path(path).name: listed,
+        sidecar.json_path(path).name: described.archive.sha256 if described else None,
+    }
+    wrong = {name: digest for name, digest in stated.items() if digest not in (None, actual)}
+    if wrong:
+        told = ", ".join(f"{name} says {digest}" for name, digest in wrong.items())
+        size = described.archive.size_bytes if described else size_bytes
+        short = f"; {size_bytes} of {size} bytes are here" if size != size_bytes else ""
+        return Check(name="sha256", verdict="fail", found=f"is {actual}, {told}{short}", hint=_AGAIN)
+    if listed is None and described is None:
+        name = sidecar.sha256_path(path).name
+        return Check(
+            name="sha256", verdict="warn", found=f"{about}; no {name} beside it", hint=f"copy {name} as well"
+        )
+    return Check(name="sha256", verdict="ok", found=about)
+
+
+def _structure(held: Contents, image: ArchivedImage) -> Check:
+    if held.wrong_blobs:
+        return Check(name="archive", verdict="fail", found=f"damaged: {held.wrong_blobs[0]}", hint=_AGAIN)
+    tags = ", ".join(image.tags) or "no tag"
+    return Check(name="archive", verdict="ok", found=f"one image, {image.platform}, {tags}")
+
+
+def _id(image: ArchivedImage) -> Check:
+    if image.id != image.stated_id:
+        found = f"the configuration has {image.id}, its name says {image.stated_id}"
+        return Check(name="image id", verdict="fail", found=found, hint=_AGAIN)
+    return Check(name="image id", verdict="ok", found=image.id)
+
+
+def _layers(image: ArchivedImage) -> Check:
+    name = "layers"
+    if len(image.layers) != len(image.diff_ids):
+        found = f"{len(image.layers)} layers in it, {len(image.diff_ids)} in its configuration"
+        return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
+    for layer, diff_id in zip(image.layers, image.diff_ids, strict=True):
+        if layer.diff_id not in ("", diff_id):
+            found = f"{layer.name} has {layer.diff_id}, the configuration says {diff_id}"
+            return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
+    unread = sum(not layer.diff_id for layer in image.layers)
+    found = f"{len(image.layers)}, as the configuration lists them"
+    if unread:
+        return Check(name=name, verdict="warn", found=f"{found}; {unread} with zstd inside, not unpacked")
+    return Check(name=name, verdict="ok", found=found)
+
+
+def _against_sidecar(path: Path, held: Contents, image: ArchivedImage) -> Check:
+    try:
+        described = sidecar.read(path)
+    except UsageError as error:
+        return Check(name="sidecar", verdict="fail", found=error.what, hint=str(error.where))
+    if described is None:
+        absent = sidecar.json_path(path).name
+        return Check(name="sidecar", verdict="skip", found=f"no {absent} beside it")
+    wrong = _differences(described, held, image)
+    verdict: Verdict = "fail" if wrong else "ok"
+    found = wrong or f"{described.image.tag}, {described.image.platform}, {described.image.id}"
+    hint = "the sidecar is of another archive: copy both again" if wrong else ""
+    return Check(name="sidecar", verdict=verdict, found=found, hint=hint)
+
+
+def _differences(described: Sidecar, held: Contents, image: ArchivedImage) -> str:
+    stated = described.image
+    if stated.id not in (image.id, *image.manifest_digests):
+        return f"it is of image {stated.id}, here is {image.id}"
+    if stated.diff_ids != image.diff_ids:
+        return "its list of layers differs from the configuration's"
+    if stated.platform != image.platform:
+        return f"it says {stated.platform}, here is {image.platform}"
+    if described.archive.size_bytes != held.size_bytes:
+        return f"it says {described.archive.size_bytes} bytes, here are {held.size_bytes}"
+    return ""
+
+
+def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
+    if sidecar.sha256_path(path).exists():
+        report.stage(f"read {path.name}")
+        yield checksum(path, contents.sha256(path, report=report), path.stat().st_size)
+    try:
+        image = sif.read(path)
+    except CheckFailed as error:
+        yield Check(name="header", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    squashed = sif.squashfs(image)
+    if image.root is None or squashed is None:
+        yield Check(name="header", verdict="fail", found="no squashfs root partition in it", hint=_AGAIN)
+        return
+    about = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
+    yield Check(name="header", verdict="ok", found=about)
+    report.stage(f"read {path.name}")
+    root = _root_partition(image, sif.root_sha256(path, advance=report.advance))
+    yield root
+    yield from _deltas(image, report)
+    if root.verdict == "fail":
+        yield Check(name="manifest", verdict="skip", found="not looked at: the root partition is damaged")
+    else:
+        yield _baked_manifest(image)
+
+
+def _delta_checks(path: Path, report: Reporter) -> Iterator[Check]:
+    try:
+        delta = descriptor.read(path)
+    except CheckFailed as error:
+        yield Check(name="delta", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    report.stage(f"read {path.name}")
+    yield _delta("delta", delta, descriptor.sha256(path, delta, advance=report.advance))
+
+
+def _deltas(image: SifImage, report: Reporter) -> Iterator[Check]:
+    """The deltas in a .sif, each against the digest that the record has of it."""
+    if image.record is None or not (image.record.deltas or image.overlays):
+        return
+    try:
+        stack = descriptor.stack(image.path)
+    except CheckFailed as error:
+        yield Check(name="deltas", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    for number, (delta, place) in enumerate(zip(stack.deltas, stack.partitions, strict=True), 1):
+        digest = descriptor.sha256(image.path, delta, start=place.offset, advance=report.advance)
+        yield _delta(f"delta {number}", delta, digest)
+
+
+def _delta(name: str, delta: Delta, actual: str) -> Check:
+    if actual != delta.sha256:
+        found = f"its squashfs has sha256 {actual}, recorded is {delta.sha256}"
+        return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
+    found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
+    return Check(name=name, verdict="ok", found=found)
+
+
+def _root_partition(image: SifImage, actual: str) -> Check:
+    name, record = "root partition", image.record
+    if record is None:
+        found = f"sha256 {actual}; no record of imgkit in the file"
+        return Check(
+            name=name, verdict="warn", found=found, hint="made by another tool: imgkit sif records it"
+        )
+    if record.root_sha256 != actual:
+        found = f"has sha256 {actual}, recorded is {record.root_sha256}"
+        return Check(name=name, verdict="fail", found=found, hint="copy it again, or convert it again")
+    found = f"sha256 {actual}, as recorded; from {record.source or record.image_id}, by {record.runtime}"
+    return Check(name=name, verdict="ok", found=found)
+
+
+def _baked_manifest(image: SifImage) -> Check:
+    """Read the manifest out of the image, where a runtime can, and compare it with the file around it."""
+    name = "manifest"
+    if doctor.host_arch() != image.arch:
+        return Check(name=name, verdict="skip", found=f"needs an {image.arch} machine to be read")
+    try:
+        tool = runtime.find_runtime()
+        finished = runtime.run(tool, runtime.exec_arguments(image.path, ["cat", manifest.MANIFEST_JSON]))
+    except ToolMissing as error:
+        return Check(name=name, verdict="skip", found=f"not read: {error.what}")
+    except ToolFailed as error:
+        if "No such file" in str(error.hint):
+            return Check(name=name, verdict="warn", found=f"no {manifest.MANIFEST_JSON}: not built by imgkit")
+        hint = f"imgkit test {image.path.name} says more"
+        return Check(name=name, verdict="warn", found=f"cannot be read: {error.what}", hint=hint)
+    try:
+        # Warnings of the runtime come before it, in the same stream.
+        baked = manifest.from_json(finished.output[max(finished.output.find("{"), 0) :])
+    except UsageError as error:
+        return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
+    arch = baked.platform.partition("/")[2]
+    if arch != image.arch:
+        found = f"it says {baked.platform}, the file is for {image.arch}"
+        return Check(name=name, verdict="fail", found=found, hint="convert it again")
+    base = f"{baked.base.name}{' (a stand-in)' if baked.base.standin else ''}"
+    return Check(
+        name=name,
+        verdict="ok",
+        found=f"recipe {baked.recipe} on {base}, {baked.platform}, imgkit {baked.imgkit}",
+    )

@@ -1,0 +1,349 @@
+"""What an image is made of, layer by layer: the values that both templates are filled from.
+
+Notes
+-----
+Layers are ordered by how seldom they change: base, apt, pip, environment, run steps, the entry points, the
+user's code, facts and provenance, labels. The environment stands before the run steps, which see it, and
+after pip, so that trying another value installs nothing again.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from imgkit_builder import __version__
+from imgkit_builder.image import wheel
+from imgkit_builder.recipe.model import Constraints, KeyPath, PipStep, Recipe
+from imgkit_entrypoints.errors import UsageError
+from imgkit_recipes import FOLDER
+
+INSIDE = "/opt/imgkit"
+"""Where imgkit's own files are in the image."""
+CONSTRAINT = f"{INSIDE}/constraint.txt"
+BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
+
+# The distributions that decide whether the base still is the base; the same names in every release of it.
+PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
+
+# An image is no system whose package manager pip could upset (PEP 668). As variables, not as options: a pip
+# too old for an option stops at it, but ignores a variable that it does not know.
+# No byte code of pip's own either: in a base without any, 11 MB of it would get into each layer.
+PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
+
+NEXT = " \\\n    "
+"""Ends a line inside one shell command or instruction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One word, or one shell command with escaped line ends, so that it is one instruction as well."""
+
+    origin: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextFile:
+    """A file from its place in the build context to its place in the image."""
+
+    member: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipCommand:
+    """One pip step, and the requirements file it reads."""
+
+    origin: str
+    command: str
+    requirements: ContextFile | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """A user's command as the argument of RUN and as one command of ``%post``."""
+
+    origin: str
+    docker: str
+    posix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """User code: the content of `member` lands in `target`."""
+
+    origin: str
+    member: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A variable or a label."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Variables or labels that make one layer together."""
+
+    origin: str
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """An image in the order of its layers."""
+
+    name: str
+    file: str
+    reference: str
+    """What to type after ``imgkit render``."""
+    platform: str
+    base: Text
+    apt: Text | None
+    protect: str
+    filtered_constraint: Text | None
+    pip: tuple[PipCommand, ...]
+    env: Block
+    workdir: Text
+    run: tuple[RunStep, ...]
+    wheel: ContextFile
+    install_wheel: str
+    copy: tuple[Copy, ...]
+    labels: Block
+
+
+def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> Layers:
+    """The layers of `recipe`, on `base` if given; shell commands are quoted, other values are as stated.
+
+    Raises
+    ------
+    UsageError : a value that cannot be on one line, or is no name of a distribution.
+    """
+    image = recipe.image
+    for value, path in _values(recipe):
+        if re.search(r"[\n\r\0]", value):
+            found = f"{'.'.join(map(str, path))}: a line end or NUL"
+            refuse(found, "a Dockerfile", recipe.where(*path), "write it on one line")
+    shipped = recipe.file.parent == FOLDER
+    wheel_name = wheel.file_name()
+    return Layers(
+        name=recipe.name,
+        file=recipe.file.name,
+        reference=recipe.name if shipped else shlex.quote(recipe.file.name),
+        platform=platform or image.platforms[0],
+        base=_base(recipe, base),
+        apt=_apt(recipe),
+        # A run step may call pip too, and can then name the file.
+        protect=_protect() if image.pip or image.run else "",
+        filtered_constraint=_filtered_constraint(recipe) if image.pip else None,
+        pip=tuple(_pip(recipe, number, step) for number, step in enumerate(image.pip)),
+        env=_env(recipe),
+        workdir=Text(
+            origin=_stated(recipe, "image", "workdir") or "imgkit: the default folder", text=image.workdir
+        ),
+        run=tuple(_run(recipe, number, command) for number, command in enumerate(image.run)),
+        wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
+        # The base's PIP_CONSTRAINT has no say here; if it names a file that is gone, pip would stop at it.
+        install_wheel=f"{PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
+        f" --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}",
+        copy=tuple(
+            Copy(
+                origin=recipe.where("image", "copy", number),
+                member=copy_member(number),
+                target=posixpath.normpath(step.target),
+            )
+            for number, step in enumerate(image.copy)
+        ),
+        labels=_labels(recipe),
+    )
+
+
+def requirements_member(number: int) -> str:
+    """Where the requirements file of pip step `number` (from 0) lies in the build context."""
+    return f"imgkit/requirements-{number}.txt"
+
+
+def copy_member(number: int) -> str:
+    """The folder of copy step `number` (from 0) in the build context."""
+    return f"copy/{number}"
+
+
+def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
+    """Every text of the image part that becomes part of one line, with its path."""
+    image = recipe.image
+    yield image.base, ("image", "base")
+    yield image.workdir, ("image", "workdir")
+    for number, package in enumerate(image.apt):
+        yield package, ("image", "apt", number)
+    for number, command in enumerate(image.run):
+        yield command.strip(), ("image", "run", number)
+    for number, step in enumerate(image.pip):
+        for key, words in (("options", step.options), ("packages", step.packages)):
+            for place, word in enumerate(words):
+                yield word, ("image", "pip", number, key, place)
+    for number, copy in enumerate(image.copy):
+        yield copy.target, ("image", "copy", number, "target")
+    for kind, pairs in (("env", image.env), ("labels", image.labels)):
+        for key, value in pairs.items():
+            yield key, ("image", kind, key)
+            yield value, ("image", kind, key)
+
+
+def _base(recipe: Recipe, override: str | None) -> Text:
+    stated = recipe.where("image", "base")
+    if override in (None, recipe.image.base):
+        return Text(origin=stated, text=recipe.image.base)
+    return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
+
+
+def _apt(recipe: Recipe) -> Text | None:
+    packages = recipe.image.apt
+    if not packages:
+        return None
+    parts = (
+        "apt-get update",
+        "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
+        + "".join(f"{NEXT}    {shlex.quote(package)}" for package in packages),
+        "apt-get clean",
+        "rm -rf /var/lib/apt/lists/*",
+    )
+    stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
+    return Text(origin=stated, text=f"{NEXT}&& ".join(parts))
+
+
+def _protect() -> str:
+    # "pip freeze" says "torch @ file://..." of a torch that was built in the base, as NVIDIA's is.
+    parts = (
+        f"mkdir -p {INSIDE}",
+        f"python3 -m pip list --format=freeze --disable-pip-version-check > {CONSTRAINT}",
+        f"sed -n -i -E '/^({PROTECTED})==/Ip' {CONSTRAINT}",
+    )
+    return f"{NEXT}&& ".join(parts)
+
+
+def _filtered_constraint(recipe: Recipe) -> Text | None:
+    """The base's constraint file without the names to drop; empty where the base has none."""
+    constraints = recipe.image.constraints
+    if constraints.policy != "drop":
+        return None
+    stated = recipe.where("image", "constraints")
+    for name in constraints.drop:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+            raise UsageError(
+                f"image.constraints.drop: {name!r} is not the name of a distribution",
+                where=stated,
+                hint="letters, digits, '.', '_' and '-', without a version, for example: drop: [flash-attn]",
+            )
+    names = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in constraints.drop)
+    command = NEXT.join(
+        (
+            'if [ -n "${PIP_CONSTRAINT:-}" ]; then',
+            f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
+            f"else : > {BASE_CONSTRAINT}; fi",
+        )
+    )
+    return Text(origin=stated, text=command)
+
+
+def _pip(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
+    # On the command line, where it adds to PIP_CONSTRAINT: as that variable it would also reach the isolated
+    # environments in which pip builds packages, and those need a torch of their own choice.
+    command = f"{PIP}{_base_constraint(recipe.image.constraints)}"
+    command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
+    requirements = None
+    if step.options:
+        command += f"{NEXT}    {shlex.join(step.options)}"
+    if step.requirements is not None:
+        member = requirements_member(number)
+        requirements = ContextFile(member=member, path=f"{INSIDE}/{posixpath.basename(member)}")
+        command += f"{NEXT}    --requirement {requirements.path}"
+    command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
+    return PipCommand(origin=recipe.where("image", "pip", number), command=command, requirements=requirements)
+
+
+def _base_constraint(constraints: Constraints) -> str:
+    match constraints.policy:
+        case "keep":
+            return ""
+        case "ignore":
+            return " PIP_CONSTRAINT=''"
+        case "drop":
+            return f" PIP_CONSTRAINT={BASE_CONSTRAINT}"
+
+
+def _run(recipe: Recipe, number: int, command: str) -> RunStep:
+    text = command.strip()
+    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as "more follows", and
+    # newer engines << as their heredoc; the exec form keeps all of it.
+    plain = not text.startswith(("--", "[")) and "<<" not in text and not text.endswith("\\")
+    exec_form = json.dumps(["/bin/sh", "-c", text], ensure_ascii=False)
+    return RunStep(
+        origin=recipe.where("image", "run", number),
+        docker=text if plain else exec_form,
+        posix=f"sh -c {shlex.quote(text)}",
+    )
+
+
+def _env(recipe: Recipe) -> Block:
+    # The host's ~/.local is visible inside a .sif; its packages must not be.
+    merged = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
+    stated = _origins(recipe, [("image", "env", key) for key in recipe.image.env])
+    return Block(
+        origin=stated or "imgkit: packages of the host's ~/.local stay out", entries=_entries(merged)
+    )
+
+
+def _labels(recipe: Recipe) -> Block:
+    """Labels that the recipe alone decides; the engine's build call adds date, revision, base and context."""
+    description = " ".join(recipe.description.split())
+    # Title and version are stated because the base's own (those of its Linux distribution) would show else.
+    merged = {
+        "org.opencontainers.image.title": recipe.name,
+        "org.opencontainers.image.version": __version__,
+        **({"org.opencontainers.image.description": description} if description else {}),
+        **recipe.image.labels,
+        "imgkit.recipe": recipe.name,
+        "imgkit.recipe.sha256": recipe.sha256,
+        "imgkit.version": __version__,
+    }
+    stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
+    return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))
+
+
+def _entries(pairs: Mapping[str, str]) -> tuple[Entry, ...]:
+    return tuple(Entry(key=key, value=value) for key, value in pairs.items())
+
+
+def _stated(recipe: Recipe, *path: str | int) -> str:
+    """``file.yaml:12`` of the value at `path`, empty where no file states it."""
+    return recipe.where(*path) if path in recipe.positions else ""
+
+
+def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
+    """Where several values stand, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    spans: list[tuple[str, int, int]] = []
+    for path in paths:
+        name, _, number = recipe.where(*path).rpartition(":")
+        if not name:
+            return recipe.where(*path)
+        line = int(number)
+        if spans and spans[-1][0] == name and line in (spans[-1][2], spans[-1][2] + 1):
+            spans[-1] = (name, spans[-1][1], line)
+        else:
+            spans.append((name, line, line))
+    return ", ".join(f"{name}:{first}" + (f"-{last}" if last > first else "") for name, first, last in spans)
+
+
+def refuse(found: str, place: str, where: str, hint: str) -> NoReturn:
+    """Raise the error of a value that the rendered form cannot hold."""
+    raise UsageError(f"{found} cannot stand in {place}", where=where or None, hint=hint)

@@ -1,0 +1,222 @@
+"""The smoke test: what must be true inside an image before it travels. Standard library only.
+
+The same checks run by docker and by singularity: the caller says how to run a command inside the image.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from imgkit_builder.base import files
+from imgkit_builder.base.checks import Check
+from imgkit_builder.base.process import Finished
+from imgkit_builder.image import inside
+from imgkit_builder.image import manifest as manifests
+from imgkit_builder.image.inside import Seen
+from imgkit_builder.image.manifest import MANIFEST_JSON, Manifest, Probe
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import UsageError
+
+MACHINES = {"amd64": ("x86_64", "amd64"), "arm64": ("aarch64", "arm64")}
+"""Architecture to what its kernel calls itself."""
+
+FLOOR = (3, 10)
+_REBUILD = "build the image again: imgkit build RECIPE"
+
+Runner = Callable[[Sequence[str]], Finished]
+"""Runs a command inside the image to its end, whatever its exit code."""
+
+
+def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, ...]:
+    """Look into an image by running two programs in it.
+
+    Parameters
+    ----------
+    run : how to run a command inside.
+    arch : ``amd64`` or ``arm64``; empty where it is not known.
+    manifest : what the image must have been made from; None takes the one that lies in the image.
+    """
+    finished = run(inside.argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
+    seen = inside.parse(finished.output)
+    if seen is None:
+        return (_did_not_run(finished),)
+    baked, manifest_check = _manifest(seen, manifest)
+    made_from = manifest or baked
+    probe = made_from.base.probe if made_from else None
+    return (
+        _arch(seen, arch),
+        _python(seen),
+        _torch(seen, probe),
+        _nccl(seen, probe),
+        _pip(seen, probe),
+        manifest_check,
+        _system(seen),
+        _dist_env(run(["dist-env", "--json"])),
+    )
+
+
+def passed_before(image_id: str) -> bool:
+    """Whether this very image passed on this machine; an id never changes its content."""
+    return _record(image_id).exists()
+
+
+def remember(image_id: str) -> None:
+    """Note that this very image passed."""
+    record = _record(image_id)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.touch()
+
+
+def _record(image_id: str) -> Path:
+    from imgkit_builder import __version__
+
+    # Another version of imgkit may check more.
+    return files.cache_dir() / "smoke" / __version__ / image_id.replace(":", "-")
+
+
+def _did_not_run(finished: Finished) -> Check:
+    lines = finished.output.strip().splitlines()
+    return Check(
+        name="python",
+        verdict="fail",
+        found=f"python3 does not run: {lines[-1] if lines else f'exit code {finished.returncode}'}",
+        hint="another architecture, or an image without Python: imgkit show IMAGE, imgkit doctor",
+    )
+
+
+def _arch(seen: Seen, arch: str) -> Check:
+    wanted = MACHINES.get(arch, (arch,))
+    if arch and seen.machine not in wanted:
+        return Check(
+            name="arch",
+            verdict="fail",
+            found=f"{seen.machine}, the image is said to be {arch}",
+            hint="the base is of another architecture: imgkit build RECIPE --platform linux/ARCH --pull",
+        )
+    return Check(name="arch", verdict="ok", found=seen.machine)
+
+
+def _python(seen: Seen) -> Check:
+    version = tuple(int(part) for part in seen.python.split(".")[:2])
+    if version < FLOOR:
+        least = ".".join(map(str, FLOOR))
+        return Check(
+            name="python",
+            verdict="fail",
+            found=seen.python,
+            hint=f"the entry points need Python {least}: take a newer base",
+        )
+    return Check(name="python", verdict="ok", found=seen.python)
+
+
+def _torch(seen: Seen, probe: Probe | None) -> Check:
+    known = probe is not None and not probe.skipped
+    expected = probe.torch if probe and known else ""
+    if seen.torch_error:
+        return Check(
+            name="torch",
+            verdict="fail",
+            found=f"it cannot be imported: {seen.torch_error}",
+            hint="a pip or apt step broke it; see them: imgkit show RECIPE",
+        )
+    if expected and seen.torch != expected:
+        return Check(
+            name="torch",
+            verdict="fail",
+            found=f"{seen.torch or 'none'}, the base has {expected}",
+            hint="a pip step replaced the base's torch, which alone fits its CUDA and NCCL; find the package "
+            "that asks for another one (pip show torch) and pin it",
+        )
+    if not seen.torch:
+        # A base without torch is for tests of the line itself.
+        return Check(name="torch", verdict="skip", found="the image has no torch")
+    return Check(
+        name="torch", verdict="ok", found=seen.torch + ("" if known else " (the base was not probed)")
+    )
+
+
+def _nccl(seen: Seen, probe: Probe | None) -> Check:
+    expected = probe.nccl if probe else ""
+    if expected and seen.nccl != expected:
+        return Check(
+            name="nccl",
+            verdict="fail",
+            found=f"{seen.nccl or 'none'}, the base has {expected}",
+            hint="a pip step brought another NCCL (pip list | grep nccl): pin or drop it",
+        )
+    if not seen.nccl:
+        return Check(name="nccl", verdict="skip", found="torch is without CUDA" if seen.torch else "no torch")
+    return Check(name="nccl", verdict="ok", found=seen.nccl)
+
+
+def _pip(seen: Seen, probe: Probe | None) -> Check:
+    if seen.pip_conflicts is None:
+        return Check(name="pip", verdict="skip", found="the image has no pip")
+    before = probe.pip_conflicts if probe else ()
+    new = [line for line in seen.pip_conflicts if line not in before]
+    if new:
+        return Check(
+            name="pip",
+            verdict="fail",
+            found="new conflicts: " + "; ".join(new),
+            hint="pin the packages named there in image.pip so that they fit the base's",
+        )
+    old = len(seen.pip_conflicts)
+    return Check(
+        name="pip", verdict="ok", found=f"no new conflict ({old} of the base's own)" if old else "no conflict"
+    )
+
+
+def _manifest(seen: Seen, expected: Manifest | None) -> tuple[Manifest | None, Check]:
+    text = seen.files.get(MANIFEST_JSON)
+    if text is None:
+        return None, Check(
+            name="manifest",
+            verdict="fail",
+            found=f"no {MANIFEST_JSON}",
+            hint=f"this image was not made by imgkit; {_REBUILD}",
+        )
+    try:
+        baked = manifests.from_json(text)
+    except UsageError as error:
+        return None, Check(name="manifest", verdict="fail", found=error.what, hint=error.hint or _REBUILD)
+    if expected is not None and text != manifests.to_json(expected):
+        return baked, Check(
+            name="manifest",
+            verdict="fail",
+            found=f"it is of recipe {baked.recipe} {baked.recipe_sha256[:12]}, not of this build",
+            hint=f"a step of the recipe wrote over {MANIFEST_JSON}, or the cache is wrong: --no-cache",
+        )
+    return baked, Check(name="manifest", verdict="ok", found=f"{baked.recipe}, imgkit {baked.imgkit}")
+
+
+def _system(seen: Seen) -> Check:
+    path = str(system.SYSTEM_JSON)
+    text = seen.files.get(path)
+    if text is None:
+        return Check(name="system", verdict="fail", found=f"no {path}", hint=_REBUILD)
+    try:
+        facts = system.from_json(text)
+    except (ValueError, TypeError, KeyError) as error:
+        return Check(name="system", verdict="fail", found=f"{path} cannot be read: {error}", hint=_REBUILD)
+    return Check(name="system", verdict="ok", found=f"{facts.title or '(no title)'}, {facts.scheduler}")
+
+
+def _dist_env(finished: Finished) -> Check:
+    # Standard error is mixed in: warnings may stand before the object.
+    start = finished.output.find("{")
+    try:
+        if finished.returncode != 0 or start < 0:
+            raise ValueError(finished.tail() or f"exit code {finished.returncode}")
+        json.JSONDecoder().raw_decode(finished.output[start:])
+    except ValueError as error:
+        lines = str(error).splitlines()
+        return Check(
+            name="dist-env",
+            verdict="fail",
+            found=f"dist-env --json: {lines[-1] if lines else 'no output'}",
+            hint=f"the entry points are broken in this image; {_REBUILD}",
+        )
+    return Check(name="dist-env", verdict="ok", found="dist-env --json answers")

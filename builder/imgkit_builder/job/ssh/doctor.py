@@ -1,0 +1,190 @@
+"""Whether hosts that are to run one job are alike, seen from here by ssh. Standard library only."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from imgkit_builder.base.checks import Check
+from imgkit_builder.job.ssh import fanout
+
+CLOCKS_S = 5.0
+"""Further apart, times in logs and files mislead; what ssh takes to start is in the figure."""
+
+Run = Callable[[Sequence[tuple[str, str]], fanout.Show], None]
+"""Runs each host's line and shows what it says."""
+
+# Each line of the answer: what it is, a blank, the value; a value that begins with ! is an error's last line.
+_PROBE = """\
+echo "clock $(date +%s.%N)"
+if address=$(getent ahosts {head}); then echo "head ${{address%% *}}"; fi
+command -v orted >/dev/null && echo "orted there"
+nvidia-smi --query-gpu=driver_version,name --format=csv,noheader 2>/dev/null | sed "s/^/gpu /"
+{image}
+echo "end"
+"""
+_IMAGES = {
+    "docker": "{command} image inspect --format {{{{.Id}}}} {image}",
+    "singularity": "sha256sum {image}",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    """What one host said."""
+
+    values: dict[str, list[str]] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    ahead_s: float = 0.0
+    """Of this machine's clock."""
+
+    def first(self, name: str) -> str:
+        return self.values.get(name, [""])[0]
+
+
+def examine(
+    hosts: Sequence[str], *, kind: str, command: str, image: str, gpus: bool = True, run: Run | None = None
+) -> tuple[Check, ...]:
+    """One check for each host's ssh, then what all that answered have in common.
+
+    Parameters
+    ----------
+    kind, command : of the recipe's runtime; without a container (``host``) no image is looked for.
+    image : reference of a docker image, or path of a .sif on the hosts.
+    gpus : whether the hosts are to have any.
+    """
+    head = hosts[0].rpartition("@")[2]
+    look = ""
+    if kind in _IMAGES:
+        ask = _IMAGES[kind].format(command=shlex.quote(command), image=shlex.quote(image))
+        look = f'id=$({ask} 2>&1) && echo "image ${{id%% *}}" || echo "image ! $(echo "$id" | tail -n 1)"'
+    probe = _PROBE.format(head=shlex.quote(head), image=look)
+    answers: dict[str, _Answer] = {host: _Answer() for host in hosts}
+
+    def show(host: str, text: bytes, error: bool) -> None:
+        answer, line = answers[host], text.decode(errors="replace").strip()
+        name, _, value = line.partition(" ")
+        if error:
+            answer.errors.append(line)
+            return
+        answer.values.setdefault(name, []).append(value)
+        if name == "clock":
+            answer.ahead_s = float(value) - time.time()
+
+    (run or _by_ssh)([(host, f"sh -c {shlex.quote(probe)}") for host in hosts], show)
+    reached = {host: answer for host, answer in answers.items() if "end" in answer.values}
+    return (
+        *(_ssh(host, answer) for host, answer in answers.items()),
+        *_alike(reached, head, kind, image, gpus=gpus),
+    )
+
+
+def _by_ssh(remote: Sequence[tuple[str, str]], show: fanout.Show) -> None:
+    fanout.run(remote, show=show, say=lambda _: None)
+
+
+def _ssh(host: str, answer: _Answer) -> Check:
+    name = f"ssh {host}"
+    if "end" in answer.values:
+        return Check(name=name, verdict="ok", found="without a password")
+    found = answer.errors[-1] if answer.errors else "no answer"
+    hint = f"ssh -v {host} true"
+    if "Permission denied" in found:
+        hint = f"ssh-keygen -t ed25519, once; then ssh-copy-id {host}"
+    elif "Host key verification failed" in found:
+        hint = f"ssh {host} true, and look at the key that it shows before you say yes"
+    elif "resolve hostname" in found:
+        hint = "an address in --hosts, or a line for it in /etc/hosts"
+    return Check(name=name, verdict="fail", found=found, hint=hint)
+
+
+def _alike(
+    answers: Mapping[str, _Answer], head: str, kind: str, image: str, *, gpus: bool
+) -> Iterator[Check]:
+    if not answers:
+        return
+    lost = [host for host, answer in answers.items() if not answer.first("head")]
+    yield Check(
+        name="head",
+        verdict="fail" if lost else "ok",
+        found=f"{head} is no known name on {', '.join(lost)}" if lost else f"{head} is known on all",
+        hint="its address as the first of --hosts" if lost else "",
+    )
+    if kind in _IMAGES:
+        yield _image(answers, kind, image)
+    if gpus:
+        drivers = {host: _gpus(answer, 0) for host, answer in answers.items()}
+        yield _same("driver", drivers, hint="one driver on all: CUDA and NCCL choose by it")
+        models = {host: _gpus(answer, 1) for host, answer in answers.items()}
+        yield _same("GPUs", models, hint="the slowest sets the pace of all")
+    lacking = [host for host, answer in answers.items() if not answer.first("orted")]
+    yield Check(
+        name="Open MPI",
+        verdict="warn" if lacking else "ok",
+        found=f"not on the PATH of {', '.join(lacking)}" if lacking else "on all",
+        hint="apt-get install openmpi-bin there; --ssh does without" if lacking else "",
+    )
+    apart_s = max(a.ahead_s for a in answers.values()) - min(a.ahead_s for a in answers.values())
+    yield Check(
+        name="clock",
+        verdict="warn" if apart_s > CLOCKS_S else "ok",
+        found=f"{apart_s:.1f} s apart",
+        hint="timedatectl set-ntp true, on each" if apart_s > CLOCKS_S else "",
+    )
+
+
+def _image(answers: Mapping[str, _Answer], kind: str, image: str) -> Check:
+    ids = {host: answer.first("image") for host, answer in answers.items()}
+    lacking = {
+        host: found.removeprefix("! ") for host, found in ids.items() if found.startswith("!") or not found
+    }
+    source = next((host for host in ids if host not in lacking), "")
+    others = [host for host in ids if ids[host] != ids.get(source)]
+    if not others:
+        return Check(name="image", verdict="ok", found=f"{image}, {_short(ids[source])} on all")
+    if not source:
+        found = f"on none of them: {next(iter(lacking.values())) or 'no answer'}"
+        return Check(name="image", verdict="fail", found=found, hint="imgkit build, then imgkit save")
+    copy = (
+        f"docker save {shlex.quote(image)} | ssh {others[0]} docker load"
+        if kind == "docker"
+        else f"scp {shlex.quote(image)} {others[0]}:{shlex.quote(image)}"
+    )
+    return Check(
+        name="image",
+        verdict="fail",
+        found=_listed({h: lacking.get(h) or _short(ids[h]) for h in ids}),
+        hint=f"on {source}: {copy}",
+    )
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]
+
+
+def _gpus(answer: _Answer, column: int) -> str:
+    """Driver (0), or number and model (1) of the GPUs; ``unknown`` where nvidia-smi says nothing."""
+    rows = [[part.strip() for part in line.split(",", 1)] for line in answer.values.get("gpu", [])]
+    found = sorted(row[column] for row in rows if len(row) == 2)
+    if not found:
+        return "unknown"
+    kinds = sorted(set(found))
+    return ", ".join(kinds if column == 0 else (f"{found.count(kind)} x {kind}" for kind in kinds))
+
+
+def _same(name: str, found: Mapping[str, str], *, hint: str) -> Check:
+    kinds = set(found.values())
+    if len(kinds) > 1:
+        return Check(name=name, verdict="warn", found=_listed(found), hint=hint)
+    only = kinds.pop()
+    if only == "unknown":
+        return Check(
+            name=name, verdict="warn", found="unknown: nvidia-smi does not answer", hint="nvidia-smi, on each"
+        )
+    return Check(name=name, verdict="ok", found=f"{only} on all")
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    return "; ".join(f"{host}: {value}" for host, value in found.items())

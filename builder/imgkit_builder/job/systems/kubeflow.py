@@ -1,0 +1,255 @@
+"""Kubeflow: the same job as a PyTorchJob (Training Operator v1) or a TrainJob (Trainer v2), for ``kubectl``.
+
+The recipe's words are those of RunAI's client; each that is used here has its place in a document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.systems import pods
+from imgkit_entrypoints.errors import UsageError
+
+RUNTIME = "torch-distributed"
+"""The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
+SCHEDULER = "runai-scheduler"
+PORT = 23456
+"""Where elastic pods meet, at the first of them: the operator's own default (pytorchjob_types.go)."""
+
+_SELECTORS = {
+    "pytorchjob": "training.kubeflow.org/job-name",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name",
+}
+
+
+def script(job: Job) -> Script:
+    """What ``kubectl create`` reads."""
+    pods.refuse_conversion(job)
+    document = _pytorchjob(job) if job.request.format == "pytorchjob" else _trainjob(job)
+    text = _yaml(document)
+    if job.request.interactive:
+        kind, namespace = job.request.format, f" --namespace={_namespace(job.queue)}" if job.queue else ""
+        ways = (
+            f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
+            f"kubectl exec{namespace} --stdin --tty POD -- bash",
+        )
+        text = "\n".join((*pods.entered(job, ways, f"kubectl delete{namespace} {kind} {job.name}"), text))
+    return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    """The document, with quotes around whatever another reader of YAML could take for a number or a truth.
+
+    kubectl's reads 1e-4 as a number, where PyYAML sees a text that needs no quotes; a number is no argument.
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def represent_text(self, text: str) -> yaml.Node:
+            plain = re.match(r"(?:/|--?)?[A-Za-z]", text) and text.lower() not in ("y", "n")
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
+
+    Dumper.add_representer(str, Dumper.represent_text)
+    text: str = yaml.dump(document, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The recipe's and the user's words for RunAI's client, as what they mean."""
+
+    annotations: Mapping[str, str]
+    resources: Mapping[str, str]
+    large_shm: bool
+
+
+def _asked(job: Job) -> _Asked:
+    annotations: dict[str, str] = {}
+    resources: dict[str, str] = {}
+    large_shm = False
+    words = [*job.recipe.system.queue.options, *job.request.options]
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        if flag == "--large-shm":
+            large_shm = True
+            continue
+        into = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}.get(flag)
+        name, given, text = (value if equals else words.pop(0) if words else "").partition("=")
+        if into is None or not given:
+            raise UsageError(
+                f"{flag} has no place in a {job.request.format}",
+                where="--option",
+                hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
+                "what imgkit job prints",
+            )
+        into[name] = text
+    return _Asked(annotations=annotations, resources=resources, large_shm=large_shm)
+
+
+def _pytorchjob(job: Job) -> dict[str, Any]:
+    if job.elastic:
+        # Workers only: all are alike, and the first of them keeps the rendezvous.
+        replicas = {"Worker": (job.nodes, "OnFailure")}
+    else:
+        replicas = {"Master": (1, "Never"), "Worker": (job.nodes - 1, "Never")}
+    policy = {"rdzvBackend": "c10d", "rdzvPort": PORT, "minReplicas": job.min_nodes, "maxReplicas": job.nodes}
+    spec = {
+        "runPolicy": {"cleanPodPolicy": "None"},  # pods that have ended stay, and with them their logs
+        **({"elasticPolicy": policy} if job.elastic else {}),
+        "pytorchReplicaSpecs": {
+            role: {"replicas": count, "restartPolicy": restart, "template": _pod(job)}
+            for role, (count, restart) in replicas.items()
+            if count
+        },
+    }
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(job), "spec": spec}
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    asked, folder = _asked(job), pods.directory(job)
+    container = {
+        "name": "pytorch",  # the operator gives its variables to the container of this name only
+        "image": job.image,
+        # args, not command: the image's entry point stays, as under runai.
+        "args": _command(job),
+        **({"workingDir": str(folder)} if folder else {}),
+        "env": _env(job),
+        **_resources("resources", job, asked),
+        **_mounts(job, asked),
+    }
+    scheduler = {"schedulerName": SCHEDULER} if job.queue else {}
+    return {
+        **_annotated(asked),
+        "spec": {**scheduler, "containers": [container], **_volumes(job, asked)},
+    }
+
+
+def _trainjob(job: Job) -> dict[str, Any]:
+    if job.elastic:
+        raise UsageError(
+            f"--nodes {job.min_nodes}:{job.nodes}, and a TrainJob has no range of nodes (since Trainer 2.2)",
+            where="--format",
+            hint="--format pytorchjob, or --nodes N",
+        )
+    asked, folder = _asked(job), pods.directory(job)
+    trainer = {
+        "image": job.image,
+        # command, not args: a runtime may have one of its own, torchrun for example.
+        "command": [*(("env", f"--chdir={folder}") if folder else ()), *_command(job)],  # no workingDir here
+        "numNodes": job.nodes,
+        "env": _env(job),
+        **_resources("resourcesPerNode", job, asked),
+    }
+    mounts = _mounts(job, asked)
+    containers = {"containers": [{"name": "node", **mounts}]} if mounts else {}
+    pod = {**_annotated(asked), "spec": {**containers, **_volumes(job, asked)}}
+    # Trainer 2.2 and later; in its place earlier ones had `podTemplateOverrides`.
+    patch = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
+    patches = [{"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": patch}}}]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job),
+        "spec": {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": patches},
+    }
+
+
+def _annotated(asked: _Asked) -> dict[str, Any]:
+    return {"metadata": {"annotations": dict(asked.annotations)}} if asked.annotations else {}
+
+
+def _metadata(job: Job) -> dict[str, Any]:
+    return {
+        "name": pods.check_name(job),
+        **({"namespace": _namespace(job.queue)} if job.queue else {}),
+    }
+
+
+def _namespace(project: str) -> str:
+    """Of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
+    return f"runai-{project}"
+
+
+def _command(job: Job) -> list[str]:
+    words = pods.ASLEEP if job.request.interactive else job.command
+    return list(map(pods.literal, words))
+
+
+def _env(job: Job) -> list[dict[str, Any]]:
+    given: list[dict[str, Any]] = [
+        {"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items()
+    ]
+    if job.elastic:
+        # The operator numbers elastic pods in a label alone.
+        label = "metadata.labels['training.kubeflow.org/replica-index']"
+        given.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": label}}})
+    return given
+
+
+def _resources(key: str, job: Job, asked: _Asked) -> dict[str, Any]:
+    limits = {**({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}), **asked.resources}
+    requests = {"cpu": str(job.cpus)} if job.cpus else {}
+    found = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
+    return {key: found} if found else {}
+
+
+def _mounts(job: Job, asked: _Asked) -> dict[str, Any]:
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}] if asked.large_shm else []  # noqa: S108
+    for index, claim in enumerate(pods.claims(job)):
+        read_only = {"readOnly": True} if claim.read_only else {}
+        mounts.append({"name": f"volume{index}", "mountPath": str(claim.path), **read_only})
+    return {"volumeMounts": mounts} if mounts else {}
+
+
+def _volumes(job: Job, asked: _Asked) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = []
+    if asked.large_shm:
+        # Workers hand tensors to each other there; a container gets 64 MiB of it by itself.
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    for index, claim in enumerate(pods.claims(job)):
+        volumes.append({"name": f"volume{index}", "persistentVolumeClaim": {"claimName": claim.name}})
+    return {"volumes": volumes} if volumes else {}
+
+
+def job_id(output: str) -> str:
+    """Kind and name, of ``pytorchjob.kubeflow.org/NAME created``: both are needed to find it again."""
+    match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
+    return f"{match[1]}.{match[2]}" if match else ""
+
+
+def status(record: Record) -> tuple[str, ...]:
+    """Words that show the job and its events."""
+    return ("kubectl", "describe", *_object(record), *_in_namespace(record))
+
+
+def logs(record: Record) -> tuple[str, ...]:
+    """Words that follow the output of all pods."""
+    kind, name = _object(record)
+    selector = f"--selector={_SELECTORS[kind]}={name}"
+    return (
+        *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
+        *_in_namespace(record),
+    )
+
+
+def cancel(record: Record) -> tuple[str, ...]:
+    """Words that delete the job and its pods."""
+    return ("kubectl", "delete", *_object(record), *_in_namespace(record))
+
+
+def _object(record: Record) -> tuple[str, str]:
+    kind, _, name = record.id.partition(".")
+    return kind, name
+
+
+def _in_namespace(record: Record) -> tuple[str, ...]:
+    return (f"--namespace={_namespace(record.queue)}",) if record.queue else ()
+
+
+def queues() -> tuple[tuple[str, ...], ...]:
+    """There are none to ask for."""
+    return ()

@@ -1,0 +1,223 @@
+"""Hosts without a scheduler: mpirun over ssh, or a command a host, typed or fanned out by ``submit``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+
+from imgkit_builder.job import container, fields
+from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.ssh import fanout
+from imgkit_builder.job.systems import local
+from imgkit_builder.job.words import line
+from imgkit_entrypoints.cli import options
+from imgkit_entrypoints.cli.commands import COMMANDS
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.schedulers import manual, openmpi
+
+MASTER_PORT = 29500
+"""torchrun's own; for programs of the user's. What imgkit starts agrees on a free one."""
+FORWARD = (
+    *(*openmpi.FIELDS.rank, *openmpi.FIELDS.world_size),
+    *(*openmpi.FIELDS.local_rank, *openmpi.FIELDS.local_world_size, *openmpi.FIELDS.job_id),
+    *("IMGKIT_NODES", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""What docker hands into the container; the other runtimes hand on all that mpirun has set."""
+
+
+def script(job: Job) -> Script:
+    """The ``mpirun`` line, or one ``ssh`` line for each host."""
+    _check(job)
+    if job.request.interactive and not job.command:
+        return _shell(job)
+    return _by_ssh(job) if job.request.ssh else _by_mpirun(job)
+
+
+def _check(job: Job) -> None:
+    hosts = job.request.hosts
+    local.refuse_conversion(job)
+    if job.elastic:
+        raise UsageError(
+            "nodes that come and go, and mpirun starts all or none",
+            where="--nodes",
+            hint=f"--nodes {job.nodes}; or by hand on each host, when it comes: dist-run --nnodes "
+            f"{job.min_nodes}:{job.nodes} --node-rank RANK --head HOST",
+        )
+    if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.request.ssh):
+        raise UsageError(
+            f"{job.nodes} nodes, and {len(hosts)} hosts" + (f": {', '.join(hosts)}" if hosts else ""),
+            where="--hosts",
+            hint="leave --nodes out, it is as many as there are hosts"
+            if hosts
+            else "--hosts A,B, the head first, or --hostfile FILE",
+        )
+    if job.request.direct and job.request.ssh:
+        raise UsageError(
+            "--direct and --ssh", where="--direct", hint="ranks are started by mpirun: without --ssh"
+        )
+    odd = [host for host in hosts if {"@", ":"} & set(host)]
+    if odd and not job.request.ssh:
+        raise UsageError(
+            f"mpirun takes no {odd[0]!r}: behind a colon it expects slots, and it has no word for a user",
+            where="--hosts",
+            hint="give it a name in ~/.ssh/config and /etc/hosts, or start by --ssh",
+        )
+
+
+def _by_mpirun(job: Job) -> Script:
+    hosts = job.request.hosts
+    forward = _forward(job)
+    more = (*job.recipe.system.queue.options, *map(fields.option, job.request.options))
+    if job.run_by == "host":
+        more = ("-x", "PATH", *more)  # ssh gives the remote end another one, without a venv's
+    command = local.with_settings(job, container.start(job, job.command, forward=FORWARD))
+    if job.request.direct:
+        ranks = _ranks(job)
+        where = ("-H", ",".join(f"{host}:{ranks}" for host in hosts)) if hosts else ()
+        words: tuple[str, ...] = (
+            *("mpirun", "-np", str(job.nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
+            *(word for name, value in forward.items() for word in ("-x", f"{name}={value}")),
+            *(*where, *more, *command),
+        )
+    else:
+        where = ("-H", ",".join(hosts)) if hosts else ()
+        words = openmpi.start_argv(command, nnodes=job.nodes, forward=forward, options=(*where, *more))
+    notes = (
+        f"# On {hosts[0]}, or on none of them: mpirun gives rank 0 to its own host.\n"
+        if job.nodes > 1
+        else ""
+    )
+    if (
+        job.run_by != "singularity"
+    ):  # a signal would also reach what serves the image's files to ordinary users
+        notes += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
+    return Script(text=notes + line(words) + "\n", submit=words, foreground=True)
+
+
+def _forward(job: Job) -> Mapping[str, str]:
+    """Variables that mpirun sets on all nodes; the user's own values win."""
+    hosts = job.request.hosts or ("127.0.0.1",)
+    if job.nodes == 1 and not job.request.direct:
+        return {}
+    rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
+    return {name: job.env.get(name, value) for name, value in rendezvous.items()}
+
+
+def _ranks(job: Job) -> int:
+    return job.request.nproc or job.gpus or 1
+
+
+def _by_ssh(job: Job) -> Script:
+    hosts = job.request.hosts
+    title = job.recipe.system.title or job.recipe.name
+    rows = [
+        f"# {title}, by imgkit: a command a host, each in a terminal of its own. All from here: imgkit submit"
+    ]
+    remote = []
+    for rank, host in enumerate(hosts):
+        command = _node_command(job, rank)
+        rows.append(line(("ssh", "-t", host, _remote(job, _started(job, command)))))
+        remote.append((host, _remote(job, _guarded(job, command))))
+    if program := _torch_program(job.command):
+        rows.append("# The same by PyTorch's own launcher:")
+        for rank, host in enumerate(hosts):
+            words = _started(job, _torch_launch(job, program, rank))
+            rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, words)))}")
+    return Script(text="\n".join(rows) + "\n", submit=(), foreground=True, remote=tuple(remote))
+
+
+def _node_command(job: Job, rank: int) -> tuple[str, ...]:
+    """The command with its place as flags; as variables where it is not one of ours."""
+    hosts = job.request.hosts
+    if len(hosts) == 1:
+        return job.command
+    head = _head(job)
+    if job.command[0].startswith("dist-") and job.command[0] != "dist-env":
+        return manual.start_argv(job.command, nnodes=len(hosts), node_rank=rank, head=head)
+    place = {"IMGKIT_NNODES": len(hosts), "IMGKIT_NODE_RANK": rank, "IMGKIT_HEAD": head, "MASTER_ADDR": head}
+    return ("env", *(f"{name}={value}" for name, value in place.items()), *job.command)
+
+
+def _head(job: Job) -> str:
+    return job.request.hosts[0].rpartition("@")[2]
+
+
+def _started(job: Job, command: Sequence[str]) -> tuple[str, ...]:
+    return local.with_settings(job, container.start(job, command))
+
+
+def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
+    """What the fan-out starts: the guard is innermost, so that it ends with a container's own input."""
+    if job.run_by == "host":
+        return fanout.guarded(_started(job, command))
+    words = container.start(job, fanout.guarded(command))
+    if job.run_by == "docker":
+        words = local.with_options(job, words, "--interactive")
+    return local.with_settings(job, words)
+
+
+def _remote(job: Job, words: Sequence[str]) -> str:
+    """One line for the shell of a host: ssh joins words with blanks."""
+    if job.run_by == "docker":
+        return shlex.join(words)
+    return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(words)}"
+
+
+def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
+    """The program as ``torch.distributed.launch`` takes it; empty where that is not known."""
+    name, *words = command
+    known = next((each for each in COMMANDS if each.name == name), None)
+    if known is None or {"-h", "--help", "--version"} & set(words):
+        return ()
+    if known.app is None:
+        # dist-run's own options before the program are not torch's.
+        return tuple(words) if name == "dist-run" and words and not words[0].startswith("-") else ()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            _, rest = options.parser(name, "", {}).parse_known_args(words)
+    except SystemExit:
+        return ()
+    return ("-m", known.app, *rest)
+
+
+def _torch_launch(job: Job, program: Sequence[str], rank: int) -> tuple[str, ...]:
+    return (
+        *("python3", "-m", "torch.distributed.launch", "--use-env", f"--nproc_per_node={_ranks(job)}"),
+        *(f"--nnodes={job.nodes}", f"--node_rank={rank}"),
+        *(f"--master_addr={_head(job)}", f"--master_port={MASTER_PORT}", *program),
+    )
+
+
+def _shell(job: Job) -> Script:
+    """A shell in the container on one host, or here."""
+    if not job.request.hosts:
+        return local.script(job)
+    if job.nodes > 1:
+        raise UsageError(
+            f"a shell on {job.nodes} hosts", where="--interactive", hint="one host, or a command for all"
+        )
+    shell = container.shell(job)
+    if job.run_by == "docker":
+        shell = local.with_options(job, shell, "--interactive", "--tty")
+    words = ("ssh", "-t", job.request.hosts[0], _remote(job, shell))
+    return Script(text=line(words) + "\n", submit=words, foreground=True)
+
+
+def job_id(output: str) -> str:
+    """There is none."""
+    return ""
+
+
+def status(record: Record) -> tuple[str, ...]:
+    """There is no queue to look at."""
+    raise UsageError("a run over ssh has no job id", hint="it ends with its command")
+
+
+logs = cancel = status
+
+
+def queues() -> tuple[tuple[str, ...], ...]:
+    """There are none."""
+    return ()

@@ -1,0 +1,102 @@
+"""RunAI: the one command that submits a job, by the client's v1 form (``runai submit-dist pytorch``).
+
+Flags as in docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch. The command after ``--`` is
+``dist-...`` alone: no shell stands between, so there is nothing to quote twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from imgkit_builder.job import fields
+from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.systems import pods
+from imgkit_builder.job.words import quote
+from imgkit_entrypoints.schedulers import kubernetes
+
+
+def script(job: Job) -> Script:
+    """The command; before it, for an interactive job, how to work in its pods, as comments."""
+    pods.refuse_conversion(job)
+    name = pods.check_name(job)
+    command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
+    folder = pods.directory(job)
+    words = (
+        # One pod is a job of the plain kind: workers are the pods beside the first.
+        *(("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")),
+        *("--name", name),
+        *(("--project", job.queue) if job.queue else ()),
+        *("--image", job.image),
+        *(("--workers", str(job.nodes - 1)) if job.nodes > 1 else ()),
+        *_replicas(job),
+        *("--gpu", str(job.gpus)),
+        *(("--cpu", str(job.cpus)) if job.cpus else ()),
+        *(word for claim in pods.claims(job) for word in ("--pvc", str(claim))),
+        *(("--working-dir", str(folder)) if folder else ()),
+        *_environment(job),
+        *job.recipe.system.queue.options,
+        *map(fields.option, job.request.options),
+        *("--", *map(pods.literal, command)),
+    )
+    project = f" --project {job.queue}" if job.queue else ""
+    end = f"runai delete job {name}{project}"
+    comments = pods.entered(job, _ways(job, name, project), end) if job.request.interactive else ()
+    return Script(text="\n".join((*comments, _rows(words), "")), submit=words)
+
+
+def _rows(words: Sequence[str]) -> str:
+    """The command with each option and its value on a line of their own."""
+    end = words.index("--")
+    rows = [[words[0]]]
+    for index, word in enumerate(words[1:], 1):
+        if index <= end and word.startswith("-"):
+            rows.append([])
+        rows[-1].append(word)
+    return " \\\n    ".join(" ".join(map(quote, row)) for row in rows)
+
+
+def _environment(job: Job) -> Iterator[str]:
+    for name, value in pods.variables(job).items():
+        yield from ("-e", f"{name}={pods.literal(value)}")
+
+
+def _replicas(job: Job) -> tuple[str, ...]:
+    if not job.elastic:
+        return ()
+    return ("--min-replicas", str(job.min_nodes), "--max-replicas", str(job.nodes))
+
+
+def _ways(job: Job, name: str, project: str) -> tuple[str, ...]:
+    if job.nodes == 1:
+        return (f"runai bash {name}{project}",)
+    names = (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(job.nodes - 1)))
+    return tuple(f"runai bash {name}{project} --pod {pod}" for pod in names)
+
+
+def job_id(output: str) -> str:
+    """Empty: the job's name is its id."""
+    return ""
+
+
+def status(record: Record) -> tuple[str, ...]:
+    """Words that show the job, its pods and its events."""
+    return ("runai", "describe", "job", record.name, *_project(record))
+
+
+def logs(record: Record) -> tuple[str, ...]:
+    """Words that follow the output of the first pod; all of it is in the job's folder on the volume."""
+    return ("runai", "logs", record.name, "--follow", *_project(record))
+
+
+def cancel(record: Record) -> tuple[str, ...]:
+    """Words that end the job and delete its pods."""
+    return ("runai", "delete", "job", record.name, *_project(record))
+
+
+def _project(record: Record) -> tuple[str, ...]:
+    return ("--project", record.queue) if record.queue else ()
+
+
+def queues() -> tuple[tuple[str, ...], ...]:
+    """Words that show the projects and what is left of their GPUs."""
+    return (("runai", "list", "projects"),)

@@ -1,0 +1,1 @@
+"""What the measured figures mean."""

@@ -1,0 +1,197 @@
+"""A run against a saved one: is it slower, and by more than both runs vary?
+
+What varies are the iterations themselves. Confidence intervals of the medians would be narrower, but they
+take iterations as independent, and slow phases of a machine last longer than that: between equal runs on a
+busy one they were apart at every fourth size (docs/bench-report.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.bench.record.schema import Result, Run
+from imgkit_entrypoints.errors import UsageError
+
+LEAST_TIMES = 6
+"""Six and six equal times are apart by chance once in 924, five and five once in 252."""
+HINT = "measure both in the same way on the same machines, or save a new baseline with --save"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The times of one size without the fastest and the slowest tenth."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One op and size, in both runs."""
+
+    op: str
+    group: str
+    dtype: str
+    size_bytes: int
+    old_us: Spread
+    new_us: Spread
+    ratio: float
+    """Bandwidth now by that of the baseline, from the medians: below 1 is slower."""
+    regressed: bool
+
+    def __str__(self) -> str:
+        kind = "slower" if self.ratio < 1 else "faster"
+        return (
+            f"{self.op} {self.dtype} {sizes.both(self.size_bytes)}: {abs(1 - self.ratio):.0%} {kind} than "
+            f"the baseline, {self.old_us.median:.1f} us then and {self.new_us.median:.1f} us now (median)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What `compare` found."""
+
+    tolerance: float
+    changes: tuple[Change, ...]
+    not_compared: int
+    """Results of either run without a partner in the other, or with too few times."""
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        """The worst first."""
+        return tuple(sorted((one for one in self.changes if one.regressed), key=lambda one: one.ratio))
+
+    @property
+    def visible(self) -> float:
+        """How many times slower half of the sizes would have to be, at least, to leave their spread."""
+        return statistics.median(one.old_us.high / one.old_us.low for one in self.changes)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """For people; the first one is the answer."""
+        bad = self.regressions
+        answer = (
+            f"slower than the baseline by more than {self.tolerance:.0%}, beyond the spread of both runs, at "
+            f"{len(bad)} of {len(self.changes)} sizes"
+            if bad
+            else f"no regression: none of {len(self.changes)} sizes is slower than the baseline by more than "
+            f"{self.tolerance:.0%} and beyond the spread of both runs"
+        )
+        told = [answer, *map(str, bad)]
+        if self.visible > 1 / (1 - self.tolerance):
+            told.append(
+                f"the baseline's iterations vary: at half of the sizes nothing below {self.visible:.2g} "
+                "times slower can be told from that"
+            )
+        if self.not_compared:
+            told.append(
+                f"{self.not_compared} results had no partner with enough times, and were not compared"
+            )
+        return tuple(told)
+
+
+def compare(new: Run, old: Run, tolerance: float) -> Verdict:
+    """Judge the results that both runs timed per iteration; batched ones have no spread to judge by.
+
+    A regression needs both: bandwidth below ``1 - tolerance`` of the baseline's by the medians, and spreads
+    apart, which is nine tenths of the iterations slower than nine tenths of the baseline's.
+
+    Raises
+    ------
+    UsageError : the runs cannot be compared; names what differs.
+    """
+    _same_place(new, old)
+    if faulty := [one for one in old.results if one.wrong]:
+        raise UsageError(
+            f"the baseline had {faulty[0].wrong} wrong elements in {faulty[0].op}: its times mean nothing",
+            where=old.where,
+            hint=HINT,
+        )
+    new_spread, old_spread = _with_spread(new), _with_spread(old)
+    _same_timing(new, old, new_spread, old_spread)
+    both = [key for key in new_spread if key in old_spread]
+    judged = [
+        _change(new_spread[key], old_spread[key], tolerance)
+        for key in both
+        if min(len(new_spread[key].times_us), len(old_spread[key].times_us)) >= LEAST_TIMES
+    ]
+    if not judged:
+        said = (
+            f"fewer than {LEAST_TIMES} iterations each" if both else "no op, size, type and group in common"
+        )
+        raise UsageError(f"nothing to compare: {said}", where=f"{new.where} and {old.where}", hint=HINT)
+    apart = len(new_spread.keys() ^ old_spread.keys()) + len(both) - len(judged)
+    return Verdict(tolerance=tolerance, changes=tuple(judged), not_compared=apart)
+
+
+def spread(times: Sequence[float]) -> Spread:
+    """Of at least one time; with fewer than ten nothing is left out."""
+    ordered = sorted(times)
+    cut = len(ordered) // 10
+    return Spread(low=ordered[cut], median=statistics.median(ordered), high=ordered[-1 - cut])
+
+
+_Key = tuple[str, str, str, int]
+
+
+def _with_spread(run: Run) -> Mapping[_Key, Result]:
+    return {one.key[:4]: one for one in run.results if one.timing == "iteration"}
+
+
+def _change(new: Result, old: Result, tolerance: float) -> Change:
+    now, then = spread(new.times_us), spread(old.times_us)
+    ratio = then.median / now.median
+    return Change(
+        op=new.op,
+        group=new.group,
+        dtype=new.dtype,
+        size_bytes=new.size_bytes,
+        old_us=then,
+        new_us=now,
+        ratio=ratio,
+        regressed=ratio < 1 - tolerance and now.low > then.high,
+    )
+
+
+def _same_place(new: Run, old: Run) -> None:
+    """The same software on as many ranks; other nodes of the same kind are welcome."""
+
+    def told(run: Run) -> dict[str, str]:
+        world = {name: str(value) for name, value in asdict(run.world).items() if name != "hosts"}
+        return {**world, **run.fingerprint}
+
+    here, there = told(new), told(old)
+    differ = [
+        f"{name}: {there.get(name, 'not known')} then, {here.get(name, 'not known')} now"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    if differ:
+        raise UsageError(
+            f"the baseline was measured elsewhere or otherwise: {'; '.join(differ)}",
+            where=old.where,
+            hint=HINT,
+        )
+
+
+def _same_timing(
+    new: Run, old: Run, new_spread: Mapping[_Key, Result], old_spread: Mapping[_Key, Result]
+) -> None:
+    for run, other, mine, others in ((new, old, new_spread, old_spread), (old, new, old_spread, new_spread)):
+        batched = {one.key[:4] for one in run.results if one.timing == "batched"}
+        if not mine and batched & others.keys():
+            raise UsageError(
+                f"only batched times here, times per iteration in {other.where}: they are never compared",
+                where=run.where,
+                hint=HINT,
+            )
+    if not new_spread and not old_spread:
+        raise UsageError(
+            "only batched times, which have no spread to judge by",
+            where=f"{new.where} and {old.where}",
+            hint="times per iteration are needed in both",
+        )

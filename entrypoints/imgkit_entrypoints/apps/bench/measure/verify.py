@@ -1,0 +1,124 @@
+"""Data whose right result is known exactly, and the comparison bit by bit, on the device, in chunks.
+
+Element j of rank r in iteration k is ``table[(j + 7919 r + 104729 k) mod 131071]``: a table of hashed whole
+numbers, so small that the sum over all ranks is exact in the type. Another place, another rank or another
+iteration has another number, so a shift, swapped chunks and a result that was left from before are all wrong.
+The period is a prime: no two chunks of a buffer are whole periods apart.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from imgkit_entrypoints.apps.bench.measure.collectives import Segment
+from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
+
+if TYPE_CHECKING:
+    import torch
+
+PERIOD = 131_071
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Elements that are filled or compared at once: few launches on a GPU, little memory beside it."""
+_RANK_STEP, _ITERATION_STEP = 7_919, 104_729
+_LARGEST = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrong:
+    """One element that is not what it must be."""
+
+    op: str
+    size_bytes: int
+    iteration: int
+    rank: int
+    index: int
+    expected: float
+    got: float
+
+    def __str__(self) -> str:
+        return (
+            f"WRONG: {self.op} of {self.size_bytes} bytes, iteration {self.iteration}, rank {self.rank}, "
+            f"element {self.index}: {self.got:g}, expected {self.expected:g}"
+        )
+
+
+def phase(rank: int, iteration: int) -> int:
+    """Where in the table the input of `rank` begins."""
+    return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
+
+
+def blocks(count: int, first: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """(start, place in the table, length) of the pieces of `count` elements that begin at place `first`."""
+    for start in range(0, count, most):
+        yield start, (first + start) % PERIOD, min(most, count - start)
+
+
+def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
+    """One period of the table: whole numbers of which `ranks` add up exactly in `dtype`."""
+    modulus = min(max(2, dtype.exact // ranks + 1), _LARGEST)
+    # More ranks than the type can count: most numbers are 0, and half of the range is left for chance.
+    keep = (1 << 16) if ranks <= dtype.exact else (dtype.exact << 15) // ranks
+    found = array.array("i")
+    for place in range(PERIOD):
+        mixed = (place + 1) * 0x9E3779B1 & 0xFFFFFFFF
+        mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+        mixed = (mixed ^ mixed >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
+        mixed ^= mixed >> 16
+        found.append(mixed % modulus if mixed >> 16 < keep else 0)
+    return found
+
+
+class Truth:
+    """The tables of one type and number of ranks on one device."""
+
+    def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
+        import torch
+
+        one = torch.frombuffer(numbers(dtype, ranks), dtype=torch.int32)
+        total = torch.zeros_like(one)
+        for rank in range(ranks):
+            total += one.roll(-(rank * _RANK_STEP) % PERIOD)
+        assert int(total.max()) <= dtype.exact, (dtype, ranks)
+        kind = getattr(torch, dtype.torch)
+        self._bits = getattr(torch, dtype.bits)
+        self._block = BLOCK[device.type]
+        self._one, self._total = (
+            table.to(kind).to(device).repeat(2 + self._block // PERIOD) for table in (one, total)
+        )
+
+    def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
+        """Make `buffer` the input of `rank`."""
+        for start, place, length in blocks(buffer.numel(), phase(rank, iteration), self._block):
+            buffer[start : start + length].copy_(self._one[place : place + length])
+
+    def wrong(
+        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
+    ) -> tuple[int, tuple[int, float, float] | None]:
+        """How many elements of `buffer` differ from `result`; of the first its index, expected and got."""
+        import torch
+
+        count = torch.zeros((), dtype=torch.int64, device=buffer.device)
+        for _, expected, got in self._pairs(buffer, result, iteration):
+            count += torch.count_nonzero(expected.view(self._bits) != got.view(self._bits))
+        found = int(count.item())
+        if not found:
+            return 0, None
+        for start, expected, got in self._pairs(buffer, result, iteration):
+            places = torch.nonzero(expected.view(self._bits) != got.view(self._bits))
+            if len(places):
+                at = int(places[0].item())
+                return found, (start + at, float(expected[at].item()), float(got[at].item()))
+        raise AssertionError("unreachable: counted above")
+
+    def _pairs(
+        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for segment in result:
+            table = self._total if segment.source is None else self._one
+            first = phase(segment.source or 0, iteration) + segment.offset
+            for start, place, length in blocks(segment.count, first, self._block):
+                at = segment.start + start
+                yield at, table[place : place + length], buffer[at : at + length]

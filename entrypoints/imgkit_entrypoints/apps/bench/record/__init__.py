@@ -1,0 +1,1 @@
+"""The file that a run saves: written, read, described by a schema."""

@@ -1,0 +1,1 @@
+"""Saved runs as a page, a drawing or text."""

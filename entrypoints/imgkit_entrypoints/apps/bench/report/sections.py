@@ -1,0 +1,374 @@
+"""What a report says, before it has a format: charts, tables of texts, sentences."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.bench.record.schema import TIMINGS, Result, Run, Timing
+from imgkit_entrypoints.apps.bench.report.chart import Level, Line, Panel, figure
+from imgkit_entrypoints.apps.bench.report.reference import Table
+from imgkit_entrypoints.errors import UsageError
+
+DRAWN_WITH_REFERENCES = ("all_reduce", "world")
+"""Op and group of all published tables."""
+NEAR = 1.25
+"""A published payload is held against the nearest size, at most this many times off: 4 GiB for 4 GB."""
+TIMING_SAYS = {
+    "batched": "many launches, one synchronisation, mean time: comparable with nccl-tests",
+    "iteration": "each iteration timed after a barrier, slowest rank, median",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table of texts; the first column names the row."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marked: tuple[int, ...] = ()
+    """Rows whose columns differ, where all should agree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One run's results of one op, type and group in one timing, by size."""
+
+    label: str
+    run: Run
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One op in one group, of all runs that measured it."""
+
+    title: str
+    panel: Panel
+    bandwidth: Grid
+    spread: Grid | None
+    beside: Grid | None
+    """Published figures of the same shape."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that a page shows."""
+
+    runs: Grid
+    verdicts: tuple[tuple[str, tuple[str, ...]], ...]
+    """Label and sentences of each run that has some."""
+    sections: tuple[Section, ...]
+    published: Grid | None
+    sources: tuple[tuple[str, str, str], ...]
+    """Title, note and address of each table."""
+    fingerprint: Grid
+
+
+def build(runs: Sequence[Run], tables: Sequence[Table]) -> Report:
+    """The report of `runs`, with the published `tables` beside them.
+
+    Raises
+    ------
+    UsageError : no run has a result, or a chart would mix batched with per-iteration times.
+    """
+    names = labels([run.where for run in runs])
+    named = list(zip(names, runs, strict=True))
+    found = dict.fromkeys((one.op, one.group) for run in runs for one in run.results)
+    if not found:
+        where = ", ".join(run.where for run in runs)
+        raise UsageError("no size was finished, so there is nothing to report", where=where)
+    return Report(
+        runs=_runs(named),
+        verdicts=tuple((name, run.sentences) for name, run in named if run.sentences),
+        sections=tuple(_section(op, group, named, tables) for op, group in found),
+        published=_published(tables),
+        sources=tuple((table.title, table.note, table.source) for table in tables),
+        fingerprint=_fingerprint(named),
+    )
+
+
+def labels(files: Sequence[str]) -> list[str]:
+    """A short name for each file, all different."""
+    short = [Path(name).stem for name in files]
+    return short if len(set(short)) == len(short) else list(files)
+
+
+def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequence[Table]) -> Section:
+    timing = _common_timing(op, group, [run for _, run in named])
+    curves = _curves(op, group, timing, named)
+    spread = curves if timing == "iteration" else _curves(op, group, "iteration", named)
+    referred = tables if (op, group) == DRAWN_WITH_REFERENCES else ()
+    over = {"world": "all ranks", "node": "the ranks of a node"}.get(group, f"groups of a {group}")
+    title = f"{op} over {over}"
+    panel = Panel(
+        title=f"{title}: bus bandwidth, {timing} times",
+        lines=(*_published_lines(referred), *(_line(curve) for curve in curves)),
+        levels=_levels(curves) if group != "node" else (),
+    )
+    return Section(
+        title=title,
+        panel=panel,
+        bandwidth=_bandwidth(curves),
+        spread=_spread(spread) if spread else None,
+        beside=_beside(curves, referred),
+        notes=(
+            f"Times are {timing}: {TIMING_SAYS[timing]}.",
+            *_level_notes(op, panel.levels),
+        ),
+    )
+
+
+def _common_timing(op: str, group: str, runs: Sequence[Run]) -> Timing:
+    kinds = {
+        run.where: {one.timing for one in run.results if (one.op, one.group) == (op, group)} for run in runs
+    }
+    measured = {where: found for where, found in kinds.items() if found}
+    for timing in TIMINGS:
+        if all(timing in found for found in measured.values()):
+            return timing
+    told = "; ".join(f"{where}: {', '.join(sorted(found))}" for where, found in measured.items())
+    raise UsageError(
+        f"{op} was timed in different ways, which are never drawn together",
+        where=told,
+        hint="report the files one by one",
+    )
+
+
+def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]]) -> list[Curve]:
+    chosen = [
+        (name, run, one)
+        for name, run in named
+        for one in run.results
+        if (one.op, one.group, one.timing) == (op, group, timing)
+    ]
+    types = {one.dtype for _, _, one in chosen}
+    keys = dict.fromkeys((name, one.dtype) for name, _, one in chosen)
+    runs = {name: run for name, run, _ in chosen}
+    return [
+        Curve(
+            label=f"{name} {dtype}" if len(types) > 1 else name,
+            run=runs[name],
+            results=tuple(
+                sorted(
+                    (one for other, _, one in chosen if (other, one.dtype) == (name, dtype)),
+                    key=lambda one: one.size_bytes,
+                )
+            ),
+        )
+        for name, dtype in keys
+    ]
+
+
+def _line(curve: Curve) -> Line:
+    return Line(
+        label=f"{curve.label}: {_world(curve.run)}",
+        points=tuple((one.size_bytes, one.busbw_GBps) for one in curve.results if one.busbw_GBps > 0),
+    )
+
+
+def _world(run: Run) -> str:
+    return f"{_count(run.world.ranks, 'rank')}, {_count(run.world.nodes, 'node')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _levels(curves: Sequence[Curve]) -> tuple[Level, ...]:
+    rates = sorted({curve.run.line_rate_Gbps for curve in curves if curve.run.line_rate_Gbps})
+    return tuple(
+        Level(label=f"line rate of a node: {rate:g} Gbps = {rate / 8:g} GBps", GBps=rate / 8)
+        for rate in rates
+    )
+
+
+def _level_notes(op: str, levels: Sequence[Level]) -> Iterator[str]:
+    if levels:
+        yield (
+            "The line rate is what a node's network ports carry one way. What stays within a node never "
+            "meets it."
+        )
+    if levels and op == "all_reduce":
+        yield (
+            "A flat ring keeps busbw at or below it; a hierarchical all_reduce of n ranks on N nodes may "
+            "show up to (n-1)/n x N/(N-1) of it."
+        )
+
+
+def _published_lines(tables: Sequence[Table]) -> Iterator[Line]:
+    for table in tables:
+        rows = [row for row in table.rows if row.size_bytes]
+        for arm, nodes, ranks in dict.fromkeys((row.arm, row.nodes, row.ranks) for row in rows):
+            points = tuple(
+                (row.size_bytes, table.GBps(row.busbw))
+                for row in rows
+                if (row.arm, row.nodes, row.ranks) == (arm, nodes, ranks) and row.size_bytes
+            )
+            told = f"{_told(table, arm)}, {_count(nodes, 'node')}, {_count(ranks, 'GPU')}"
+            value = f": {figure(points[0][1])} GBps" if len(points) == 1 else ""
+            yield Line(label=f"{told}{value}", points=points, published=True)
+
+
+def _told(table: Table, arm: str) -> str:
+    return f"{table.name} {arm}".strip()
+
+
+def _beside(curves: Sequence[Curve], tables: Sequence[Table]) -> Grid | None:
+    """Runs on GPUs beside what was published for as many nodes and ranks and nearly the same payload."""
+    rows = []
+    for curve in curves:
+        world = curve.run.world
+        for table in tables:
+            largest = {
+                row.arm: row
+                for row in table.rows
+                if row.size_bytes
+                and (row.nodes, row.ranks, "cuda") == (world.nodes, world.ranks, world.device)
+            }
+            for arm, row in largest.items():
+                nearest = min(curve.results, key=lambda one: _off(one.size_bytes, row.size_bytes))
+                if _off(nearest.size_bytes, row.size_bytes) > NEAR:
+                    continue
+                published = table.GBps(row.busbw)
+                rows.append(
+                    (
+                        curve.label,
+                        sizes.both(nearest.size_bytes),
+                        figure(nearest.busbw_GBps * 8),
+                        figure(published * 8),
+                        _told(table, arm),
+                        f"{nearest.busbw_GBps / published:.2f}",
+                    )
+                )
+    head = ("run", "size", "busbw (Gbps)", "published (Gbps)", "by", "run / published")
+    return Grid(head=head, rows=tuple(rows)) if rows else None
+
+
+def _off(one: int, other: int | None) -> float:
+    return max(one, other) / min(one, other) if other else float("inf")
+
+
+def _bandwidth(curves: Sequence[Curve]) -> Grid:
+    by_size = [{one.size_bytes: one for one in curve.results} for curve in curves]
+    alone, pair = len(curves) == 1, len(curves) == 2
+    head = ["size"]
+    for curve in curves:
+        before = "" if alone else f"{curve.label}: "
+        head += [
+            f"{before}time (us)",
+            f"{before}algbw (GBps)",
+            f"{before}busbw (GBps)",
+            f"{before}busbw (Gbps)",
+        ]
+    head += [f"{curves[1].label} / {curves[0].label}"] if pair else []
+    rows = []
+    for size in sorted(set().union(*by_size)):
+        row = [sizes.both(size)]
+        for results in by_size:
+            one = results.get(size)
+            row += (
+                [
+                    figure(one.time_us),
+                    figure(one.algbw_GBps),
+                    figure(one.busbw_GBps),
+                    figure(one.busbw_GBps * 8),
+                ]
+                if one
+                else ["-"] * 4
+            )
+        if pair:
+            first, second = (results.get(size) for results in by_size)
+            known = first and second and first.busbw_GBps
+            row.append(f"{second.busbw_GBps / first.busbw_GBps:.2f}" if known and first and second else "-")
+        rows.append(tuple(row))
+    return Grid(head=tuple(head), rows=tuple(rows))
+
+
+def _spread(curves: Sequence[Curve]) -> Grid:
+    return Grid(
+        head=("run", "size", "iterations", "p50 (us)", "p95 (us)", "p99 (us)", "cv"),
+        rows=tuple(
+            (
+                curve.label,
+                sizes.both(one.size_bytes),
+                str(one.iterations),
+                *(figure(value or 0) for value in (one.p50_us, one.p95_us, one.p99_us)),
+                f"{one.cv or 0:.0%}",
+            )
+            for curve in curves
+            for one in curve.results
+        ),
+    )
+
+
+def _runs(named: Sequence[tuple[str, Run]]) -> Grid:
+    return Grid(
+        head=("run", "where", "started", "values", "state", "command"),
+        rows=tuple(
+            (
+                name,
+                f"{_world(run)}, {run.world.backend} on {run.world.device}",
+                run.started,
+                _values(run),
+                "complete" if run.complete else "INCOMPLETE",
+                shlex.join(run.command),
+            )
+            for name, run in named
+        ),
+    )
+
+
+def _values(run: Run) -> str:
+    # Of the two timings of a size one is enough: the other then needs no check of its own.
+    checked = {one.key[:4] for one in run.results if one.wrong is not None}
+    if total := sum(one.wrong or 0 for one in run.results):
+        return f"{total} WRONG elements"
+    if not checked:
+        return "not checked"
+    every = {one.key[:4] for one in run.results}
+    return "checked, all right" if checked == every else f"{len(checked)} of {len(every)} checked, all right"
+
+
+def _published(tables: Sequence[Table]) -> Grid | None:
+    if not tables:
+        return None
+    return Grid(
+        head=("published", "nodes", "GPUs", "size", "algbw (Gbps)", "busbw (Gbps)", "busbw (GBps)"),
+        rows=tuple(
+            (
+                _told(table, row.arm),
+                str(row.nodes),
+                str(row.ranks),
+                sizes.both(row.size_bytes) if row.size_bytes else "-",
+                "-" if row.algbw is None else figure(table.GBps(row.algbw) * 8),
+                figure(table.GBps(row.busbw) * 8),
+                figure(table.GBps(row.busbw)),
+            )
+            for table in tables
+            for row in table.rows
+        ),
+    )
+
+
+def _fingerprint(named: Sequence[tuple[str, Run]]) -> Grid:
+    told = []
+    for _, run in named:
+        world = {
+            name: ", ".join(value) if isinstance(value, tuple) else str(value)
+            for name, value in asdict(run.world).items()
+        }
+        ways = {"arm": run.arm, "NCCL's log": ", ".join(run.transport)}
+        found = {name: value for name, value in ways.items() if value}
+        told.append({**world, **found, **run.fingerprint, "saved by imgkit": run.version})
+    names = list(dict.fromkeys(name for one in told for name in one))
+    rows = [(name, *(one.get(name, "-") for one in told)) for name in names]
+    return Grid(
+        head=("", *(name for name, _ in named)),
+        rows=tuple(rows),
+        marked=tuple(index for index, row in enumerate(rows) if len(set(row[1:])) > 1),
+    )

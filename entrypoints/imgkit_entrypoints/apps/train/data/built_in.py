@@ -1,0 +1,149 @@
+"""The built-in data: small, made up from the seed, and with something in it that can be learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.data.images import Images, classes_of
+from imgkit_entrypoints.apps.train.data.order import seed_of
+from imgkit_entrypoints.apps.train.models import CLASSES, CONTEXT, FEATURES, VOCABULARY
+from imgkit_entrypoints.errors import UsageError
+
+NOISE = 0.01
+HELD_OUT = 10
+"""One window of so many of a text."""
+ALIGNED_BYTES = 64
+"""As torch's own allocations on CPU."""
+AT_ONCE_BYTES = 1 << 20
+
+
+class Sliced:
+    """Samples that are rows of tensors: a batch is one indexing, without Python for each sample."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """The samples `indices`, stacked."""
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+
+    def steps_at_once(self, sizes: list[int]) -> int:
+        """Steps of micro-batches of `sizes` samples that are worth picking together.
+
+        One, where the second would not begin at an aligned address: kernels may then sum in another order,
+        and where a run was cut would show in its bits.
+        """
+        rows = [tensor[0].numel() * tensor.element_size() for tensor in self.tensors]
+        if any(size * row % ALIGNED_BYTES for size in sizes for row in rows):
+            return 1
+        return max(1, AT_ONCE_BYTES // int(sum(sizes) * sum(rows)))
+
+
+class Text:
+    """A file's bytes: sample i is its i-th window of CONTEXT bytes, with the byte after each.
+
+    The last tenth of the samples is held out, whether somebody looks at it or not.
+    """
+
+    def __init__(self, path: Path, split: str) -> None:
+        size = path.stat().st_size
+        self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        windows = (size - 1) // CONTEXT
+        held_out = windows // HELD_OUT
+        self._first, self._count = (
+            (0, windows - held_out) if split == "train" else (windows - held_out, held_out)
+        )
+        if self._count < 1:
+            least = CONTEXT * (1 if split == "train" else HELD_OUT) + 1
+            raise UsageError(
+                f"{size} bytes are too few", where=str(path), hint=f"at least {least} for {split}"
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """Windows (samples, CONTEXT) and the same one byte later."""
+        first = (self._first + indices[:, None]) * CONTEXT
+        rows = self.bytes[first + torch.arange(CONTEXT + 1)].long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+def _regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> Sliced:
+    """y = w.x + b + a little noise."""
+    weights, bias = torch.randn(FEATURES, 1, generator=truth), torch.randn(1, generator=truth)
+    inputs = torch.randn(samples, FEATURES, generator=draw)
+    return Sliced(inputs, inputs @ weights + bias + NOISE * torch.randn(samples, 1, generator=draw))
+
+
+def _classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> Sliced:
+    """The largest of CLASSES random projections."""
+    inputs = torch.randn(samples, FEATURES, generator=draw)
+    return Sliced(inputs, (inputs @ torch.randn(FEATURES, CLASSES, generator=truth)).argmax(1))
+
+
+def _images(samples: int, truth: torch.Generator, draw: torch.Generator) -> Sliced:
+    """Images 3x32x32: a picture for each class, under noise."""
+    labels = torch.randint(CLASSES, (samples,), generator=draw)
+    pictures = torch.randn(CLASSES, 3, 32, 32, generator=truth)
+    return Sliced(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
+
+
+def _sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> Sliced:
+    """Bytes that count up by a stride from 1 to 8, each sample with its own stride and beginning."""
+    first = torch.randint(VOCABULARY, (samples, 1), generator=draw)
+    stride = torch.randint(1, 9, (samples, 1), generator=draw)
+    rows = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
+    return Sliced(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+_BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generator], Sliced]]] = {
+    "linear": (2048, _regression),
+    "mlp": (2048, _classes),
+    "resnet18": (2048, _images),
+    "resnet50": (2048, _images),
+    "gpt": (4096, _sequences),
+}
+
+
+def built_in(config: Config, split: str) -> Sliced | Text | Images:
+    """The data that goes with a built-in model; ``eval`` is held out.
+
+    Raises
+    ------
+    UsageError : there is none.
+    """
+    if config.model not in _BUILT_IN:
+        raise UsageError(f"no data is built in for {config.model}", hint="--data MOD:FN or file.py:FN")
+    samples, make = _BUILT_IN[config.model]
+    if config.data != "builtin":
+        return _from_disk(config, Path(config.data), split, images=make is _images)
+    # What is to be learnt is the same in every split.
+    truth = torch.Generator().manual_seed(config.seed)
+    draw = torch.Generator().manual_seed(seed_of(config.seed, split))
+    return make(config.samples or samples, truth, draw)
+
+
+def _from_disk(config: Config, path: Path, split: str, *, images: bool) -> Text | Images:
+    if path.is_dir() and not images:
+        raise UsageError(
+            f"{config.model} reads no images", where=config.data, hint="--model resnet18 or resnet50"
+        )
+    if path.is_dir():
+        return Images(path, split, config.image_size)
+    if config.model != "gpt":
+        raise UsageError(f"{config.model} cannot read a text file", where=config.data, hint="--model gpt")
+    return Text(path, split)
+
+
+def classes(config: Config) -> int:
+    """Of the data of a built-in model."""
+    return len(classes_of(Path(config.data))) if Path(config.data).is_dir() else CLASSES

@@ -1,0 +1,43 @@
+"""The loss on data that is not trained on; nothing of the training changes by it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imgkit_entrypoints.apps.ranks import Ranks
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.data.feed import Feed
+from imgkit_entrypoints.apps.train.data.order import Order, Position
+from imgkit_entrypoints.apps.train.loop import Trainer
+
+
+class HeldOut:
+    """Samples in the batches of the training, each once, shared by the ranks."""
+
+    def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, here: Ranks) -> None:
+        at_once = min(order.batch_size * order.world_size, order.global_batch)
+        self._order = dataclasses.replace(order, size=len(samples), global_batch=at_once)
+        self._trainer, self._here = trainer, here
+        self._feed = Feed(samples, self._order, config, here, channels_last=trainer.channels_last)
+
+    def loss(self, lives: Callable[[], object]) -> float:
+        """Mean over all samples, the same number on every rank; all of them call it.
+
+        `lives` is called after each batch.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._here.device)
+        position = Position()
+        with self._trainer.resting():
+            for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
+                samples = self._order.count(position) / self._order.world_size
+                for micro in micro_batches:
+                    total += self._trainer.loss(micro.batch) * (micro.weight * samples)
+                position = after
+                lives()
+        dist.all_reduce(total)
+        return float(total.item()) / self._order.size

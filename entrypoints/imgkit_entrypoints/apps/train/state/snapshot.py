@@ -1,0 +1,252 @@
+"""The state of a run, from the trainer to a snapshot and back, on one rank for all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import os
+import platform
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imgkit_entrypoints import __version__
+from imgkit_entrypoints.apps.ranks import Ranks
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.data.order import Position
+from imgkit_entrypoints.apps.train.state import vault
+from imgkit_entrypoints.errors import UsageError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A snapshot, as every rank has it."""
+
+    where: Path
+    position: Position
+    config: Mapping[str, Any]
+    first_loss: float
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    """Of the optimizer and the gradient scaler."""
+    random: list[Mapping[str, Any]]
+    """Of the ranks that there were."""
+
+
+def begin_random(number: int) -> None:
+    """Begin every generator of this process anew."""
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy").random.seed(number % 2**32)
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator of this process, in types that torch.load(weights_only=True) reads."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:  # else nobody here has used it
+        kind, words, *rest = importlib.import_module("numpy").random.get_state()
+        state["numpy"] = (kind, [int(word) for word in words], *rest)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Bring back what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("numpy").random.set_state(state["numpy"])
+
+
+def on_host(value: Any) -> Any:
+    """A copy of `value` in which every tensor is in host memory and nobody else's."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: on_host(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_host(one) for one in value)
+    return value
+
+
+class Keeper:
+    """Takes snapshots of the run in `folder` and writes them beside the training."""
+
+    def __init__(self, run_dir: Path, keep: int, here: Ranks, say: Say) -> None:
+        self._folder, self._keep, self._here, self._say = run_dir / "snapshots", keep, here, say
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+        self.saved_step = -1
+        """The newest one that is safely written; known to rank 0."""
+        self.longest_stall_s = 0.0
+
+    def save(
+        self, config: Config, position: Position, first_loss: float, state: Callable[[], tuple[Any, Any]]
+    ) -> None:
+        """Copy the state to host memory, and write it in the background."""
+        began = time.perf_counter()
+        every: list[Any] = [None] * self._here.world_size
+        dist.all_gather_object(every, random_state())
+        if self._here.rank == 0:
+            self._finish_writing()
+            weights, optimizer = (on_host(part) for part in state())
+            about = {
+                "position": dataclasses.asdict(position),
+                "first_loss": first_loss,
+                "ranks": self._here.world_size,
+                "versions": {
+                    "imgkit": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+            parts: dict[str, vault.Part] = {
+                "weights.pt": lambda sink: torch.save(weights, sink),
+                "optimizer.pt": lambda sink: torch.save(optimizer, sink),
+                "random.pt": lambda sink: torch.save(every, sink),
+                "state.json": lambda sink: sink.write(json.dumps(about).encode()),
+                "config.json": lambda sink: sink.write(config.to_json().encode()),
+            }
+            self._thread = threading.Thread(target=self._write, args=(position.step, parts))
+            self._thread.start()
+        self.longest_stall_s = max(self.longest_stall_s, time.perf_counter() - began)
+
+    def _write(self, step: int, parts: Mapping[str, vault.Part]) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            vault.write(self._folder, step, parts, keep=self._keep)
+            self.saved_step = step
+        except OSError as error:
+            self._error = error
+        except RuntimeError as error:  # torch.save turns an OSError of its sink into one
+            self._error = _cause(error)
+
+    def _finish_writing(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            newest = "none is older" if self.saved_step < 0 else f"the newest is of step {self.saved_step}"
+            self._say(f"a snapshot could not be written to {self._folder}: {self._error.strerror}; {newest}")
+            self._error = None
+
+    def close(self) -> int:
+        """Wait for the last one; the newest step that is safely written, on every rank, or -1."""
+        self._finish_writing()
+        saved = torch.tensor([self.saved_step], device=self._here.device)
+        dist.broadcast(saved, 0)
+        return int(saved.item())
+
+
+def _cause(error: BaseException) -> OSError:
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError):
+            return link
+        link = link.__cause__ or link.__context__
+    return OSError(0, str(error))
+
+
+def find(config: Config, here: Ranks, say: Say) -> Found | None:
+    """What `config` wants to go on from, read by one rank that has it and sent to all.
+
+    No shared file system is assumed: the first rank of each node looks, and the one with the newest reads.
+
+    Raises
+    ------
+    UsageError : the path given with ``--resume`` holds no valid snapshot on any node.
+    """
+    place = config.run_dir if config.resume in ("auto", "never") else Path(config.resume)
+    if place is None:
+        return None
+    if config.resume == "never":
+        _refuse_a_used_folder(place / "snapshots", here)
+        return None
+    mine: Path | None = None
+    if here.local_rank == 0:
+        mine = next(vault.valid_ones(place, say), None)
+    offers: list[Any] = [None] * here.world_size
+    dist.all_gather_object(offers, -1 if mine is None else vault.step_of(mine))
+    newest = max(offers)
+    if newest < 0:
+        if config.resume == "auto":
+            return None
+        raise UsageError(
+            "no valid snapshot is there", where=str(place), hint="--resume auto, or never to begin anew"
+        )
+    return _sent(mine if here.rank == offers.index(newest) else None, offers.index(newest), here)
+
+
+def _refuse_a_used_folder(folder: Path, here: Ranks) -> None:
+    used: list[Any] = [None] * here.world_size
+    dist.all_gather_object(used, bool(vault.newest_first(folder)))
+    if any(used):
+        raise UsageError(
+            "snapshots of another run are here, which this one would replace",
+            where=str(folder),
+            hint="another --run-dir, or --resume auto",
+        )
+
+
+def _sent(mine: Path | None, source: int, here: Ranks) -> Found:
+    """The snapshot `mine` of rank `source`, to all ranks."""
+
+    def part(name: str) -> bytes:
+        return _broadcast((mine / name).read_bytes() if mine is not None else b"", source, here)
+
+    def tensors(name: str) -> Any:
+        return torch.load(io.BytesIO(part(name)), map_location="cpu", weights_only=True)
+
+    where = os.fsdecode(_broadcast(os.fsencode(mine) if mine is not None else b"", source, here))
+    about = json.loads(part("state.json"))
+    return Found(
+        where=Path(where),
+        position=Position(**about["position"]),
+        config=json.loads(part("config.json")),
+        first_loss=about["first_loss"],
+        weights=tensors("weights.pt"),
+        optimizer=tensors("optimizer.pt"),
+        random=tensors("random.pt"),
+    )
+
+
+def _broadcast(data: bytes, source: int, here: Ranks) -> bytes:
+    size = torch.tensor([len(data)], device=here.device)
+    dist.broadcast(size, source)
+    received = bytearray(data) if here.rank == source else bytearray(int(size.item()))
+    host = torch.frombuffer(received, dtype=torch.uint8)
+    sent = host.to(here.device)
+    dist.broadcast(sent, source)
+    host.copy_(sent)
+    return bytes(received)
+
+
+def first_difference(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str | None:
+    """The first key at which two models differ, with both shapes."""
+
+    def shown(weights: Mapping[str, Tensor], key: str) -> str:
+        return f"{tuple(weights[key].shape)}" if key in weights else "nothing"
+
+    for key in (*saved, *model):
+        if key not in saved or key not in model or saved[key].shape != model[key].shape:
+            return f"{key} is {shown(saved, key)} in the snapshot and {shown(model, key)} in the model"
+    return None

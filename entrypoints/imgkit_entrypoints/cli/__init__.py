@@ -1,0 +1,1 @@
+"""The ``dist-*`` command lines."""

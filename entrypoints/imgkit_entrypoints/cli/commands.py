@@ -1,0 +1,67 @@
+"""The commands of the image: sh shims on PATH that run ``python3 -I -m imgkit_entrypoints NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One ``dist-*`` command."""
+
+    name: str
+    summary: str
+    app: str | None = None
+    """Module that each worker runs; None: no workers of its own."""
+    options: str | None = None
+    """Module whose ``add_arguments`` gives the options, where it is not `app`; it imports no torch."""
+    device: str = "auto"
+    """``--device`` where it is not given."""
+    verbs: Mapping[str, str] = field(default_factory=dict)
+    """First word -> module whose ``main(words)`` is run here, without a launch; it imports no torch."""
+    series: str | None = None
+    """Module whose ``series(...)`` may launch the app several times instead of once; it imports no torch."""
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="dist-run",
+        summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
+    ),
+    Command(name="dist-hello", summary="every rank says where it runs", app="imgkit_entrypoints.apps.hello"),
+    Command(
+        name="dist-pi",
+        summary="compute pi on all ranks; needs no GPU",
+        app="imgkit_entrypoints.apps.pi",
+        device="cpu",
+    ),
+    Command(
+        name="dist-train",
+        summary="train a model with DDP",
+        app="imgkit_entrypoints.apps.train",
+        options="imgkit_entrypoints.apps.train.options",
+    ),
+    Command(
+        name="dist-bench",
+        summary="measure collectives, with verified values",
+        app="imgkit_entrypoints.apps.bench",
+        options="imgkit_entrypoints.apps.bench.options",
+        verbs={
+            "report": "imgkit_entrypoints.apps.bench.report.command",
+            "schema": "imgkit_entrypoints.apps.bench.record.json_schema",
+        },
+        series="imgkit_entrypoints.apps.bench.compare",
+    ),
+    Command(name="dist-env", summary="print what was found here and what it means for a launch"),
+    Command(name="dist-doctor", summary="check this node's network, limits and libraries, with fixes"),
+)
+
+
+def shim(command: Command) -> str:
+    """Text of the command's executable.
+
+    ``-I`` keeps a host PYTHONPATH, ``~/.local`` and the current folder out: a ``json.py`` in any of them
+    would otherwise break the launcher before its first line.
+    """
+    return f'#!/bin/sh\nexec python3 -I -m imgkit_entrypoints {command.name} "$@"\n'

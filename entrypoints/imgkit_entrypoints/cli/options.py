@@ -1,0 +1,159 @@
+"""Options of the launch, spelled the same for every command; ``IMGKIT_*`` variables stand in for flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from imgkit_entrypoints import __version__
+from imgkit_entrypoints.arguments import natural, positive
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch.plan import Request
+from imgkit_entrypoints.schedulers import NAMES
+from imgkit_entrypoints.schedulers.placement import Wanted
+
+DEVICES = ("auto", "cuda", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The launch's part of a command line."""
+
+    wanted: Wanted
+    request: Request
+    show_plan: bool
+    rollcall_timeout_s: int
+    grace_s: int
+    hang_after_s: int
+
+
+_ALSO: Mapping[str, tuple[str, ...]] = {
+    "--nproc": ("--nproc-per-node", "--nproc_per_node"),
+    "--node-rank": ("--node_rank",),
+    "--head": ("--master-addr", "--master_addr"),
+    "--port": ("--master-port", "--master_port"),
+    "--max-restarts": ("--max_restarts",),
+}
+"""Spellings of torchrun and torch.distributed.launch, for command lines that are there already."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, so that ``--plan`` shows them like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"{self.prog} --help")
+
+
+def parser(
+    name: str, summary: str, env: Mapping[str, str], usage: str | None = None, *, device: str = "auto"
+) -> argparse.ArgumentParser:
+    """A parser with the launch's options; the app adds its own. Its errors are UsageError."""
+    made = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
+    made.add_argument("--version", action="version", version=f"imgkit {__version__}")
+    group = made.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
+
+    def option(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
+        given = env.get(_variable(flag))
+        # A string default goes through `type` and its errors like a value on the command line.
+        group.add_argument(flag, type=kind, default=given or default, metavar=metavar, help=text)
+        if flag in _ALSO:  # a help of its own would be twice as long
+            dest, hidden = flag.strip("-").replace("-", "_"), argparse.SUPPRESS
+            group.add_argument(*_ALSO[flag], dest=dest, type=kind, default=hidden, help=hidden)
+
+    def switch(flag: str, text: str) -> None:
+        group.add_argument(flag, action="store_true", default=_on(flag, env), help=text)
+
+    default = "cuda where GPUs are visible" if device == "auto" else device
+    option("--device", _one_of(DEVICES), device, "|".join(DEVICES), f"default: {default}")
+    option("--nproc", _nproc, "auto", "N|auto", "processes on this node; auto: one a GPU")
+    option(
+        "--scheduler",
+        _one_of(NAMES),
+        None,
+        "NAME",
+        f"who started this: {', '.join(NAMES)}; default: found out",
+    )
+    option("--nnodes", _nnodes, None, "N|MIN:MAX", "nodes of the run; default: as the scheduler says")
+    option("--node-rank", natural, None, "RANK", "which of them this is; the head is 0")
+    option("--head", str, None, "HOST", "name or address of node 0, as the others reach it")
+    option("--port", positive, None, "PORT", "where the nodes meet on the head; default: from the job id")
+    option("--max-restarts", natural, None, "N", "restarts after a failure (default 0; elastic: 10)")
+    option("--log-dir", str, None, "DIR", "keep each process' output there, a folder a node")
+    option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default 120)")
+    option("--grace", positive, 60, "S", "seconds to save in after a stop signal (default 60)")
+    option(
+        "--hang-after",
+        natural,
+        60,
+        "S",
+        "tell where workers of dist-train stand that do not move for so long (default 60); 0: never",
+    )
+    switch("--direct", "this process is one rank; do not start torchrun")
+    switch("--plan", "print what would be run as JSON, and stop")
+    return made
+
+
+def plan_wanted(words: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether an error is to be told as JSON too, also one of the options themselves."""
+    return "--plan" in words or env.get(_variable("--plan")) == "1"
+
+
+def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
+    """The values of what `parser` parsed; `command` are the words typed, for errors that show them."""
+    least, most = parsed.nnodes or (None, None)
+    return Options(
+        wanted=Wanted(
+            scheduler=parsed.scheduler,
+            nnodes=most,
+            min_nnodes=least,
+            node_rank=parsed.node_rank,
+            head=parsed.head,
+            port=parsed.port,
+            direct=parsed.direct or None,
+            command=command,
+        ),
+        request=Request(
+            nproc=parsed.nproc,
+            device=parsed.device,
+            max_restarts=parsed.max_restarts,
+            log_dir=parsed.log_dir,
+        ),
+        show_plan=parsed.plan,
+        rollcall_timeout_s=parsed.rollcall_timeout,
+        grace_s=parsed.grace,
+        hang_after_s=parsed.hang_after,
+    )
+
+
+def _variable(flag: str) -> str:
+    return "IMGKIT_" + flag.strip("-").replace("-", "_").upper()
+
+
+def _on(flag: str, env: Mapping[str, str]) -> bool:
+    given = env.get(_variable(flag), "")
+    if given not in ("", "0", "1"):
+        raise UsageError(f"{given!r} is neither 0 nor 1", where=_variable(flag), hint=f"1 is {flag}")
+    return given == "1"
+
+
+def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
+    # Not argparse's choices: they are not applied to defaults, and IMGKIT_DEVICE is one.
+    def check(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(allowed)}")
+        return text
+
+    return check
+
+
+def _nproc(text: str) -> str:
+    if text != "auto":
+        positive(text)
+    return text
+
+
+def _nnodes(text: str) -> tuple[int | None, int]:
+    least, colon, most = text.partition(":")
+    return (positive(least), positive(most)) if colon else (None, positive(text))

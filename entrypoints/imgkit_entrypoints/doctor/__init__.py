@@ -1,0 +1,1 @@
+"""dist-doctor: what this node has, and what is wrong with it."""

@@ -1,0 +1,111 @@
+"""``dist-doctor --bundle FILE``: this machine as an archive, to replay its decisions elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from imgkit_entrypoints import facts, files, system
+from imgkit_entrypoints.doctor.checks import software
+from imgkit_entrypoints.facts import Reader
+from imgkit_entrypoints.facts.tree import Entry
+
+ENVIRONMENT = "environment"
+"""Member with the variables that bear on a launch, as lines for a shell."""
+_TELLING = re.compile(
+    r"(NCCL|FI|GLOO|TORCH|TORCHELASTIC|CUDA|NVIDIA|OMP|IMGKIT|SLURM|SLURMD|PBS|PALS|PMI|PMIX|OMPI|PRTE|MPI|PET|"
+    r"RUNAI|UCX|MASTER)_.*|LD_LIBRARY_PATH|RANK|WORLD_SIZE|LOCAL_RANK|CUDA_VISIBLE_DEVICES"
+)
+_SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|COOKIE|CREDENTIAL|JWT|(^|_)(API)?KEYS?($|_)|(^|_)AUTH($|_)", re.IGNORECASE
+)
+_MANIFEST = "opt/imgkit/manifest.json"
+
+
+def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Write the archive; returns the names of the variables that were left out as secrets.
+
+    Raises
+    ------
+    UsageError : `target` cannot be written.
+    """
+    members = {
+        entry.path: entry
+        for entry in (*facts.snapshot(env=env), *_more(Reader(root=facts.root_of(env)), env))
+    }
+    telling = {name: value for name, value in sorted(env.items()) if _TELLING.fullmatch(name)}
+    telling.pop("IMGKIT_ROOT", None)
+    secrets = tuple(name for name in telling if _SECRET.search(name))
+    lines = [
+        f"export {name}={shlex.quote(value)}\n" for name, value in telling.items() if name not in secrets
+    ]
+    members[ENVIRONMENT] = Entry(path=ENVIRONMENT, kind="file", content="".join(lines))
+    hint = "--bundle /tmp/node.tar.gz"
+    with (
+        files.replacing(target, failed="cannot write the bundle", hint=hint) as file,
+        tarfile.open(fileobj=file, mode="w:gz") as archive,
+    ):
+        for path in sorted(members):
+            _add(archive, members[path])
+    return secrets
+
+
+def how_to_replay(target: Path) -> str:
+    """The commands for whoever gets the archive."""
+    name = shlex.quote(target.name)
+    return (
+        f"mkdir node && tar -xzf {name} -C node && (. node/{ENVIRONMENT}; IMGKIT_ROOT=node dist-doctor), "
+        "also dist-env or dist-run --plan"
+    )
+
+
+def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
+    """What the checks and the recipe's facts read besides `facts.gather`."""
+    text = reader.text(str(system.SYSTEM_JSON))
+    try:
+        known = system.from_json(text) if text else None
+    except (ValueError, TypeError, KeyError):
+        known = None
+    if text and (known is None or not any(_SECRET.search(name) for name in known.env)):
+        yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=text + "\n")
+    elif text:
+        data = json.loads(text)
+        data["env"] = {name: value for name, value in data["env"].items() if not _SECRET.search(name)}
+        yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=json.dumps(data) + "\n")
+    # Of the manifest the platform alone: it holds the whole environment of the base image.
+    try:
+        platform = json.loads(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
+    except (ValueError, AttributeError):
+        platform = None
+    if isinstance(platform, str):
+        yield Entry(path=_MANIFEST, kind="file", content=json.dumps({"platform": platform}) + "\n")
+    for name in reader.names("/sys/class/iommu"):
+        yield Entry(path=f"sys/class/iommu/{name}", kind="folder")
+    if reader.exists("/usr/local/cuda/compat"):
+        yield Entry(path="usr/local/cuda/compat", kind="folder")
+    # Of a library the one line that a check reads.
+    host = facts.gather(env=env)
+    path, own = software.image_glibc(host, reader)
+    versions = {**software.needed_glibc(host, reader), **({path: own} if own else {})}
+    for name, newest in versions.items():
+        yield Entry(path=name.lstrip("/"), kind="file", content=f"GLIBC_2.{newest}\n")
+
+
+def _add(archive: tarfile.TarFile, entry: Entry) -> None:
+    info = tarfile.TarInfo(entry.path)
+    info.mode = 0o755 if entry.kind == "folder" else 0o644
+    if entry.kind == "folder":
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+    elif entry.kind == "link":
+        info.type, info.linkname = tarfile.SYMTYPE, entry.content
+        archive.addfile(info)
+    else:
+        data = entry.content.encode("utf-8", "surrogateescape")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))

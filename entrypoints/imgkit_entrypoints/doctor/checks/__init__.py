@@ -1,0 +1,35 @@
+"""What can be wrong with a machine before the first collective: one pure function per check.
+
+A check that does not apply (InfiniBand on a laptop) yields nothing. Limits and texts come from NCCL's user
+guide, "Troubleshooting", unless a check names another source.
+"""
+
+from __future__ import annotations
+
+from imgkit_entrypoints.doctor.checks import machine, network, software
+from imgkit_entrypoints.doctor.checks.values import Check, Subject, Verdict
+
+__all__ = ["CHECKS", "Check", "Subject", "Verdict"]
+
+CHECKS = (
+    machine.image,
+    software.scheduler,
+    software.fuse,
+    machine.gpus,
+    machine.driver,
+    machine.cpus,
+    machine.memlock,
+    machine.shm,
+    machine.limits,
+    network.network,
+    network.bootstrap,
+    network.rdma_ports,
+    network.verbs,
+    network.roce_gid,
+    network.slingshot,
+    network.gpudirect,
+    software.glibc,
+    machine.iommu,
+    machine.nccl,
+    software.cumem,
+)

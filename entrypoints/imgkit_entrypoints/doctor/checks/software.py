@@ -1,0 +1,125 @@
+"""What of the image and of the host does not go together: scheduler, glibc, NCCL's host memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from imgkit_entrypoints.doctor.checks.values import Check, Subject
+from imgkit_entrypoints.facts import HostFacts, Reader
+from imgkit_entrypoints.schedulers import claims, unseen
+
+LIBC = (
+    "/usr/lib/{machine}-linux-gnu/libc.so.6",
+    "/usr/lib64/libc.so.6",
+    "/lib/{machine}-linux-gnu/libc.so.6",
+)
+CAP_SYS_NICE = 1 << 23
+"""Linux, include/uapi/linux/capability.h."""
+CUMEM_DRIVER = 560
+"""Of CUDA 12.6, from which on NCCL takes its host memory by cuMem."""
+CUMEM_HOST = ((2, 24), (2, 26, 5))
+"""NCCL's versions that do so without a way back where it fails (pytorch issue 152302)."""
+
+
+def scheduler(it: Subject) -> Iterator[Check]:
+    """A container started with --cleanenv hides the job that it is in."""
+    name = it.system.scheduler if it.system else ""
+    if text := unseen(name, it.env):
+        fix = "in a job: start the container without --cleanenv and --containall; outside of one it is right"
+        yield Check(name="scheduler", verdict="warn", evidence=text, fix=fix)
+    elif shown := claims(it.env):
+        yield Check(name="scheduler", verdict="ok", evidence=", ".join(shown))
+
+
+def glibc(it: Subject) -> Iterator[Check]:
+    """Libraries bound in from the host need the host's glibc: the image's must not be older."""
+    path, own = image_glibc(it.facts, it.reader)
+    needed = needed_glibc(it.facts, it.reader)
+    if not own or not needed:
+        return
+    evidence = f"{path} has GLIBC_2.{own}"
+    lacking = [f"{name} needs GLIBC_2.{newest}" for name, newest in needed.items() if newest > own]
+    if lacking:
+        yield Check(
+            name="glibc",
+            verdict=it.between,
+            evidence=f"{evidence}, {', '.join(lacking)}: it cannot be loaded",
+            fix="a newer base image, or such a library built in the image instead of the host's",
+        )
+    else:
+        evidence = f"{evidence}, the fabric's libraries need up to GLIBC_2.{max(needed.values())}"
+        yield Check(name="glibc", verdict="ok", evidence=evidence)
+
+
+def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
+    """Path of the C library and N of its newest ``GLIBC_2.N``; 0 where there is none."""
+    for place in LIBC:
+        path = place.format(machine=facts.arch)
+        if newest := newest_glibc(reader, path):
+            return path, newest
+    return "", 0
+
+
+def needed_glibc(facts: HostFacts, reader: Reader) -> dict[str, int]:
+    """Path of each library of the fabric -> N of the newest ``GLIBC_2.N`` that it needs."""
+    # NCCL is the image's own, and hundreds of megabytes.
+    paths = [library.target for library in facts.libraries if library.name != "libnccl.so.2"]
+    return {path: newest for path in paths if (newest := newest_glibc(reader, path))}
+
+
+def newest_glibc(reader: Reader, path: str) -> int:
+    """N of the newest ``GLIBC_2.N`` among the symbol versions in a library; 0 without any."""
+    found = re.findall(r"\bGLIBC_2\.([0-9]{1,3})\b", reader.text(path) or "")
+    return max(map(int, found), default=0)
+
+
+def cumem(it: Subject) -> Iterator[Check]:
+    """NCCL's host memory by cuMem needs NUMA calls, which docker's filter of system calls refuses."""
+    version = re.search(r"\b(\d{3,})\.\d+", it.facts.driver)
+    concerned = version is not None and int(version[1]) >= CUMEM_DRIVER
+    if not it.facts.gpus or not concerned or it.env.get("NCCL_CUMEM_HOST_ENABLE") == "0":
+        return
+    if it.facts.nccl is None or not CUMEM_HOST[0] <= it.facts.nccl < CUMEM_HOST[1]:
+        return
+    status = it.reader.text("/proc/self/status") or ""
+    filtered = re.search(r"^Seccomp:\s*2$", status, re.MULTILINE)
+    granted = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if filtered and granted and not int(granted[1], 16) & CAP_SYS_NICE:
+        yield Check(
+            name="cumem",
+            verdict="warn",
+            evidence=f"NCCL {it.facts.nccl_version}, and /proc/self/status: {filtered[0]}, {granted[0]} "
+            "(without CAP_SYS_NICE): allocating host memory may fail".replace("\t", " "),
+            fix="docker: --cap-add SYS_NICE; else NCCL_CUMEM_HOST_ENABLE=0, or NCCL 2.26.5 and later",
+        )
+
+
+def fuse(it: Subject) -> Iterator[Check]:
+    """An image mounted by a process of the job goes away when the scheduler signals all processes."""
+    if "SLURM_JOB_ID" not in it.env:
+        return
+    above = set(_ancestors(it.reader))
+    for number in it.reader.names("/proc", r"\d+"):
+        name = it.reader.text(f"/proc/{number}/comm") or ""
+        if name.startswith("squashfuse") and _parent(it.reader, number) in above:
+            yield Check(
+                name="image mount",
+                verdict="warn",
+                evidence=f"/proc/{number}/comm: {name} serves this image's files and is a process of the job "
+                "step: a signal of Slurm's to the step (scancel, --signal=USR1@120) ends it, and the program",
+                fix="#SBATCH --signal=B:USR1@120 and a trap in the script; the site: apptainer with setuid, "
+                "which mounts by the kernel",
+            )
+
+
+def _ancestors(reader: Reader) -> Iterator[str]:
+    number = "self"
+    while number not in ("", "0"):
+        yield number
+        number = _parent(reader, number)
+
+
+def _parent(reader: Reader, number: str) -> str:
+    found = re.search(r"^PPid:\s*(\d+)$", reader.text(f"/proc/{number}/status") or "", re.MULTILINE)
+    return found[1] if found else ""

@@ -1,0 +1,136 @@
+"""``dist-doctor`` on one machine: what would break or slow a distributed run here, with the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from imgkit_entrypoints import __version__, fabric, facts
+from imgkit_entrypoints.arguments import positive
+from imgkit_entrypoints.doctor import bundle
+from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject
+from imgkit_entrypoints.errors import EXIT_NO
+from imgkit_entrypoints.facts import HostFacts, Reader
+from imgkit_entrypoints.system import SystemFacts
+
+SCHEMA = 1
+TIMEOUT_S = 60
+DECIDED = "IMGKIT_DECIDED"
+"""Comma-separated names of the variables that the launcher itself set for a worker: nobody's wish."""
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Options of dist-doctor."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"for the all_reduce between nodes (default {TIMEOUT_S})",
+    )
+
+
+def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int:
+    """Check this machine and print; exit code 1 if something fails.
+
+    Raises
+    ------
+    UsageError : ``IMGKIT_ROOT``, ``IMGKIT_NCCL_VERSION`` or the image's system facts cannot be read, or the
+        bundle cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="dist-doctor", description="Check this machine for distributed runs.", allow_abbrev=False
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--bundle",
+        type=Path,
+        metavar="FILE",
+        help="save what was read here, to replay it elsewhere; no secrets",
+    )
+    options = parser.parse_args(argv)
+    if options.bundle is not None:
+        return _bundle(options.bundle, env)
+    host = facts.gather(env=env)
+    found = examine(
+        host,
+        facts.system_facts(env=env),
+        env,
+        reader=Reader(root=facts.root_of(env)),
+        nnodes=nnodes,
+    )
+    print(json.dumps(to_dict(found, host=host.hostname), indent=2) if options.json else table(found))
+    if not options.json:
+        print(summary(found))
+    return 0 if passed(found) else EXIT_NO
+
+
+def _bundle(target: Path, env: Mapping[str, str]) -> int:
+    left_out = bundle.save(target, env)
+    print(f"{target}\nto replay it: {bundle.how_to_replay(target)}")
+    if left_out:
+        print(f"left out as secrets: {', '.join(left_out)}")
+    return 0
+
+
+def examine(
+    host: HostFacts,
+    system: SystemFacts | None,
+    env: Mapping[str, str],
+    *,
+    reader: Reader,
+    nnodes: int = 1,
+) -> tuple[Check, ...]:
+    """Every check that applies here.
+
+    Parameters
+    ----------
+    reader : for the few files that are no facts of a launch.
+    nnodes : nodes of the run; on one, what is in the way between nodes is a warning.
+    """
+    decided = env.get(DECIDED, "").split(",")
+    own = {name: value for name, value in env.items() if name not in decided}
+    # As for a run on several nodes in any case: that is what a doctor is asked about.
+    plan = fabric.choose(host, system, own, nnodes=max(2, nnodes))
+    subject = Subject(facts=host, system=system, env=own, plan=plan, several=nnodes > 1, reader=reader)
+    return tuple(check for rule in CHECKS for check in rule(subject))
+
+
+def passed(found: Sequence[Check]) -> bool:
+    """Whether nothing failed."""
+    return all(check.verdict != "fail" for check in found)
+
+
+def to_dict(found: Sequence[Check], **about: Any) -> dict[str, Any]:
+    """The JSON form: ``{"schema": 1, "imgkit", "passed", "checks": [{name, verdict, evidence, fix}]}``."""
+    return {
+        "schema": SCHEMA,
+        "imgkit": __version__,
+        **about,
+        "passed": passed(found),
+        "checks": [dataclasses.asdict(check) for check in found],
+    }
+
+
+def table(found: Sequence[Check]) -> str:
+    """Aligned plain text, one check a line, fixes below their check."""
+    width = max((len(check.name) for check in found), default=0)
+    lines = []
+    for check in found:
+        lines.append(f"{check.verdict:7}  {check.name:{width}}  {check.evidence}")
+        if check.fix:
+            lines.append(f"{'':7}  {'':{width}}  -> {check.fix}")
+    return "\n".join(lines)
+
+
+def summary(found: Sequence[Check]) -> str:
+    """``12 ok, 1 warn``."""
+    verdicts = [check.verdict for check in found]
+    return ", ".join(
+        f"{verdicts.count(word)} {word}" for word in ("ok", "warn", "unknown", "fail") if word in verdicts
+    )

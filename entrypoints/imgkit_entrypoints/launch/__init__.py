@@ -1,0 +1,1 @@
+"""The launcher of one node: plan, start, watch and end torchrun."""

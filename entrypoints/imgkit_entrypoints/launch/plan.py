@@ -1,0 +1,260 @@
+"""From what is known to what is run: the whole decision about a launch, as one value. Reads nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal
+
+from imgkit_entrypoints import fabric
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.fabric import Decision, sockets
+from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.launch.supervisor import LOGS_PENDING, PORT_PENDING
+from imgkit_entrypoints.rollcall import ports
+from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.system import SystemFacts
+
+SCHEMA = 1
+
+_FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
+    # Between the signal that torchrun passes on and KILL; else 30 s, longer than the launcher waits.
+    ((2, 12), ("--shutdown-timeout", "3")),
+)
+"""Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
+
+
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""With a shared one, a node that joins later waits for the address of the workers' store, which is written in
+the first round only (next_rendezvous in dynamic_rendezvous.py of torch 2.13): all nodes end after 60 s."""
+ELASTIC_RESTARTS = 10
+"""Without any, no node may leave: its end makes the workers of all others fail, and that is a restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked of this node's processes; ``auto`` leaves it to the plan."""
+
+    nproc: str = "auto"
+    device: str = "auto"
+    max_restarts: int | None = None
+    """None: 0, or `ELASTIC_RESTARTS` where nodes may come and go."""
+    log_dir: str | None = None
+    prefix: bool = True
+    """Each line of output bears ``[host:rank]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """What will be executed on this node."""
+
+    placement: Placement
+    mode: Literal["torchrun", "direct"]
+    nproc: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Variables set on top of the process' own."""
+    unset: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form of ``--plan``."""
+        place = self.placement
+        return {
+            "schema": SCHEMA,
+            "scheduler": place.scheduler,
+            "source": dict(place.source),
+            "placement": {
+                "nnodes": place.nnodes,
+                "node_rank": place.node_rank,
+                "hosts": list(place.hosts),
+                "head": place.head,
+                # Where the nodes meet; torchrun's own port is agreed on there.
+                "port": ports.roll_call(place.job_id, place.port),
+                "job_id": place.job_id,
+            },
+            "nproc": self.nproc,
+            "mode": self.mode,
+            "argv": list(self.argv),
+            "env": dict(self.env),
+            "unset": list(self.unset),
+            "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "warnings": list(self.warnings),
+        }
+
+
+def make(
+    request: Request,
+    worker: Sequence[str],
+    *,
+    place: Placement,
+    host: HostFacts,
+    system: SystemFacts | None,
+    env: Mapping[str, str],
+) -> LaunchPlan:
+    """Decide how `worker` (its argv) is started on the node `place`.
+
+    Raises
+    ------
+    NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
+    """
+    decisions: list[Decision] = []
+    device = _device(request, host, system, decisions)
+    nproc = _nproc(request, device, host, place, decisions)
+    network = fabric.choose(host, system, env, nnodes=place.nnodes, head=place.head)
+    if network.blockers and device == "cuda" and place.nnodes > 1:
+        raise NoPlan(
+            network.blockers[0],
+            where=f"fabric {network.kind}",
+            hint="dist-doctor shows the evidence; --device cpu runs over gloo",
+        )
+    decided = {**network.env, **_threads(host, nproc, env, decisions)}
+    # So that nobody further in takes the launcher's choices for the user's wishes.
+    variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
+    command = tuple(worker)
+    if place.direct is not None:
+        variables |= _ranks(place)
+    else:
+        command = (*_torchrun(request, place, host, nproc), *command)
+    if _elastic(place) and _NO_SHARED_STORE not in env:
+        variables[_NO_SHARED_STORE] = "1"
+    # torchrun takes PET_* as defaults of its flags, and dies on some that operators send: PET_STANDALONE="".
+    operators = tuple(sorted(name for name in env if name.startswith("PET_")))
+    return LaunchPlan(
+        placement=place,
+        mode="torchrun" if place.direct is None else "direct",
+        nproc=nproc,
+        argv=command,
+        env=variables,
+        unset=(*operators, *network.unset),
+        decisions=(*decisions, *network.decisions),
+        warnings=network.warnings,
+    )
+
+
+def _device(
+    request: Request, host: HostFacts, system: SystemFacts | None, decisions: list[Decision]
+) -> Literal["cpu", "cuda"]:
+    expected = system.node.gpus if system else 0
+    if request.device == "cpu":
+        return "cpu"
+    if host.gpus:
+        decisions.append(
+            Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
+        )
+        return "cuda"
+    # A number of processes is a choice; without one, a forgotten --nv would start a rank for every CPU.
+    if request.device == "cuda" or (expected and request.nproc == "auto"):
+        reason = f"the recipe says {expected} a node" if expected else "--device cuda asks for them"
+        raise NoPlan(
+            f"no GPU is visible here, but {reason} ({host.gpus_source})",
+            hint="start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
+            "or give --device cpu",
+        )
+    known = f"the recipe says {expected} a node: --nv forgotten?" if expected else "the recipe expects none"
+    decisions.append(Decision(variable="device", value="cpu", reason=f"no GPU is visible, {known}"))
+    return "cpu"
+
+
+def _nproc(
+    request: Request, device: str, host: HostFacts, place: Placement, decisions: list[Decision]
+) -> int:
+    if place.direct is not None:
+        wanted, who = place.direct.local_world_size, f"{place.scheduler} started them"
+    elif request.nproc != "auto":
+        wanted, who = int(request.nproc), "--nproc"
+    elif device == "cuda":
+        wanted, who = host.gpus, "one for each GPU"
+    else:
+        wanted, who = 1, "without GPUs one; --nproc N starts more"
+    if device == "cuda" and wanted > host.gpus:
+        raise NoPlan(
+            f"{wanted} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
+            where=host.gpus_source,
+            hint=f"give --nproc {host.gpus} or less, or --device cpu",
+        )
+    decisions.append(Decision(variable="nproc", value=str(wanted), reason=who))
+    return wanted
+
+
+def _threads(
+    host: HostFacts, nproc: int, env: Mapping[str, str], decisions: list[Decision]
+) -> dict[str, str]:
+    name = "OMP_NUM_THREADS"
+    given = env.get(name)
+    # PBS sets it to the chunk's processors by itself, and mpiexec hands it on: that is no wish of the user's,
+    # and nproc times too many. A task of pbsdsh has no NCPUS.
+    by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
+    if given and not by_pbs:
+        decisions.append(Decision(variable=name, value=given, reason="yours"))
+        return {}
+    value = str(max(1, host.cpus // nproc))
+    reason = f"{host.cpus} processors allowed / {nproc} processes"
+    decisions.append(Decision(variable=name, value=value, reason=reason))
+    return {name: value}
+
+
+def _ranks(place: Placement) -> dict[str, str]:
+    """What torchrun would have told each worker."""
+    assert place.direct is not None  # noqa: S101 - the caller branches on it
+    return {
+        "RANK": str(place.direct.rank),
+        "LOCAL_RANK": str(place.direct.local_rank),
+        "WORLD_SIZE": str(place.direct.world_size),
+        "LOCAL_WORLD_SIZE": str(place.direct.local_world_size),
+        "MASTER_ADDR": place.head or "127.0.0.1",
+        "MASTER_PORT": str(place.base_port),
+    }
+
+
+def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
+    # Each node its own folder: torchrun's paths hold no host, so nodes would mix on a shared file system.
+    logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
+    restarts = request.max_restarts
+    if restarts is None:
+        restarts = ELASTIC_RESTARTS if _elastic(place) else 0
+    return (
+        # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
+        # -u: it copies the workers' lines, and would keep them until its end where stdout is a file.
+        *(sys.executable or "python3", "-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"),
+        *_rendezvous(place, host),
+        *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts)),
+        *("--monitor-interval", "0.1"),  # torch 2.3 looks every 5 s only
+        *(word for since, flags in _FLAGS_SINCE if _version(host.torch_version) >= since for word in flags),
+        *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
+        "--",  # torchrun's parser would take the program's --max for a short --max-restarts, and refuse it
+    )
+
+
+def _version(torch: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", torch)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _elastic(place: Placement) -> bool:
+    return place.min_nnodes is not None and place.nnodes > 1
+
+
+def _rendezvous(place: Placement, host: HostFacts) -> tuple[str, ...]:
+    if place.nnodes == 1:
+        # Workers dial the agent by this address. The default is the host's name, which a container without a
+        # network cannot resolve: the run then hangs for ten minutes.
+        return ("--standalone", "--local-addr", "127.0.0.1")
+    if _elastic(place):
+        found = sockets.best(host, place.head)
+        return (
+            *("--rdzv-backend", "c10d", "--nnodes", f"{place.min_nnodes}:{place.nnodes}"),
+            *("--rdzv-endpoint", f"{place.head}:{place.base_port}", "--rdzv-id", place.job_id or "imgkit"),
+            # c10d sorts the nodes by this address and takes the first one's for the workers to meet at.
+            *(("--local-addr", found[0].ipv4) if found else ()),
+        )
+    # static: the node rank given here is the rank that counts; with c10d torchrun ignores it.
+    return (
+        *("--rdzv-backend", "static", "--nnodes", str(place.nnodes), "--node-rank", str(place.node_rank)),
+        *("--master-addr", place.head, "--master-port", PORT_PENDING),
+    )

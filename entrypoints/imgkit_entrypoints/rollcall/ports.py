@@ -1,0 +1,108 @@
+"""Ports of a run: derived from the job id, probed by binding, and who holds a busy one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
+
+PROBES = 64
+"""Ports tried for torchrun before giving up."""
+
+
+def roll_call(job_id: str, port: int | None) -> int:
+    """Where the head listens: next to a given torchrun port, else derived from the job id."""
+    if port is None:
+        return job_port(job_id)
+    return port + 1 if port < 65535 else port - 1
+
+
+def listen(port: int) -> socket.socket:
+    """A non-blocking listener on all addresses of this machine, IPv4 and IPv6.
+
+    Raises
+    ------
+    OSError : the port is busy (EADDRINUSE) or not allowed.
+    """
+    if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists():
+        try:
+            listener = socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            listener = socket.create_server(("", port), backlog=1024)  # IPv6 is switched off here
+    else:
+        listener = socket.create_server(("", port), backlog=1024)
+    listener.setblocking(False)
+    return listener
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on `port` now."""
+    try:
+        listen(port).close()
+    except OSError:
+        return False
+    return True
+
+
+def first_free(after: int) -> int | None:
+    """The first free port behind `after`, within the range of `job_port`; None after some tries."""
+    for step in range(1, PROBES + 1):
+        port = FIRST_PORT + (after + step - FIRST_PORT) % PORTS
+        if is_free(port):
+            return port
+    return None
+
+
+def holder(port: int, root: Path = Path("/")) -> str:
+    """Who listens on `port`, as far as this user may know: "python3 train.py (process 12, user ann)"."""
+    inodes = dict(_listeners(port, root))
+    if not inodes:
+        return "a process outside this container, or one that has just ended"
+    for folder in (root / "proc").iterdir():
+        if folder.name.isdigit() and inodes.keys() & set(_sockets(folder)):
+            with contextlib.suppress(OSError):
+                words = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+                return f"{words[:80] or 'a process'} (process {folder.name}, {_user(folder.stat().st_uid)})"
+    return f"a process of {_user(next(iter(inodes.values())))}"
+
+
+def _listeners(port: int, root: Path) -> Iterator[tuple[str, int]]:
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = (root / "proc/net" / name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode; 0A is LISTEN
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9], int(fields[7])
+
+
+def _sockets(folder: Path) -> Iterator[str]:
+    try:
+        for link in (folder / "fd").iterdir():
+            target = os.readlink(link)  # noqa: PTH115 - a path would lose "socket:[1]"
+            if target.startswith("socket:["):
+                yield target[8:-1]
+    except OSError:
+        return  # another user's process, or one that has ended
+
+
+def _user(uid: int) -> str:
+    try:
+        import pwd
+
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except (ImportError, KeyError):
+        return f"user {uid}"

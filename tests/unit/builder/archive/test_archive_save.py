@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.archive import write
+from imgkit_builder.base import files, process
+from imgkit_builder.base.progress import Silent
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+
+DATA = os.urandom(300_000) + bytes(3_000_000)
+
+needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="no zstd program")
+
+
+def cut(data: bytes, size: int = 32_768) -> Iterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def never() -> Iterator[bytes]:
+    raise AssertionError("the engine was asked")
+    yield b""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
+    saved = write.save(cut(DATA), target=tmp_path / "x.tar")
+    assert saved.path.read_bytes() == DATA
+    assert saved.sha256 == hashlib.sha256(DATA).hexdigest()
+    assert saved.size_bytes == len(DATA)
+    assert names(tmp_path) == ["x.tar"]
+
+
+def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
+    saved = write.save(cut(DATA), target=tmp_path / "x.tar.gz", compress="gzip")
+    packed = saved.path.read_bytes()
+    assert gzip.decompress(packed) == DATA
+    assert saved.sha256 == hashlib.sha256(packed).hexdigest()
+    assert subprocess.run(["gzip", "-t", saved.path], check=False).returncode == 0
+
+
+def test_gzip_bytes_ignore_how_chunks_are_cut(tmp_path: Path) -> None:
+    one = write.save(cut(DATA, 1_000), target=tmp_path / "1", compress="gzip")
+    other = write.save(cut(DATA, 2_500_000), target=tmp_path / "2", compress="gzip")
+    assert one.sha256 == other.sha256
+
+
+@needs_zstd
+def test_zstd_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
+    saved = write.save(cut(DATA), target=tmp_path / "x.tar.zst", compress="zstd")
+    assert subprocess.run(["zstd", "-dc", saved.path], capture_output=True, check=True).stdout == DATA
+    assert saved.sha256 == hashlib.sha256(saved.path.read_bytes()).hexdigest()
+
+
+def test_absent_zstd_is_refused_before_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolMissing, match="zstd") as caught:
+        write.save(never(), target=tmp_path / "x.tar.zst", compress="zstd")
+    assert "--compress gzip" in str(caught.value.hint)
+
+
+def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="GB are needed") as caught:
+        write.save(never(), target=tmp_path / "x.tar", expected_bytes=10**18)
+    assert "zstd" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("absent/x.tar", "no such folder"), ("folder", "is a folder"), ("two\nlines.tar", "newline")],
+)
+def test_impossible_targets_are_refused(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match=told):
+        write.save(never(), target=tmp_path / name)
+
+
+def test_failing_stream_keeps_the_old_archive(tmp_path: Path) -> None:
+    def broken() -> Iterator[bytes]:
+        yield DATA
+        raise ToolFailed("the engine went away")
+
+    target = tmp_path / "x.tar"
+    target.write_bytes(b"old")
+    for compress in ("none", "gzip", "zstd") if shutil.which("zstd") else ("none", "gzip"):
+        with pytest.raises(ToolFailed, match="went away"):
+            write.save(broken(), target=target, compress=compress)
+    assert target.read_bytes() == b"old"
+    assert names(tmp_path) == ["x.tar"]
+
+
+@contextlib.contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_space_midway_leaves_nothing(tmp_path: Path) -> None:
+    with file_size_limit(1 << 20), pytest.raises(ToolFailed, match="no space left after 1 MB"):
+        write.save(cut(DATA), target=tmp_path / "x.tar")
+    assert names(tmp_path) == []
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from imgkit_builder.archive import write as archive
+from imgkit_builder.base import files
+def chunks():
+    while True:
+        yield bytes(100_000)
+        time.sleep(0.01)
+archive.save(chunks(), target=Path(sys.argv[1]))
+"""
+
+
+@contextlib.contextmanager
+def slow_save(target: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", SLOW, target], stderr=subprocess.DEVNULL) as running:
+        try:
+            until = time.monotonic() + 20
+            while not any(path.stat().st_size for path in target.parent.glob(".*.part")):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            yield running
+        finally:
+            running.kill()
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    with slow_save(tmp_path / "x.tar") as running:
+        running.send_signal(signal.SIGINT)
+        running.wait(20)
+    assert names(tmp_path) == []
+
+
+def test_killed_save_is_cleaned_by_the_next(tmp_path: Path) -> None:
+    target = tmp_path / "x.tar"
+    with slow_save(target) as running:
+        running.kill()
+        running.wait(20)
+    (left,) = names(tmp_path)
+    assert left.startswith(".x.tar.")
+    assert left.endswith(".part")
+    write.save(cut(DATA), target=target)
+    assert names(tmp_path) == ["x.tar"]
+
+
+def test_running_save_keeps_its_file(tmp_path: Path) -> None:
+    target = tmp_path / "x.tar"
+    with slow_save(target):
+        write.save(cut(DATA), target=target)
+        assert len(names(tmp_path)) == 2
+
+
+def test_other_names_leftovers_are_not_touched(tmp_path: Path) -> None:
+    others = [".x.tar.gz.01234567.part", ".x[1]tar.01234567.part", ".y.tar.01234567.part", ".x.tar.mine.part"]
+    for name in others:
+        (tmp_path / name).touch()
+    write.remove_leftovers(tmp_path / "x.tar")
+    assert names(tmp_path) == sorted(others)
+    write.remove_leftovers(tmp_path / "x[1]tar")
+    assert names(tmp_path) == sorted(set(others) - {".x[1]tar.01234567.part"})
+
+
+def test_locked_leftover_stays(tmp_path: Path) -> None:
+    left = files.temporary_name(tmp_path / "x.tar")
+    with left.open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        write.remove_leftovers(tmp_path / "x.tar")
+        assert left.exists()
+    write.remove_leftovers(tmp_path / "x.tar")
+    assert not left.exists()
+
+
+def test_progress_never_exceeds_its_total(tmp_path: Path) -> None:
+    told: list[tuple[int, int | None]] = []
+
+    class Listening(Silent):
+        def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+            told.append((done_bytes, total_bytes))
+
+    # A tar has headers that the image's size does not count.
+    write.save(cut(DATA), target=tmp_path / "x", expected_bytes=len(DATA) - 50_000, report=Listening())
+    assert told[-1] == (len(DATA), len(DATA))
+    assert all(total is not None and done <= total for done, total in told)
+
+
+def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
+    # Not ru_maxrss: a child starts with its parent's, and a whole pytest run is large.
+    source = f"""
+from pathlib import Path
+from imgkit_builder.archive import write as archive
+from imgkit_builder.base import files
+for compress in ("none", "gzip"):
+    chunks = (bytes(32768) for _ in range(4_000))
+    archive.save(chunks, target=Path({str(tmp_path / "x")!r}), compress=compress)
+status = Path("/proc/self/status").read_text()
+print(status.split("VmHWM:")[1].split()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64 * 1024
+
+
+def test_failing_filter_is_quoted() -> None:
+    chunks = process.through(["sh", "-c", "echo the reason >&2; exit 3"], cut(DATA))
+    with pytest.raises(ToolFailed, match="exit code 3: the reason"):
+        list(chunks)
+
+
+def test_filter_is_ended_when_the_reader_stops() -> None:
+    chunks = process.through(["cat"], iter(lambda: bytes(65_536), None))
+    assert next(chunks)
+    chunks.close()  # type: ignore[attr-defined]  # hangs or leaves a process where it is not ended

@@ -1,0 +1,140 @@
+"""Tars are read as tarfile reads them, whatever the chunks; damage is an error."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+
+import pytest
+
+from imgkit_builder.archive.tarstream import TarStream, gnu_link_header, pax_header, ustar_header
+from imgkit_entrypoints.errors import CheckFailed
+
+LONG = "d" * 90 + "/" + "f" * 120
+
+
+def sample(form: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+
+        def add(
+            name: str, kind: bytes = tarfile.REGTYPE, *, size: int = 0, link: str = "", uid: int = 0
+        ) -> None:
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname, member.uid = kind, size, link, uid
+            member.mtime, member.mode = 946684800, 0o4751
+            tar.addfile(member, io.BytesIO(bytes(range(256)) * (size // 256 + 1)) if size else None)
+
+        add("./dir", tarfile.DIRTYPE)
+        add("dir/empty")
+        add("dir/file", size=1000)
+        add("dir/block", size=512)
+        add("dir/ünïcode\n", size=1)
+        add(LONG, size=700)
+        add("link", tarfile.SYMTYPE, link="../" + LONG)
+        add("hard", tarfile.LNKTYPE, link=LONG)
+        add("device", tarfile.CHRTYPE)
+        add("big owner", uid=3_000_000, size=3)
+    return buffer.getvalue()
+
+
+def chunks(data: bytes, size: int) -> Iterator[bytes]:
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 1 << 20])
+def test_same_as_tarfile(form: int, size: int) -> None:
+    data = sample(form)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        expected = [
+            (
+                member.name.removeprefix("./"),
+                member.type,
+                member.linkname,
+                member.mode,
+                int(member.mtime),
+                tar.extractfile(member).read() if member.isreg() else b"",  # type: ignore[union-attr]
+            )
+            for member in tar
+        ]
+    stream = TarStream(chunks(data, size), name="x")
+    found = [(one.name, one.kind, one.link, one.mode, one.mtime_s, b"".join(stream.body())) for one in stream]
+    assert found == expected
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+def test_raw_blocks_make_the_same_tar(form: int) -> None:
+    data, out = sample(form), b""
+    stream = TarStream(chunks(data, 700), name="x")
+    for member in stream:
+        out += member.extended + member.header + b"".join(stream.padded_body())
+    assert data.startswith(out)
+    assert not data[len(out) :].strip(b"\0")
+
+
+def test_unread_bodies_are_skipped() -> None:
+    stream = TarStream(chunks(sample(tarfile.PAX_FORMAT), 100), name="x")
+    assert len([member.name for member in stream]) == 10
+
+
+def test_base_256_size_read() -> None:
+    header = bytearray(ustar_header(name=b"big", kind=b"0"))
+    header[124:136] = b"\x80" + (9 << 30).to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    member = next(iter(TarStream(iter([bytes(header)]), name="x")))
+    assert member.size_bytes == 9 << 30
+
+
+def test_own_headers_read_by_tarfile() -> None:
+    target = "/" + "t" * 300
+    data = pax_header({"mtime": b"5.5", "path": b"p" * 200}) + gnu_link_header(target.encode())
+    data += ustar_header(name=b"short", kind=b"2", mode=0o777) + bytes(1024)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        (member,) = tar.getmembers()
+    assert (member.name, member.linkname, member.mtime) == ("p" * 200, target, 5.5)
+
+
+def test_too_long_name_refused() -> None:
+    with pytest.raises(ValueError, match="too long"):
+        ustar_header(name=b"n" * 101, kind=b"0")
+
+
+@pytest.mark.parametrize("cut", [1, 100, 512, 600, 5000])
+def test_cut_anywhere_refused(cut: int) -> None:
+    data = sample(tarfile.PAX_FORMAT)
+    content = len(data.rstrip(b"\0"))
+    with pytest.raises(CheckFailed, match="cut short"):
+        list(TarStream(chunks(data[: content - cut], 512), name="x"))
+
+
+def test_missing_end_refused() -> None:
+    whole = ustar_header(name=b"one", kind=b"0")
+    assert len(list(TarStream(iter([whole, bytes(512)]), name="x"))) == 1
+    with pytest.raises(CheckFailed, match="cut short, at byte 512"):
+        list(TarStream(iter([whole]), name="where"))
+
+
+def test_wrong_checksum_refused() -> None:
+    data = bytearray(sample(tarfile.GNU_FORMAT))
+    data[3] ^= 1
+    with pytest.raises(CheckFailed, match="checksum is wrong, at byte 512") as caught:
+        list(TarStream(iter([bytes(data)]), name="a.tar"))
+    assert caught.value.where == "a.tar"
+
+
+def test_huge_extended_header_refused() -> None:
+    header = ustar_header(name=b"x", kind=b"x", size_bytes=1 << 30)
+    with pytest.raises(CheckFailed, match="an extended header of 1073741824 bytes"):
+        list(TarStream(iter([header]), name="x"))
+
+
+@pytest.mark.parametrize("records", [b"99999 a=b\n", b"x a=b\n", b"0 a=b\n", b"2 a=b\n"])
+def test_bad_pax_records_refused(records: bytes) -> None:
+    data = ustar_header(name=b"x", kind=b"x", size_bytes=len(records)) + records.ljust(512, b"\0")
+    data += ustar_header(name=b"one", kind=b"0") + bytes(1024)
+    with pytest.raises(CheckFailed, match="pax header that cannot be read"):
+        list(TarStream(iter([data]), name="x"))

@@ -1,0 +1,130 @@
+"""What a delta file says of itself, and what the commands of an image make of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import Base, Delta
+from imgkit_builder.job import container
+from imgkit_builder.job.request import Overlay, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import local
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import CheckFailed, NoPlan, UsageError
+from imgkit_entrypoints.launch import delta_check
+
+KNOWN = Delta(
+    image_id="sha256:new",
+    diff_ids=("sha256:1", "sha256:2"),
+    arch="amd64",
+    created="2026-01-01T00:00:00Z",
+    source="mn5:latest",
+    base=Base(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
+    sha256="",
+    size_bytes=4096,
+    imgkit="0.1.0",
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "x.imgdelta"
+    path.write_bytes(b"hsqs" + bytes(4092))
+    descriptor.append(path, descriptor.with_sha256(KNOWN, path))
+    return path
+
+
+def test_file_says_what_it_is(file: Path) -> None:
+    found = descriptor.read(file)
+    assert replace(found, sha256="") == KNOWN
+    assert descriptor.is_delta(file)
+    assert descriptor.sha256(file, found) == found.sha256
+
+
+def test_cut_or_grown_file_refused(file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes()
+    for wrong in (data[:-1], data[:4200], data[4096:], data[:100] + data[200:], b"x" + data, b""):
+        (tmp_path / "wrong").write_bytes(wrong)
+        with pytest.raises(CheckFailed):
+            descriptor.read(tmp_path / "wrong")
+
+
+def test_file_that_is_not_there_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        descriptor.read(tmp_path / "none")
+    assert not descriptor.is_delta(tmp_path / "none")
+
+
+def test_later_schema_refused(file: Path, tmp_path: Path) -> None:
+    text = json.dumps({"schema": 2}).encode()
+    (tmp_path / "x").write_bytes(text + len(text).to_bytes(8, "little") + b"IMGDELTA")
+    with pytest.raises(CheckFailed, match="later imgkit"):
+        descriptor.read(tmp_path / "x")
+
+
+def request(file: Path) -> Request:
+    given = Overlay(path=Path("x.imgdelta"), delta=descriptor.read(file))
+    return Request(command=("dist-train",), directory=Path("/home/me"), overlay=given, runtime="singularity")
+
+
+def test_job_lays_it_over_and_says_what_it_is(file: Path) -> None:
+    job = resolve(load("cpu"), request(file))
+    words = local.script(job).submit
+    # Inside the container, where --cleanenv does not reach.
+    assert words[-3:] == ("env", "IMGKIT_DELTA=sha256:new", "dist-train")
+    at = words.index("--overlay")
+    assert words[at + 1] == "/home/me/x.imgdelta:ro"
+    assert words.index("exec") < at < words.index("/home/me/cpu.sif")
+    shell = container.shell(resolve(load("cpu"), replace(request(file), command=(), interactive=True)))
+    assert "/home/me/x.imgdelta:ro" in shell
+
+
+def test_job_without_one_says_nothing() -> None:
+    given = Request(command=("dist-train",), directory=Path("/home/me"), runtime="singularity")
+    words = local.script(resolve(load("cpu"), given)).submit
+    assert not [word for word in words if "overlay" in word or "IMGKIT_DELTA" in word]
+
+
+@pytest.mark.parametrize("runtime", ["docker", "host"])
+def test_delta_without_singularity_refused(file: Path, runtime: str) -> None:
+    with pytest.raises(UsageError, match=r"lies over a \.sif"):
+        resolve(load("cpu"), replace(request(file), runtime=runtime))
+
+
+@pytest.mark.parametrize("name", ["a,b.imgdelta", "a:b.imgdelta", "a\nb.imgdelta"])
+def test_name_that_the_runtime_would_split_refused(file: Path, name: str) -> None:
+    given = Overlay(path=Path(name), delta=descriptor.read(file))
+    with pytest.raises(UsageError, match="cannot stand in a job"):
+        resolve(load("cpu"), replace(request(file), overlay=given))
+
+
+def image_root(folder: Path, text: str | None) -> dict[str, str]:
+    if text is not None:
+        (folder / "opt/imgkit").mkdir(parents=True)
+        (folder / "opt/imgkit/delta.json").write_text(text)
+    return {"IMGKIT_ROOT": str(folder), "IMGKIT_DELTA": "sha256:new"}
+
+
+def test_commands_go_on_with_the_right_delta(tmp_path: Path) -> None:
+    delta_check.require(image_root(tmp_path, descriptor.inside("sha256:new").decode()))
+    delta_check.require({})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "without it"),
+        (descriptor.inside("sha256:other").decode(), "another delta"),
+        ("{", "unreadable"),
+        ("[]", "unreadable"),
+    ],
+)
+def test_commands_refuse_another_delta_or_none(tmp_path: Path, text: str | None, message: str) -> None:
+    with pytest.raises(NoPlan, match=message) as caught:
+        delta_check.require(image_root(tmp_path, text))
+    assert caught.value.exit_code == 5

@@ -1,0 +1,210 @@
+"""The kinds of layers: a tar, a folder of the engine, a squashfs; and a tree to a tar."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.delta import squash, tree
+from imgkit_builder.delta.folders import Folder
+from imgkit_builder.delta.grafts import Graft
+from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.tars import Tar
+from imgkit_builder.delta.tree import Entry
+from imgkit_builder.sif import superblock
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
+
+
+def archive(path: Path, members: Iterable[tuple[str, bytes, str]]) -> Tar:
+    """A tar of (name, type, link target or content)."""
+    with tarfile.open(path, "w") as tar:
+        for name, kind, text in members:
+            info = tarfile.TarInfo(name)
+            info.type = kind
+            data = text.encode() if kind == tarfile.REGTYPE else b""
+            info.size, info.linkname = len(data), "" if data else text
+            info.mode = 0o777 if kind == SYM else 0o644
+            tar.addfile(info, io.BytesIO(data))
+    return Tar(path)
+
+
+FILE, DIR, LINK, SYM = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE
+
+
+def test_whiteouts_of_a_tar(tmp_path: Path) -> None:
+    members = [("d/", DIR, ""), ("d/.wh..wh..opq", FILE, ""), ("d/.wh.x", FILE, ""), (".wh.gone", FILE, "")]
+    layer = archive(tmp_path / "layer.tar", [*members, ("d/.wh..wh.plnk", FILE, "")])
+    assert {name: entry.kind for name, entry in layer.children("").items()} == {
+        "d": "dir",
+        "gone": "whiteout",
+    }
+    assert layer.children("")["d"].opaque
+    assert {name: entry.kind for name, entry in layer.children("d").items()} == {"x": "whiteout"}
+
+
+def test_deleted_and_made_again_hides_what_was(tmp_path: Path) -> None:
+    layer = archive(tmp_path / "layer.tar", [(".wh.d", FILE, ""), ("d/", DIR, ""), ("d/new", FILE, "1")])
+    below = archive(tmp_path / "below.tar", [("d/", DIR, ""), ("d/old", FILE, "1")])
+    assert [path for path, _ in tree.everything((layer, below))] == ["d", "d/new"]
+
+
+def test_folder_without_an_entry_takes_mode_from_below(tmp_path: Path) -> None:
+    layer = archive(tmp_path / "layer.tar", [("./d/new", FILE, "1")])
+    assert layer.children("")["d"].implied
+    below = archive(tmp_path / "below.tar", [("d", DIR, "")])
+    node = tree.find((layer, below), "d")
+    assert node is not None
+    assert node.entry.layer is below
+
+
+def test_hard_links_of_a_tar_are_one_file(tmp_path: Path) -> None:
+    members = [("a", FILE, "text"), ("b", LINK, "a"), ("c", LINK, "b"), ("s", SYM, "a")]
+    layer = archive(tmp_path / "layer.tar", members)
+    entries = layer.children("")
+    assert len({entry.group for name, entry in entries.items() if name != "s"}) == 1
+    assert sorted(layer.names(entries["a"].group or 0)) == ["a", "b", "c"]
+    assert b"".join(layer.content(entries["c"])) == b"text"
+    assert entries["s"].link == "a"
+
+
+def test_hard_link_out_of_the_layer_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match="not in its layer"):
+        archive(tmp_path / "layer.tar", [("b", LINK, "a")]).children("")
+
+
+def test_tar_that_is_none_refused(tmp_path: Path) -> None:
+    (tmp_path / "layer.tar").write_bytes(b"x" * 2000)
+    with pytest.raises(CheckFailed, match="cannot be read"):
+        Tar(tmp_path / "layer.tar").children("")
+
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="devices and trusted attributes are root's")
+
+
+@root_only
+def test_folder_of_the_engine(tmp_path: Path) -> None:
+    os.mknod(tmp_path / "gone", stat.S_IFCHR, 0)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/a").write_text("text")
+    os.link(tmp_path / "d/a", tmp_path / "d/b")
+    try:
+        os.setxattr(tmp_path / "d", "trusted.overlay.opaque", b"y")
+    except OSError:
+        pytest.skip("no trusted attributes on this file system")
+    os.setxattr(tmp_path / "d/a", "trusted.other", b"kept")
+    layer = Folder(tmp_path)
+    assert {name: (entry.kind, entry.opaque) for name, entry in layer.children("").items()} == {
+        "gone": ("whiteout", False),
+        "d": ("dir", True),
+    }
+    inside = layer.children("d")
+    assert sorted(layer.names(inside["a"].group or 0)) == ["d/a", "d/b"]
+    assert dict(inside["a"].xattrs) == {"trusted.other": b"kept"}
+    with pytest.raises(FileNotFoundError):  # removed meanwhile: no empty folder, which would delete files
+        layer.children("none")
+
+
+@root_only
+def test_half_entries_of_the_engine_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    try:
+        os.setxattr(tmp_path / "d", "trusted.overlay.redirect", b"/other")
+    except OSError:
+        pytest.skip("no trusted attributes on this file system")
+    with pytest.raises(ToolFailed, match="elsewhere"):
+        Folder(tmp_path).children("")
+
+
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.parametrize("compression", ["gzip", "xz", "zstd"])
+def test_squashfs_gives_back_what_was_put_in(tmp_path: Path, compression: str) -> None:
+    members = [
+        *[("d/", DIR, ""), ("d/small", FILE, "x"), ("d/empty", FILE, ""), ("d/two", LINK, "d/small")],
+        *[
+            ("big", FILE, "0123456789" * 40_000),
+            ("zeros", FILE, "\0" * 300_000),
+            ("s", SYM, "/an/" + "y" * 150),
+        ],
+        *[(f"many/{number:04}", FILE, str(number)) for number in range(600)],
+        *[("ü\nname", FILE, "1"), ("fifo", tarfile.FIFOTYPE, "")],
+    ]
+    layer = archive(tmp_path / "layer.tar", members)
+    entries = dict(tree.everything((layer,)))
+    entries |= {"gone": None, "owned": Entry(
+        layer=layer, kind="char", mode=0o4711, uid=3_000_000, gid=4321, mtime_s=5, device=(300, 70_000),
+        xattrs={"user.a": b"\0" * 40, "security.capability": b"\1\0"},
+    )}  # fmt: skip
+    target = tmp_path / "x.sqfs"
+    packed = b"".join(squash.tar(sorted(entries.items())))
+    words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-comp", compression)
+    subprocess.run(words, input=packed, check=True, capture_output=True)
+    read = Squashfs(target)
+    found = dict(tree.everything((read,)))
+    assert found.keys() == entries.keys() - {"gone"}
+    assert read.children("")["gone"].kind == "whiteout"
+    for path, entry in found.items():
+        known = entries[path]
+        assert known is not None
+        about = ("kind", "mode", "uid", "gid", "mtime_s", "size_bytes", "link", "device")
+        if path != "many":  # made for its files, by mksquashfs
+            assert [getattr(entry, name) for name in about] == [getattr(known, name) for name in about], path
+        assert dict(entry.xattrs) == dict(known.xattrs)
+        if entry.kind == "file":
+            assert tree.digest(entry) == tree.digest(known)
+    assert sorted(read.names(found["d/two"].group or 0)) == ["d/small", "d/two"]
+
+
+def test_damaged_squashfs_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"hsqs" + bytes(20))
+    with pytest.raises(CheckFailed, match="damaged"):
+        Squashfs(tmp_path / "x")
+    (tmp_path / "x").write_bytes(b"none" + bytes(200))
+    with pytest.raises(CheckFailed, match="no squashfs"):
+        Squashfs(tmp_path / "x")
+
+
+def test_compression_nobody_can_undo_refused(tmp_path: Path) -> None:
+    header = bytearray(96)
+    header[:4], header[20], header[28] = b"hsqs", 3, 4
+    (tmp_path / "x").write_bytes(header)
+    with pytest.raises(ToolMissing, match="lzo"):
+        Squashfs(tmp_path / "x")
+
+
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+def test_root_folder_is_roots_whoever_made_it(tmp_path: Path) -> None:
+    packed = b"".join(squash.tar([("a", Entry(layer=archive(tmp_path / "t", []), kind="fifo", mode=0o600))]))
+    target = tmp_path / "x.sqfs"
+    words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-noI")
+    as_user = ("-root-uid", "1234", "-root-gid", "1234")
+    subprocess.run((*words, *as_user), input=packed, check=True, capture_output=True)
+    assert superblock.set_root(target, 77)
+    root = Squashfs(target).root
+    assert (root.uid, root.gid, root.mtime_s) == (0, 0, 77)
+
+
+def test_graft_replaces_one_folder_alone(tmp_path: Path) -> None:
+    below = archive(tmp_path / "below.tar", [("a/b/", DIR, ""), ("a/b/old", FILE, "1"), ("a/x", FILE, "2")])
+    archive(tmp_path / "new.tar", [("b/", DIR, ""), ("b/new", FILE, "3")])
+    found = tree.changes((below,), (Graft("a/b", tmp_path / "new.tar"), below))
+    assert {path: entry is None for path, entry in found.items()} == {
+        "a": False,
+        "a/b": False,
+        "a/b/new": False,
+        "a/b/old": True,
+    }
+    gone = tree.changes((below,), (Graft("a/b", None), below))
+    assert gone["a/b"] is None
+
+
+def test_graft_makes_the_folders_above_it(tmp_path: Path) -> None:
+    archive(tmp_path / "new.tar", [("w", FILE, "3")])
+    assert list(tree.changes((), (Graft("n/e/w", tmp_path / "new.tar"),))) == ["n", "n/e", "n/e/w"]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.engine import ask as daemon
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+
+VERSION = {"Version": "27.1.0", "ApiVersion": "1.46", "Arch": "arm64"}
+
+
+@contextlib.contextmanager
+def engine(folder: Path, answers: dict[str, object], *, status: int = 200) -> Iterator[str]:
+    """An HTTP server on a Unix socket that answers as an engine does."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = json.dumps(answers.get(self.path)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def address_string(self) -> str:
+            return "unix"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    path = folder / "engine.sock"
+    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"unix://{path}"
+        finally:
+            server.shutdown()
+
+
+def test_engine_tells_version_and_space(tmp_path: Path) -> None:
+    with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": str(tmp_path)}}) as host:
+        answer = daemon.ask(host)
+    assert (answer.version, answer.api, answer.arch) == ("27.1.0", "1.46", "arm64")
+    assert answer.free_bytes is not None
+    assert answer.free_bytes > 0
+
+
+def test_images_in_a_virtual_machine_have_no_space(tmp_path: Path) -> None:
+    with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/nonexistent"}}) as host:
+        assert daemon.ask(host).free_bytes is None
+
+
+def test_docker_host_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/"}}) as host:
+        monkeypatch.setenv("DOCKER_HOST", host)
+        assert daemon.ask().address == host
+
+
+def test_absent_engine_names_the_start_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolMissing, match="no Docker engine") as caught:
+        daemon.ask(f"unix://{tmp_path}/absent.sock")
+    assert "apt-get install docker.io" in str(caught.value.hint)
+
+
+def test_dead_engine_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/s")
+    with pytest.raises(ToolMissing) as caught:
+        daemon.ask()
+    assert "unset DOCKER_HOST" in str(caught.value.hint)
+
+
+def test_something_else_at_the_socket_is_told(tmp_path: Path) -> None:
+    with (
+        engine(tmp_path, {"/version": ["hello"]}) as host,
+        pytest.raises(ToolFailed, match="no Docker engine"),
+    ):
+        daemon.ask(host)
+
+
+def test_failing_engine_is_told(tmp_path: Path) -> None:
+    with engine(tmp_path, {}, status=500) as host, pytest.raises(ToolFailed, match="answers 500 to /version"):
+        daemon.ask(host)
+
+
+@pytest.mark.parametrize("host", ["ssh://user@host", "nonsense", "tcp://"])
+def test_unknown_addresses_are_refused(host: str) -> None:
+    with pytest.raises(ToolFailed, match="cannot be asked"):
+        daemon.ask(host)

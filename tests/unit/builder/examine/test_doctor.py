@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.base.checks import Check, passed
+from imgkit_builder.examine import doctor
+from imgkit_builder.examine.doctor import Machine
+from imgkit_builder.recipe.targets import Target
+from imgkit_entrypoints.system import Runtime, SystemFacts
+
+MN5 = Target(
+    name="mn5",
+    system=SystemFacts(runtime=Runtime(modules=("gcc", "singularity"))),
+    platforms=("linux/amd64",),
+)
+OLIVIA = Target(name="olivia", system=SystemFacts(), platforms=("linux/arm64",))
+LAMBDA = Target(name="lambda", system=SystemFacts(runtime=Runtime(kind="docker")), platforms=("linux/amd64",))
+
+QEMU = "proc/sys/fs/binfmt_misc/qemu-aarch64"
+USERNS = "proc/sys/user/max_user_namespaces"
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty PATH to put programs on, and no engine."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/absent.sock")
+    for name in (
+        "LMOD_CMD",
+        "MODULESHOME",
+        "BASH_FUNC_module%%",
+        "TMPDIR",
+        "APPTAINER_TMPDIR",
+        "IMGKIT_TMPDIR",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+@pytest.fixture
+def runtime(programs: Path) -> Path:
+    script(programs / "singularity", 'echo "singularity-ce version 4.1.0"')
+    return programs / "singularity"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Callable[..., Machine]:
+    """A machine with these files below its root."""
+
+    def make(uid: int = 1000, arch: str = "amd64", **files: str) -> Machine:
+        folder = tmp_path / "root"
+        for name, text in files.items():
+            path = (
+                folder / {"qemu": QEMU, "userns": USERNS, "fuse": "dev/fuse", "mounts": "proc/mounts"}[name]
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return Machine(root=folder, uid=uid, arch=arch)
+
+    return make
+
+
+def look(*args: object, **options: object) -> dict[str, Check]:
+    return {check.name: check for check in doctor.examine(*args, **options)}  # type: ignore[arg-type]
+
+
+def test_machine_with_nothing_fails(programs: Path) -> None:
+    found = look()
+    assert found["docker"].verdict == found["singularity"].verdict == "fail"
+
+
+def test_every_trouble_names_a_fix(programs: Path, root: Callable[..., Machine]) -> None:
+    found = look(OLIVIA, machine=root(userns="0"))
+    assert all(check.hint for check in found.values() if check.verdict in ("warn", "fail"))
+    assert found["mksquashfs"].verdict == found["zstd"].verdict == "warn"
+
+
+@pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("sif", "warn"), ("build", "fail")])
+def test_missing_engine_fails_only_builders(runtime: Path, purpose: str, verdict: str) -> None:
+    assert look(purpose=purpose, machine=Machine(uid=0))["docker"].verdict == verdict
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("build", "warn"), ("sif", "fail")])
+def test_missing_runtime_fails_only_converters(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, purpose: str, verdict: str
+) -> None:
+    monkeypatch.delenv("DOCKER_HOST")
+    found = look(purpose=purpose)
+    assert found["docker"].verdict == "ok"
+    assert found["singularity"].verdict == verdict
+
+
+def test_runtime_tells_flavour_and_place(runtime: Path) -> None:
+    assert look()["singularity"].found.startswith(f"singularity-ce 4.1.0 at {runtime}")
+
+
+def test_missing_runtime_names_the_recipes_modules(programs: Path) -> None:
+    found = look(MN5)
+    assert "module load gcc singularity" in found["singularity"].hint
+    assert "\n" not in found["singularity"].hint
+
+
+def test_system_of_containers_needs_no_runtime(programs: Path) -> None:
+    assert look(LAMBDA)["singularity"].verdict == "skip"
+
+
+def test_game_named_singularity_is_no_runtime(programs: Path) -> None:
+    script(programs / "singularity", "echo Endgame: Singularity 1.00")
+    found = look()["singularity"]
+    assert found.verdict == "fail"
+    assert "Endgame" in found.found
+
+
+def test_loaded_modules_are_told(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMOD_CMD", "/opt/lmod/libexec/lmod")
+    monkeypatch.setenv("LMOD_VERSION", "8.7")
+    assert look(MN5)["modules"].found == "Lmod 8.7"
+
+
+@pytest.mark.parametrize("name", ["max_user_namespaces", "unprivileged_userns_clone"])
+def test_forbidden_namespaces_fail_ordinary_users(
+    runtime: Path, root: Callable[..., Machine], name: str
+) -> None:
+    machine = root(userns="15000")
+    path = machine.root / (USERNS if name.startswith("max") else "proc/sys/kernel/unprivileged_userns_clone")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("0\n")
+    found = look(machine=machine)["user namespaces"]
+    assert found.verdict == "fail"
+    assert name in found.hint
+
+
+def test_root_needs_no_namespaces(runtime: Path, root: Callable[..., Machine]) -> None:
+    assert "user namespaces" not in look(machine=root(uid=0, userns="0"))
+
+
+def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Callable[..., Machine]) -> None:
+    starter = runtime.parent.parent / "libexec/singularity/bin/starter-suid"
+    starter.parent.mkdir(parents=True)
+    starter.touch()
+    starter.chmod(0o4755)
+    found = look(machine=root(userns="0"))
+    assert found["user namespaces"].verdict == "ok"
+    assert "fuse" not in found
+
+
+def test_missing_fuse_warns(runtime: Path, root: Callable[..., Machine]) -> None:
+    found = look(machine=root(userns="15000"))["fuse"]
+    assert (found.verdict, "modprobe fuse" in found.hint) == ("warn", True)
+    assert look(machine=root(fuse=""))["fuse"].verdict == "ok"
+
+
+def test_old_mksquashfs_cannot_read_tar(programs: Path) -> None:
+    script(
+        programs / "mksquashfs", 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "  gzip xz zstd"; exit 1'
+    )
+    found = look()["mksquashfs"]
+    assert found.verdict == "warn"
+    assert "4.4" in found.found
+    assert "without -tar" in found.found
+
+
+def test_tmp_in_memory_warns(
+    programs: Path, root: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "scratch dir").mkdir()
+    monkeypatch.setenv("APPTAINER_TMPDIR", str(tmp_path / "scratch dir"))
+    escaped = str(tmp_path / "scratch dir").replace(" ", "\\040")
+    found = look(machine=root(mounts=f"/dev/vda / ext4 rw 0 0\ntmpfs {escaped} tmpfs rw 0 0\n"))["disk tmp"]
+    assert found.verdict == "warn"
+    assert "--tmpdir" in found.hint
+
+
+def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/nonexistent/tmp")
+    found = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
+    assert found.verdict == "fail"
+    assert "TMPDIR" in found.hint
+
+
+def test_small_disk_warns(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SIF_SPACE_BYTES", 10**18)
+    assert look()["disk tmp"].verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    ("qemu", "verdict"),
+    [
+        ("enabled\ninterpreter /q\nflags: F\n", "ok"),
+        ("enabled\nflags: \n", "warn"),
+        ("disabled\nflags: F\n", "warn"),
+    ],
+)
+def test_emulation_needs_a_fixed_interpreter(
+    programs: Path, root: Callable[..., Machine], qemu: str, verdict: str
+) -> None:
+    found = look(OLIVIA, machine=root(qemu=qemu))["emulation"]
+    assert found.verdict == verdict
+    assert verdict == "ok" or "--install arm64" in found.hint
+
+
+def test_own_architecture_needs_no_emulation(programs: Path, root: Callable[..., Machine]) -> None:
+    assert "emulation" not in look(OLIVIA, machine=root(arch="arm64"))
+
+
+def test_packages_at_home_are_told(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / ".local/lib/python3.9/site-packages").mkdir(parents=True)
+    assert "python3.9" in look()["~/.local"].found
+
+
+def test_no_home_is_no_trouble(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    assert "~/.local" not in look()
+
+
+def test_this_machine_is_examined() -> None:
+    found = doctor.examine()
+    assert found[0].name == "python"
+    assert isinstance(passed(found), bool)
+    assert os.environ["PATH"]

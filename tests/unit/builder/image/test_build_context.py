@@ -1,0 +1,320 @@
+"""The build context: what is in it, and that nothing of the machine shows in its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.image import context, manifest
+from imgkit_builder.image.context import BuildContext
+from imgkit_builder.image.manifest import Base
+from imgkit_builder.recipe.model import CopyStep, PipStep, Recipe
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import UsageError
+
+MakeRecipe = Callable[..., Recipe]
+Pack = Callable[..., BuildContext]
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder to copy: a module, a script, a space in a name."""
+    folder = tmp_path / "code"
+    (folder / "pkg").mkdir(parents=True)
+    (folder / "pkg" / "a b.py").write_text("x = 1\n")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def pack(make_recipe: MakeRecipe, code: Path) -> Pack:
+    """``pack(ignore=("*.csv",))``: the context of a recipe that copies `code`."""
+
+    def packed(**step: object) -> BuildContext:
+        recipe = make_recipe(copy=(CopyStep(**{"source": code, **step}),))  # type: ignore[arg-type]
+        return context.pack(recipe, base=Base(name="base:1"), platform="linux/amd64", revision="")
+
+    return packed
+
+
+def names(packed: BuildContext) -> list[str]:
+    with packed.open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        return [member.name for member in archive]
+
+
+def copied(packed: BuildContext) -> list[str]:
+    return [name.removeprefix("copy/0/") for name in names(packed) if name.startswith("copy/0/")]
+
+
+def test_members_sorted_and_normalised(pack: Pack) -> None:
+    with pack().open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        members = archive.getmembers()
+    found = [member.name for member in members]
+    assert found == sorted(found)
+    assert found[0] == "Dockerfile"
+    assert {"copy/0/pkg/a b.py", "imgkit/system.json", "imgkit/manifest.json"} < set(found)
+    assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", context.MTIME_S)}
+    modes = {m.name: m.mode for m in members}
+    assert (modes["copy/0/run.sh"], modes["copy/0/pkg/a b.py"], modes["copy/0/pkg"]) == (0o755, 0o644, 0o755)
+
+
+def test_sha_is_of_the_stream(pack: Pack) -> None:
+    packed = pack()
+    for _ in range(2):
+        with packed.open() as stream:
+            data = stream.read()
+        assert hashlib.sha256(data).hexdigest() == packed.sha256
+        assert len(data) == packed.size_bytes
+
+
+def test_umask_user_and_time_do_not_show(pack: Pack, code: Path) -> None:
+    first = pack().sha256
+    for path in (code, *code.rglob("*")):
+        path.chmod(path.stat().st_mode & 0o700)
+        os.utime(path, (1, 1))
+        if os.geteuid() == 0:
+            os.chown(path, 1234, 1234)
+    assert pack().sha256 == first
+
+
+def test_content_and_executable_bit_show(pack: Pack, code: Path) -> None:
+    shas = [pack().sha256]
+    (code / "run.sh").chmod(0o644)
+    shas.append(pack().sha256)
+    (code / "run.sh").write_text("#!/bin/ash")
+    shas.append(pack().sha256)
+    assert len(set(shas)) == 3
+
+
+def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    base = Base(name="base:1", id="sha256:1", platform="linux/arm64")
+    packed = context.pack(recipe, base=base, platform="linux/arm64", revision="abc-dirty")
+    with packed.open() as stream, tarfile.open(fileobj=io.BytesIO(stream.read())) as archive:
+        texts = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}  # type: ignore[union-attr]
+    assert system.from_json(texts["imgkit/system.json"].decode()) == recipe.system
+    read = manifest.from_json(texts["imgkit/manifest.json"].decode())
+    assert read == packed.manifest
+    assert (read.base, read.revision, read.recipe_sha256) == (base, "abc-dirty", recipe.sha256)
+    wheel = next(data for name, data in texts.items() if name.endswith(".whl"))
+    assert hashlib.sha256(wheel).hexdigest() == read.wheel_sha256
+    assert texts["Dockerfile"].decode() == packed.dockerfile
+
+
+def test_gitignore_rules_decide(pack: Pack, code: Path) -> None:
+    for name in (
+        "data/x.bin",
+        "pkg/data/y.bin",
+        "keep.csv",
+        "drop.csv",
+        ".git/HEAD",
+        "pkg/__pycache__/a.pyc",
+    ):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).write_text("")
+    (code / "data.txt").write_text("")
+    assert copied(pack(ignore=("/data/", "*.csv", "!keep.csv"))) == [
+        "data.txt",
+        "keep.csv",
+        "pkg",
+        "pkg/a b.py",
+        "pkg/data",
+        "pkg/data/y.bin",
+        "run.sh",
+    ]
+
+
+def test_single_file_keeps_its_name(pack: Pack, code: Path) -> None:
+    assert copied(pack(source=code / "run.sh")) == ["run.sh"]
+
+
+def test_requirements_go_in_as_they_are(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    file = tmp_path / "r.txt"
+    file.write_bytes(
+        b"numpy>=1.26,<2  # why\r\n--extra-index-url https://example.org/x\n-r https://a/b.txt\n"
+    )
+    recipe = make_recipe(pip=(PipStep(packages=("x",)), PipStep(requirements=file)))
+    packed = context.pack(recipe, base=Base(name="b"), platform="linux/amd64", revision="")
+    assert "imgkit/requirements-1.txt" in names(packed)
+
+
+def test_links_inside_stay_links(pack: Pack, code: Path) -> None:
+    (code / "pkg" / "up").symlink_to("../run.sh")
+    (code / "dir").symlink_to("pkg")
+    (code / "later").symlink_to("not-there-yet")
+    with pack().open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        links = {member.name: member.linkname for member in archive if member.issym()}
+    assert links == {"copy/0/pkg/up": "../run.sh", "copy/0/dir": "pkg", "copy/0/later": "not-there-yet"}
+
+
+def test_names_of_any_bytes_and_length(pack: Pack, code: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9\n")
+    (code / odd).write_text("")
+    deep = code / ("d" * 120) / ("e" * 120)
+    deep.mkdir(parents=True)
+    (deep / "f").write_text("")
+    assert {odd, f"{'d' * 120}/{'e' * 120}/f"} < set(copied(pack()))
+
+
+def test_large_source_is_streamed(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """The address space is capped far below the file's size."""
+    big = tmp_path / "big"
+    with big.open("wb") as stream:
+        stream.truncate(200 << 20)
+    code = f"""
+import resource
+from pathlib import Path
+from imgkit_builder.image.context import pack
+from imgkit_builder.image.manifest import Base
+from imgkit_builder.recipe.model import CopyStep, Image, Recipe
+from imgkit_entrypoints.system import SystemFacts
+def made(*copy):
+    recipe = Recipe(name="x", image=Image(base="b:1", copy=copy), system=SystemFacts(), file=Path("/x.yaml"),
+                    sha256="", positions={{}})
+    return pack(recipe, base=Base(name="b:1"), platform="linux/amd64", revision="")
+made()  # everything is imported now
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+packed = made(CopyStep(source=Path({str(big)!r})))
+sent = 0
+with packed.open() as stream:
+    while chunk := stream.read(1 << 16):
+        sent += len(chunk)
+assert sent == packed.size_bytes > 200 << 20
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("target", ["../outside", "/etc/hostname", "pkg/../../outside"])
+def test_link_out_of_source_refused(pack: Pack, code: Path, target: str) -> None:
+    (code / "away").symlink_to(target)
+    with pytest.raises(UsageError, match="a link out of the copied folder") as caught:
+        pack()
+    assert caught.value.where == str(code / "away")
+
+
+def test_absolute_link_refused_even_inside(pack: Pack, code: Path) -> None:
+    """In the image, it would point to a folder of this machine."""
+    (code / "here").symlink_to(code / "run.sh")
+    with pytest.raises(UsageError, match="make it a relative link"):
+        pack()
+
+
+def test_link_escaping_through_a_link_refused(pack: Pack, code: Path) -> None:
+    """``dir/../x`` looks inside, but `dir` leads elsewhere."""
+    (code / "pkg" / "deep").mkdir()
+    (code / "top").symlink_to(".")
+    (code / "away").symlink_to("top/../outside")
+    with pytest.raises(UsageError, match="a link out of"):
+        pack()
+
+
+def test_socket_and_fifo_refused(pack: Pack, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(code)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("s")
+        with pytest.raises(UsageError, match="not a file, folder or link") as caught:
+            pack()
+    assert caught.value.hint == "add 's' to this copy's `ignore`"
+    os.mkfifo("f")
+    assert "f" not in copied(pack(ignore=("s", "f")))
+
+
+def test_missing_source_names_recipe_line(pack: Pack, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gone: cannot be read: No such file") as caught:
+        pack(source=tmp_path / "gone")
+    assert caught.value.where == "mine.yaml:2"
+
+
+@contextlib.contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Root reads everything; become somebody else for a while."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        os.setegid(65534)
+        os.seteuid(65534)
+    try:
+        if not os.access(__file__, os.R_OK, effective_ids=True):
+            pytest.skip("the checkout lies in a folder that is closed to ordinary users")
+        yield
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_unreadable_file_refused(pack: Pack, name: str) -> None:
+    # Not below tmp_path, whose parents are closed to an ordinary user.
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary)
+        source.chmod(0o755)
+        (source / "folder").mkdir()
+        (source / "file").write_text("")
+        (source / name).chmod(0)
+        with ordinary_user(), pytest.raises(UsageError) as caught:
+            pack(source=source)
+        (source / name).chmod(0o755)
+    assert caught.value.what == f"{source / name}: cannot be read: Permission denied"
+
+
+@pytest.mark.parametrize(("content", "how"), [("#!/bin/sh\nmore\n", "grew"), ("#", "shrank")])
+def test_file_of_other_size_refused(pack: Pack, code: Path, content: str, how: str) -> None:
+    packed = pack()
+    (code / "run.sh").write_text(content)
+    with packed.open() as stream, pytest.raises(UsageError, match=f"run.sh {how} while it was read"):
+        stream.read()
+
+
+def test_file_of_same_size_refused_too(pack: Pack, code: Path) -> None:
+    packed = pack()
+    (code / "run.sh").write_text("#!/bin/ed\n")
+    with packed.open() as stream, pytest.raises(UsageError, match="changed while they were sent"):
+        stream.read()
+
+
+@pytest.mark.parametrize("line", ["-r more.txt", "-c pins.txt", "-e .", "./mine", "--requirement=x.txt"])
+def test_requirements_naming_files_refused(make_recipe: MakeRecipe, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "r.txt"
+    file.write_text(f"numpy\n{line}\n")
+    recipe = make_recipe(pip=(PipStep(requirements=file),))
+    with pytest.raises(UsageError, match="names another file") as caught:
+        context.pack(recipe, base=Base(name="b"), platform="linux/amd64", revision="")
+    assert caught.value.where == f"{file}:2"
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", folder, *identity, *words], check=True, capture_output=True)
+
+
+def test_revision_of_a_repository(tmp_path: Path) -> None:
+    assert context.revision(tmp_path) == ""
+    git(tmp_path, "init", "-q")
+    assert context.revision(tmp_path) == ""
+    (tmp_path / "mine.yaml").write_text("x")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "x")
+    clean = context.revision(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "mine.yaml").write_text("y")
+    assert context.revision(tmp_path) == f"{clean}-dirty"
+
+
+def test_untracked_folder_has_no_revision(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "mine.yaml").write_text("x")
+    assert context.revision(tmp_path / "venv") == ""

@@ -1,0 +1,170 @@
+"""The rendered Dockerfile under the real classic builder: values come out as they went in."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.image import context
+from imgkit_builder.image.context import BuildContext
+from imgkit_builder.image.manifest import Base
+from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe
+from imgkit_entrypoints.cli.commands import COMMANDS
+from imgkit_entrypoints.system import SystemFacts
+
+pytestmark = pytest.mark.docker
+
+NASTY = {
+    "SPACES": "two  spaces and\ta tab",
+    "DOLLAR": "$HOME ${PATH} $$",
+    "QUOTES": 'it\'s "quoted" `id`',
+    "BACKSLASH": "\\n \\ end\\",
+    "HASH": "# no comment",
+    "EQUALS": "a=b=c",
+    "EMPTY": "",
+    "ACCENTS": "grüße 日本",
+}
+ODD = '/odd $x "q" it\'s \\b'
+
+Docker = Callable[..., str]
+
+
+def docker(*words: str) -> str:
+    done = subprocess.run(["docker", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def build(packed: BuildContext, tag: str) -> str:
+    """Build as the command line's classic builder does; its output."""
+    with packed.open() as source:
+        done = subprocess.run(
+            ["docker", "build", "--force-rm", "-t", tag, "-"],
+            input=source.read(),
+            env={"DOCKER_BUILDKIT": "0", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    assert done.returncode == 0, done.stdout.decode()
+    return done.stdout.decode()
+
+
+def recipe(standin: str, code: Path, **image: object) -> Recipe:
+    values = {
+        "base": standin,
+        "pip": (PipStep(packages=("numpy>=1.26,<3",), options=("--no-index",)),),
+        "constraints": Constraints(policy="drop", drop=("NumPy",)),
+        "env": NASTY,
+        "workdir": ODD,
+        "copy": (CopyStep(source=code, target=f"{ODD}/code", ignore=("*.csv",)),),
+        "run": ('echo "$DOLLAR|$QUOTES" > /ran && pwd >> /ran', "[ -s /ran ] # <<EOF"),
+        "labels": {"nasty.label": '\\ $HOME "q" it\'s', "two words": "x"},
+        **image,
+    }
+    return Recipe(
+        name="nasty",
+        image=Image(**values),  # type: ignore[arg-type]
+        system=SystemFacts(title="test"),
+        file=Path("/nasty.yaml"),
+        sha256="0" * 64,
+        positions={},
+    )
+
+
+def packed(recipe: Recipe) -> BuildContext:
+    base = Base(name=recipe.image.base, standin=True)
+    return context.pack(recipe, base=base, platform="linux/amd64", revision="")
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nasty") / "code"
+    (folder / "sub dir").mkdir(parents=True)
+    (folder / "sub dir" / "a b.sh").write_text("#!/bin/sh\necho copied\n")
+    (folder / "sub dir" / "a b.sh").chmod(0o700)
+    (folder / ".hidden").write_text("")
+    (folder / "left-out.csv").write_text("")
+    (folder / "link").symlink_to("sub dir/a b.sh")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def image(standin: str, code: Path) -> Iterator[str]:
+    """An image with every value that builders are known to mistake."""
+    tag = f"imgkit-test-{secrets.token_hex(4)}:nasty"
+    build(packed(recipe(standin, code)), tag)
+    yield tag
+    docker("image", "rm", tag)
+
+
+def inside(image: str, *words: str) -> str:
+    return docker("run", "--rm", "--entrypoint", words[0], image, *words[1:])
+
+
+def test_values_are_exact(image: str) -> None:
+    config = json.loads(docker("image", "inspect", image))[0]["Config"]
+    env = dict(entry.split("=", 1) for entry in config["Env"])
+    assert {key: env[key] for key in NASTY} == NASTY
+    assert env["PYTHONNOUSERSITE"] == "1"
+    assert config["WorkingDir"] == ODD
+    assert config["Labels"]["nasty.label"] == '\\ $HOME "q" it\'s'
+    assert config["Labels"]["two words"] == "x"
+    assert config["Labels"]["imgkit.standin"] == "1"
+
+
+def test_run_steps_see_env_and_workdir(image: str) -> None:
+    assert inside(image, "cat", "/ran") == f"{NASTY['DOLLAR']}|{NASTY['QUOTES']}\n{ODD}\n"
+
+
+def test_copied_files_are_exact(image: str) -> None:
+    found = inside(image, "find", f"{ODD}/code", "-mindepth", "1", "-printf", "%P %m %u %l\n")
+    assert sorted(found.splitlines()) == [
+        ".hidden 644 root ",
+        "link 777 root sub dir/a b.sh",
+        "sub dir 755 root ",
+        "sub dir/a b.sh 755 root ",
+    ]
+    assert inside(image, f"{ODD}/code/link") == "copied\n"
+
+
+def test_commands_are_on_path(image: str) -> None:
+    names = [command.name for command in COMMANDS]
+    assert inside(image, "sh", "-c", 'for c; do command -v "$c"; done', "-", *names).count("\n") == len(names)
+    assert "usage" in inside(image, "dist-train", "--help")
+    assert json.loads(inside(image, "dist-env", "--json"))
+    assert "No broken requirements" in inside(image, "python3", "-m", "pip", "check")
+
+
+def test_constraints_hold_and_drop(image: str) -> None:
+    assert inside(image, "cat", "/opt/imgkit/constraint.txt").startswith("torch==")
+    kept = inside(image, "cat", "/opt/imgkit/base-constraint.txt")
+    assert "torch==" in kept
+    assert "numpy==" not in kept
+
+
+def test_baked_files_are_readable_by_all(image: str) -> None:
+    listing = inside(image, "find", "/opt/imgkit", "-printf", "%m %f\n").splitlines()
+    assert {line.split()[0] for line in listing} == {"755", "644"}
+    assert json.loads(inside(image, "cat", "/opt/imgkit/system.json"))["title"] == "test"
+
+
+def test_touched_sources_change_no_layer(image: str, standin: str, code: Path) -> None:
+    for path in code.rglob("*"):
+        if not path.is_symlink():
+            path.touch()
+    output = build(packed(recipe(standin, code)), image)
+    steps = output.count("\nStep ") + output.startswith("Step ")
+    assert output.count("Using cache") == steps - 1  # every one but FROM
+
+
+def test_pip_cannot_replace_the_bases_torch(standin: str, code: Path) -> None:
+    """Not even where the recipe ignores the base's own constraint file."""
+    step = PipStep(packages=("torch==1.0",), options=("--no-index",))
+    asked = packed(recipe(standin, code, pip=(step,), constraints=Constraints(policy="ignore")))
+    with pytest.raises(AssertionError, match=r"The user requested \(constraint\) torch=="):
+        build(asked, "imgkit-test:torch")

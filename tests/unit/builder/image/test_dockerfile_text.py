@@ -1,0 +1,157 @@
+"""The Dockerfile as text: order, quoting, traces, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.image import render
+from imgkit_builder.recipe.model import Constraints, CopyStep, PipStep, Recipe
+from imgkit_entrypoints.errors import UsageError
+
+MakeRecipe = Callable[..., Recipe]
+
+BUILDKIT_ONLY = r"<<|--mount|--link|--chmod|--platform|^# *syntax"
+
+
+def full(make_recipe: MakeRecipe) -> Recipe:
+    return make_recipe(
+        apt=("git", "vim=2:9*"),
+        pip=(PipStep(packages=("numpy>=1.26,<2",)), PipStep(requirements=Path("/recipes/r.txt"))),
+        constraints=Constraints(policy="drop", drop=("flash-attn",)),
+        env={"A": "1"},
+        run=("make",),
+        copy=(CopyStep(source=Path("/recipes/code"), target="/workspace"),),
+        labels={"team": "x"},
+    )
+
+
+def instructions(text: str) -> list[str]:
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [line for line in joined.splitlines() if line and not line.startswith("#")]
+
+
+def test_layers_ordered_by_change_rate(make_recipe: MakeRecipe) -> None:
+    kinds = [line.split()[0] for line in instructions(render.dockerfile(full(make_recipe)))]
+    assert " ".join(kinds) == "FROM RUN RUN RUN RUN COPY RUN ENV WORKDIR RUN COPY RUN COPY COPY LABEL"
+
+
+def test_only_what_classic_builders_know(make_recipe: MakeRecipe) -> None:
+    assert not re.search(BUILDKIT_ONLY, render.dockerfile(full(make_recipe)), re.MULTILINE)
+
+
+def test_every_instruction_below_its_trace(make_recipe: MakeRecipe) -> None:
+    lines = render.dockerfile(full(make_recipe)).splitlines()
+    starts = [number for number, line in enumerate(lines) if re.match(r"[A-Z]+ ", line)]
+    assert len(starts) == 15
+    assert all(render.TRACE.fullmatch(lines[number - 1]) for number in starts)
+
+
+def test_minimal_recipe_has_no_pip_layers(make_recipe: MakeRecipe) -> None:
+    text = render.dockerfile(make_recipe())
+    assert "apt-get" not in text
+    assert "constraint.txt" not in text
+    assert 'ENV PYTHONNOUSERSITE="1"\n' in text
+
+
+def test_hash_seed_changes_no_byte() -> None:
+    code = (
+        "from imgkit_builder.image import render; from imgkit_builder.recipe.load import load; "
+        "print(render.dockerfile(load('mn5-llm')))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_origin_names_recipe_line(make_recipe: MakeRecipe) -> None:
+    lines = {("image", "run", 0): 41, ("image", "run", 1): 42}
+    text = render.dockerfile(make_recipe(run=("make", "make install"), lines=lines))
+    number = text.splitlines().index("RUN make install") + 1
+    assert render.origin(text, number) == "mine.yaml:42"
+
+
+def test_origin_of_lists_is_a_range(make_recipe: MakeRecipe) -> None:
+    places = {("image", "apt", number): line for number, line in enumerate((7, 8, 9, 12))}
+    text = render.dockerfile(make_recipe(apt=("a", "b", "c", "d"), lines=places))
+    within = text.splitlines().index("        c \\") + 1
+    assert render.origin(text, within) == "mine.yaml:7-9, mine.yaml:12"
+
+
+def test_origin_of_own_steps_says_imgkit(make_recipe: MakeRecipe) -> None:
+    text = render.dockerfile(make_recipe())
+    number = next(n for n, line in enumerate(text.splitlines(), 1) if "--force-reinstall" in line)
+    assert render.origin(text, number).startswith("imgkit: ")
+    assert render.origin(text, 1) == ""
+
+
+def test_base_override_traced_as_option(make_recipe: MakeRecipe) -> None:
+    text = render.dockerfile(make_recipe(), base="imgkit.local/standin:1")
+    assert "# --base (instead of example.org/base:1, mine.yaml:3)\nFROM imgkit.local/standin:1\n" in text
+
+
+def test_recipes_own_base_is_no_override(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    assert render.dockerfile(recipe, base="example.org/base:1") == render.dockerfile(recipe)
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefix"),
+    [
+        (Constraints(policy="keep"), "PIP_ROOT_USER_ACTION=ignore python3"),
+        (Constraints(policy="ignore"), "PIP_CONSTRAINT='' python3"),
+        (Constraints(policy="drop", drop=("x",)), "PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt python3"),
+    ],
+)
+def test_constraint_policy_sets_pips_variable(
+    make_recipe: MakeRecipe, policy: Constraints, prefix: str
+) -> None:
+    recipe = make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=policy)
+    step = next(line for line in instructions(render.dockerfile(recipe)) if line.endswith("numpy"))
+    assert prefix in step
+    assert "--constraint /opt/imgkit/constraint.txt" in step
+
+
+def test_own_labels_beat_the_recipes(make_recipe: MakeRecipe) -> None:
+    labels = {"imgkit.recipe": "forged", "org.opencontainers.image.version": "7"}
+    text = render.dockerfile(make_recipe(labels=labels))
+    assert "forged" not in text
+    assert 'org.opencontainers.image.version="7"' in text
+
+
+@pytest.mark.parametrize("command", ["--mount=type=cache make", '["make"]', "cat <<EOF", "echo \\"])
+def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: str) -> None:
+    text = render.dockerfile(make_recipe(run=(command,)))
+    assert any(line.startswith('RUN ["/bin/sh", "-c", ') for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("image", "key"),
+    [
+        ({"env": {"A": "1\n2"}}, "image.env.A"),
+        ({"labels": {"a": "1\r"}}, "image.labels.a"),
+        ({"apt": ("git", "vim\nRUN id")}, "image.apt.1"),
+        ({"pip": (PipStep(packages=("numpy\n",)),)}, "image.pip.0.packages.0"),
+        ({"run": ("true\nfalse",)}, "image.run.0"),
+        ({"workdir": "/a\0b"}, "image.workdir"),
+    ],
+)
+def test_line_end_in_value_refused(make_recipe: MakeRecipe, image: dict[str, object], key: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{key}: a line end")) as caught:
+        render.dockerfile(make_recipe(**image))
+    assert caught.value.where == "mine.yaml:2"
+
+
+def test_drop_of_a_pattern_refused(make_recipe: MakeRecipe) -> None:
+    constraints = Constraints(policy="drop", drop=("torch/d;s/.*//e",))
+    with pytest.raises(UsageError, match="is not the name of a distribution"):
+        render.dockerfile(make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=constraints))

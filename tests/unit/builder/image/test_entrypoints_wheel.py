@@ -1,0 +1,142 @@
+"""The entry-point wheel: same bytes wherever it is cut, and a wheel that pip takes."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import imgkit_builder
+import imgkit_entrypoints
+import imgkit_recipes
+from imgkit_builder.image.wheel import entrypoints_wheel
+from imgkit_entrypoints.cli.commands import COMMANDS
+
+CUT = """
+import imgkit_entrypoints
+from imgkit_builder.image.wheel import entrypoints_wheel
+print(imgkit_entrypoints.__file__, entrypoints_wheel().sha256)
+"""
+
+
+def sources() -> list[Path]:
+    return [Path(module.__file__).parent for module in (imgkit_builder, imgkit_entrypoints, imgkit_recipes)]  # type: ignore[arg-type]
+
+
+def cut(path: Path) -> str:
+    """The wheel's sha256 as an interpreter sees it that finds imgkit at `path`."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT],
+        env={**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=path.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    file, sha256 = done.stdout.split()
+    assert file.startswith(str(path))
+    return sha256
+
+
+def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for package in sources():
+        shutil.copytree(package, site / package.name)
+    for stray in ("__pycache__/x.cpython-310.pyc", "tests/test_x.py"):
+        (site / "imgkit_entrypoints" / stray).parent.mkdir(exist_ok=True)
+        (site / "imgkit_entrypoints" / stray).write_bytes(b"stale")
+    for path in site.rglob("*"):
+        path.chmod(0o700)
+    assert cut(site) == entrypoints_wheel().sha256
+
+
+def test_same_bytes_from_a_zip(tmp_path: Path) -> None:
+    archive = tmp_path / "imgkit.pyz"
+    with zipfile.ZipFile(archive, "w") as bundle:
+        for package in sources():
+            for path in package.rglob("*"):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    bundle.write(path, path.relative_to(package.parent))
+    assert cut(archive) == entrypoints_wheel().sha256
+
+
+def test_record_names_every_member() -> None:
+    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel().data))
+    record = next(name for name in archive.namelist() if name.endswith("/RECORD"))
+    rows = {row[0]: row[1:] for row in csv.reader(archive.read(record).decode().splitlines())}
+    assert list(rows) == archive.namelist()
+    for name, (digest, size) in rows.items():
+        if name != record:
+            data = archive.read(name)
+            expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            assert (digest, size) == (f"sha256={expected}", str(len(data)))
+
+
+def test_no_times_tests_or_caches() -> None:
+    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel().data))
+    assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert not [name for name in archive.namelist() if "__pycache__" in name or "/tests/" in name]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty virtual environment with pip."""
+    folder = tmp_path_factory.mktemp("venv") / "v"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, capture_output=True)
+    return folder
+
+
+def install(environment: Path, wheel: Path) -> None:
+    pip = (environment / "bin/python", "-m", "pip", "install", "-q", "--no-cache-dir")
+    subprocess.run([*pip, "--no-index", "--no-deps", "--force-reinstall", wheel], check=True)
+
+
+def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> None:
+    wheel = entrypoints_wheel()
+    (tmp_path / wheel.name).write_bytes(wheel.data)
+    install(environment, tmp_path / wheel.name)
+    for command in COMMANDS:
+        assert os.access(environment / "bin" / command.name, os.X_OK)
+    checked = subprocess.run(
+        [environment / "bin/python", "-m", "pip", "check"], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    # A json.py in the current folder and on PYTHONPATH must not reach the command.
+    (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
+    said = subprocess.run(
+        [environment / "bin/dist-env", "--json"],
+        cwd=tmp_path,
+        env={"PATH": f"{environment}/bin:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith("{")
+
+
+def test_changed_wheel_replaces_its_equal(environment: Path, tmp_path: Path) -> None:
+    wheel = entrypoints_wheel()
+    path = tmp_path / wheel.name
+    path.write_bytes(wheel.data)
+    install(environment, path)
+    changed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(wheel.data)) as old, zipfile.ZipFile(changed, "w") as new:
+        for member in old.infolist():
+            data = old.read(member)
+            extra = b"CHANGED = True\n" if member.filename == "imgkit_entrypoints/__init__.py" else b""
+            if not member.filename.endswith("RECORD"):
+                new.writestr(member, data + extra)
+        new.writestr(next(n for n in old.namelist() if n.endswith("RECORD")), "")
+    path.write_bytes(changed.getvalue())
+    install(environment, path)
+    code = "import imgkit_entrypoints; assert imgkit_entrypoints.CHANGED"
+    subprocess.run([environment / "bin/python", "-I", "-c", code], check=True)

@@ -1,0 +1,143 @@
+"""The smoke test's verdicts, from what programs inside an image print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from imgkit_builder.base.checks import Check, passed
+from imgkit_builder.base.process import Finished
+from imgkit_builder.image import inside, smoke
+from imgkit_builder.image import manifest as manifests
+from imgkit_builder.image.manifest import MANIFEST_JSON, Base, Manifest, Probe
+from imgkit_entrypoints import system
+
+PROBE = Probe(
+    python="3.10.12", torch="2.3.0a0+nv24.03", cuda="12.4", nccl="2.20.5", pip_conflicts=("old: a needs b",)
+)
+MANIFEST = Manifest(
+    imgkit="0.1.0",
+    recipe="mn5",
+    recipe_sha256="1" * 64,
+    base=Base(name="base:1", platform="linux/amd64", probe=PROBE),
+    platform="linux/amd64",
+    wheel_sha256="2" * 64,
+)
+GOOD: dict[str, Any] = {
+    "machine": "x86_64",
+    "python": "3.10.12",
+    "torch": PROBE.torch,
+    "torch_error": "",
+    "cuda": "12.4",
+    "nccl": "2.20.5",
+    "pip_conflicts": ["old: a needs b"],
+    "files": {
+        MANIFEST_JSON: manifests.to_json(MANIFEST),
+        str(system.SYSTEM_JSON): system.to_json(system.SystemFacts(title="MareNostrum 5")),
+    },
+}
+DIST_ENV = Finished(argv=("dist-env",), returncode=0, output='a warning\n{"schema": 1}\n')
+
+
+def checks(
+    *, arch: str = "amd64", manifest: Manifest | None = MANIFEST, env: Finished = DIST_ENV, **seen: Any
+) -> dict[str, Check]:
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[0] == "dist-env":
+            return env
+        text = "banner\nIMGKIT-SEEN " + json.dumps({**GOOD, **seen}) + "\nbye\n"
+        return Finished(argv=tuple(argv), returncode=0, output=text)
+
+    return {one.name: one for one in smoke.check(run, arch=arch, manifest=manifest)}
+
+
+def failures(**options: Any) -> list[str]:
+    return [name for name, one in checks(**options).items() if one.verdict == "fail"]
+
+
+def test_good_image_passes() -> None:
+    found = checks()
+    assert passed(tuple(found.values()))
+    assert list(found) == ["arch", "python", "torch", "nccl", "pip", "manifest", "system", "dist-env"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "failed"),
+    [
+        ({"machine": "aarch64"}, "arch"),
+        ({"python": "3.8.10"}, "python"),
+        ({"torch": "2.9.0+cu128"}, "torch"),
+        ({"torch": "", "cuda": "", "torch_error": "OSError('libcudart.so.12')"}, "torch"),
+        ({"nccl": "2.27.3"}, "nccl"),
+        ({"pip_conflicts": ["old: a needs b", "new: c needs d"]}, "pip"),
+        ({"files": {}}, "manifest"),
+        ({"files": {**GOOD["files"], MANIFEST_JSON: "{}"}}, "manifest"),
+        ({"files": {**GOOD["files"], str(system.SYSTEM_JSON): "no json"}}, "system"),
+    ],
+)
+def test_each_fault_fails_its_check(seen: dict[str, Any], failed: str) -> None:
+    assert failed in failures(**seen)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Finished(argv=("dist-env",), returncode=127, output="dist-env: not found"),
+        Finished(argv=("dist-env",), returncode=0, output="no object"),
+        Finished(argv=("dist-env",), returncode=0, output='{"cut": '),
+        Finished(argv=("dist-env",), returncode=1, output='{"schema": 1}'),
+    ],
+)
+def test_broken_dist_env_fails(env: Finished) -> None:
+    assert failures(env=env) == ["dist-env"]
+
+
+def test_manifest_of_other_build_fails() -> None:
+    other = dataclasses.replace(MANIFEST, recipe_sha256="9" * 64)
+    assert failures(manifest=other) == ["manifest"]
+
+
+def test_baked_manifest_is_the_measure_without_one() -> None:
+    assert failures(manifest=None) == []
+    assert failures(manifest=None, torch="1.0") == ["torch"]
+
+
+def test_image_without_torch_is_skipped() -> None:
+    bare = dataclasses.replace(MANIFEST, base=Base(name="debian", probe=Probe(python="3.11.2")))
+    files = {**GOOD["files"], MANIFEST_JSON: manifests.to_json(bare)}
+    found = checks(manifest=bare, torch="", cuda="", nccl="", pip_conflicts=[], files=files)
+    assert (found["torch"].verdict, found["nccl"].verdict) == ("skip", "skip")
+    assert passed(tuple(found.values()))
+
+
+def test_lost_torch_is_no_skip() -> None:
+    assert failures(torch="", cuda="", nccl="") == ["torch", "nccl"]
+
+
+def test_silent_python_is_one_failure() -> None:
+    def run(argv: Sequence[str]) -> Finished:
+        return Finished(argv=tuple(argv), returncode=1, output="exec /usr/bin/python3: exec format error\n")
+
+    (only,) = smoke.check(run, arch="amd64", manifest=None)
+    assert (only.verdict, "exec format error" in only.found) == ("fail", True)
+
+
+def test_program_tells_about_this_python(tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("text")
+    words = inside.argv(str(tmp_path / "file"), str(tmp_path / "absent"))
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, check=True)
+    seen = inside.parse("noise\n" + done.stdout)
+    assert seen is not None
+    assert seen.python.split(".")[:2] == [str(sys.version_info.major), str(sys.version_info.minor)]
+    assert seen.files == {str(tmp_path / "file"): "text"}
+
+
+@pytest.mark.parametrize("output", ["", "IMGKIT-SEEN {cut", 'IMGKIT-SEEN {"machine": "x86_64"}'])
+def test_partial_answer_is_none(output: str) -> None:
+    assert inside.parse(output) is None

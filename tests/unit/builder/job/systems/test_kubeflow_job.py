@@ -1,0 +1,258 @@
+"""PyTorchJob and TrainJob: held against Kubeflow's own models, in which an unknown key is an error here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from imgkit_builder.job.request import Format, Job, Record, Request, Script
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import kubeflow
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+RECIPE = load("rcp")
+RCP = Request(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
+HOME = ("data:/data:ro", "home:/home/me")
+FORMATS: tuple[Format, ...] = ("pytorchjob", "trainjob")
+
+
+def job(kind: Format, **given: Any) -> Job:
+    return resolve(RECIPE, dataclasses.replace(RCP, format=kind, **given))
+
+
+def script(kind: Format, **given: Any) -> Script:
+    return kubeflow.script(job(kind, **given))
+
+
+def document(kind: Format, **given: Any) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(script(kind, **given).text)
+    return found
+
+
+def refused(kind: Format, **given: Any) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        script(kind, **given)
+    return caught.value
+
+
+def understood(found: dict[str, Any]) -> Any:
+    """What is left of a document after Kubeflow's models have read it: they drop a key that they do not know.
+
+    They raise an error where a value has another type, or a required key is not there.
+    """
+    if found["kind"] == "TrainJob":
+        from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
+        return TrainerV1alpha1TrainJob.from_dict(found).to_dict()
+    import kubernetes.client
+    from kubeflow.training import models
+
+    for name in (name for name in dir(models) if name.startswith("KubeflowOrg")):
+        setattr(kubernetes.client.models, name, getattr(models, name))  # where its reader looks for models
+    client = kubernetes.client.ApiClient()
+    read = client.deserialize(SimpleNamespace(data=json.dumps(found)), "KubeflowOrgV1PyTorchJob")
+    return client.sanitize_for_serialization(read)
+
+
+def containers(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What runs the program: of each role, or of the one trainer."""
+    spec = found["spec"]
+    if found["kind"] == "TrainJob":
+        return [spec["trainer"]]
+    roles = spec["pytorchReplicaSpecs"].values()
+    return [container for role in roles for container in role["template"]["spec"]["containers"]]
+
+
+def pod_specs(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Templates of the pods, metadata and spec."""
+    spec = found["spec"]
+    if found["kind"] == "PyTorchJob":
+        return [role["template"] for role in spec["pytorchReplicaSpecs"].values()]
+    (patch,) = spec["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return [node["template"]["spec"]["template"]]
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in container["env"]}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"nodes": "1"},
+        {"pvcs": HOME, "directory": Path("/home/me/project"), "env": ("A=it's $(x)\t: {}",), "queue": "me"},
+        {"gpus": 0, "nproc": 20},
+        {"cpus": 32, "options": ("--annotation=a/b=c", "--extended-resource", "x/y=2")},
+        {"interactive": True, "command": ()},
+    ],
+    ids=lambda given: " ".join(given) or "plain",
+)
+def test_document_is_what_models_know(kind: Format, given: dict[str, Any]) -> None:
+    found = document(kind, **given)
+    assert understood(found) == found
+
+
+def test_elastic_document_is_what_models_know() -> None:
+    found = document("pytorchjob", nodes="1:3")
+    assert understood(found) == found
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("place", ["job", "pod", "container"])
+def test_unknown_key_is_noticed(kind: Format, place: str) -> None:
+    """The comparison above is one."""
+    found = document(kind, pvcs=HOME)
+    {"job": found["spec"], "pod": pod_specs(found)[0]["spec"], "container": containers(found)[0]}[place][
+        "imgkitSaysSo"
+    ] = "x"
+    assert understood(found) != found
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_value_of_another_type_is_noticed(kind: Format) -> None:
+    found = document(kind)
+    containers(found)[0]["env"] = "A=1"
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        understood(found)
+
+
+def test_first_pod_is_the_master() -> None:
+    roles = document("pytorchjob")["spec"]["pytorchReplicaSpecs"]
+    assert {name: role["replicas"] for name, role in roles.items()} == {"Master": 1, "Worker": 2}
+    assert set(document("pytorchjob", nodes="1")["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+    assert document("trainjob")["spec"]["trainer"]["numNodes"] == 3
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_pods_get_what_roce_needs(kind: Format) -> None:
+    found = document(kind)
+    resources = {"pytorchjob": "resources", "trainjob": "resourcesPerNode"}[kind]
+    for container in containers(found):
+        assert container[resources]["limits"] == {"nvidia.com/gpu": "8", "rdma/rdma": "1"}
+    for pod in pod_specs(found):
+        assert pod["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "kube-system/roce"}
+        assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["spec"]["volumes"]
+        (inside,) = pod["spec"]["containers"]
+        assert {"name": "shm", "mountPath": "/dev/shm"} in inside["volumeMounts"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_volumes_are_mounted_where_asked(kind: Format) -> None:
+    for pod in pod_specs(document(kind, pvcs=HOME)):
+        claims = {
+            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod["spec"]["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        (inside,) = pod["spec"]["containers"]
+        mounts = {claims.get(mount["name"], ""): mount for mount in inside["volumeMounts"]}
+        assert mounts["data"]["readOnly"] is True
+        assert (mounts["home"]["mountPath"], "readOnly" in mounts["home"]) == ("/home/me", False)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_values_reach_the_program_as_typed(kind: Format) -> None:
+    found = document(kind, command=("dist-run", "$(id) no", "0"), env=("A=yes: $(HOME)",), pvcs=HOME)
+    for container in containers(found):
+        assert container.get("args", container.get("command")) == ["dist-run", "$$(id) no", "0"]
+        assert variables(container)["A"] == "yes: $$(HOME)"
+        assert variables(container)["IMGKIT_LOG_DIR"] == "/home/me/runs/rcp/logs"
+
+
+@pytest.mark.parametrize(
+    "word", ["1e-4", "y", "N", "0o17", "0x1f", "1_000", "+1", ".5", "-3e2", "~", "12:30", ""]
+)
+def test_number_like_word_is_quoted(word: str) -> None:
+    """Readers of YAML differ in what is a number; kubectl's refuses one where a text belongs."""
+    assert f"- '{word}'\n" in script("pytorchjob", command=("dist-run", word)).text
+
+
+def test_directory_is_where_the_program_starts() -> None:
+    given = {"pvcs": HOME, "directory": Path("/home/me/my run")}
+    assert {each["workingDir"] for each in containers(document("pytorchjob", **given))} == {"/home/me/my run"}
+    trainer = document("trainjob", **given)["spec"]["trainer"]
+    assert trainer["command"][:3] == ["env", "--chdir=/home/me/my run", "dist-train"]
+
+
+def test_elastic_pods_learn_their_number_from_the_label() -> None:
+    found = document("pytorchjob", nodes="2:5")
+    policy = found["spec"]["elasticPolicy"]
+    assert (policy["minReplicas"], policy["maxReplicas"], policy["rdzvBackend"]) == (2, 5, "c10d")
+    assert {name: role["replicas"] for name, role in found["spec"]["pytorchReplicaSpecs"].items()} == {
+        "Worker": 5
+    }
+    (rank,) = (entry for entry in containers(found)[0]["env"] if entry["name"] == "PET_NODE_RANK")
+    path = "metadata.labels['training.kubeflow.org/replica-index']"
+    assert rank["valueFrom"] == {"fieldRef": {"fieldPath": path}}
+
+
+def test_project_is_a_namespace_and_its_scheduler() -> None:
+    found = document("pytorchjob", queue="mlo-me")
+    assert found["metadata"]["namespace"] == "runai-mlo-me"
+    assert all(pod["spec"]["schedulerName"] == "runai-scheduler" for pod in pod_specs(found))
+    assert "namespace" not in document("pytorchjob")["metadata"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_interactive_pods_sleep_below_their_comments(kind: Format) -> None:
+    made = script(kind, interactive=True, queue="mlo-me")
+    assert containers(yaml.safe_load(made.text))[0].get("args" if kind == "pytorchjob" else "command") == [
+        "sleep",
+        "infinity",
+    ]
+    comments = [line for line in made.text.splitlines() if line.startswith("#")]
+    assert any("kubectl exec --namespace=runai-mlo-me" in line for line in comments)
+    assert "#   dist-train --steps 1000" in comments
+
+
+def test_document_goes_in_on_stdin() -> None:
+    made = script("pytorchjob")
+    assert (made.submit, made.on_stdin) == (("kubectl", "create", "-f", "-"), True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "where"),
+    [
+        ("trainjob", {"nodes": "1:3"}, "--format"),
+        ("pytorchjob", {"options": ("--backoff-limit=0",)}, "--option"),
+        ("pytorchjob", {"options": ("--annotation=x",)}, "--option"),
+        ("trainjob", {"options": ("--annotation",)}, "--option"),
+        ("trainjob", {"name": "my_job"}, "--name"),
+        ("pytorchjob", {"archive": Path("rcp.tar"), "command": ()}, "--sif"),
+    ],
+)
+def test_what_has_no_place_is_refused(kind: Format, given: dict[str, Any], where: str) -> None:
+    assert refused(kind, **given).where == where
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        ("pytorchjob.kubeflow.org/rcp created\n", "pytorchjob.rcp"),
+        ("Warning: x/y\ntrainjob.trainer.kubeflow.org/run-7 created\n", "trainjob.run-7"),
+        ("nothing\n", ""),
+    ],
+)
+def test_id_is_kind_and_name(output: str, found: str) -> None:
+    assert kubeflow.job_id(output) == found
+
+
+def test_submitted_job_is_found_again() -> None:
+    record = Record(
+        id="trainjob.rcp", system="kubeflow", name="rcp", recipe="rcp", directory=Path("/w"), queue="me"
+    )
+    assert kubeflow.status(record) == ("kubectl", "describe", "trainjob", "rcp", "--namespace=runai-me")
+    assert "--selector=jobset.sigs.k8s.io/jobset-name=rcp" in kubeflow.logs(record)
+    first = dataclasses.replace(record, id="pytorchjob.rcp", queue="")
+    assert kubeflow.cancel(first) == ("kubectl", "delete", "pytorchjob", "rcp")
+    assert "--selector=training.kubeflow.org/job-name=rcp" in kubeflow.logs(first)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.job.request import Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import local
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+TRAIN = Request(command=("dist-train",), directory=Path("/home/me"))
+
+
+def words(request: Request, recipe: str | Path = "cpu") -> tuple[str, ...]:
+    return local.script(resolve(load(recipe), request)).submit
+
+
+def test_docker_starts_it_here() -> None:
+    made = words(replace(TRAIN, nproc=2))
+    assert made[:3] == ("docker", "run", "--rm")
+    assert "IMGKIT_NPROC=2" in made
+    assert made[-2:] == ("cpu:latest", "dist-train")
+
+
+def test_terminal_only_where_asked_for() -> None:
+    assert "--tty" not in words(TRAIN)
+    assert words(replace(TRAIN, interactive=True))[2:4] == ("--interactive", "--tty")
+    assert words(replace(TRAIN, command=(), interactive=True))[-2:] == ("cpu:latest", "bash")
+
+
+def test_options_go_to_the_runtime() -> None:
+    assert words(replace(TRAIN, options=("--memory=4g",)))[:3] == ("docker", "run", "--memory=4g")
+    inside = words(replace(TRAIN, options=("--cleanenv",), runtime="singularity"))
+    assert inside[:3] == ("singularity", "exec", "--cleanenv")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"nodes": "2"}, "2 nodes, and this is one machine"),
+        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to convert by"),
+        ({"gpus": 1}, "starts its container without GPUs"),
+        ({"options": ("--x",), "runtime": "host"}, "no container to give it to"),
+        ({"options": ("a b",)}, "cannot stand in a directive"),
+    ],
+)
+def test_what_one_machine_cannot_do_is_refused(change: dict[str, object], what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        words(replace(TRAIN, **change))  # type: ignore[arg-type]
+
+
+def test_recipe_with_gpus_gets_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: cpu\nsystem:\n  runtime:\n    options: [--gpus=all]\n")
+    made = words(replace(TRAIN, gpus=1), file)
+    assert "--gpus=all" in made
+    assert "IMGKIT_NPROC=1" in made
+
+
+@pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -TERM $$", -15)])
+def test_exit_code_is_the_program_s(program: str, code: int, tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "imgkit_builder",
+        "submit",
+        "cpu",
+        "--runtime",
+        "host",
+        "--directory",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*argv, "--", "sh", "-c", f'pwd; echo "$1"; {program}', "sh", "a  'b' $c"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert done.stdout == f"{tmp_path}\na  'b' $c\n"
+
+
+def test_missing_runtime_is_named(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "imgkit_builder",
+        "submit",
+        "cpu",
+        "--directory",
+        str(tmp_path),
+        "--",
+        "dist-hello",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=60)
+    assert done.returncode == 3
+    assert "'docker' is not on PATH" in done.stderr

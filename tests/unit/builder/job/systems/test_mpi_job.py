@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.job import check
+from imgkit_builder.job.request import Job, Request, Script
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import mpi
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+HELLO = Request(command=("dist-hello",), hosts=("node1", "node2"), directory=Path("/home/me"))
+
+
+def job(request: Request) -> Job:
+    return resolve(load("lambda"), request)
+
+
+def script(request: Request) -> Script:
+    return mpi.script(job(request))
+
+
+def after(words: tuple[str, ...], option: str) -> list[str]:
+    """The words behind each `option`."""
+    return [words[index + 1] for index, word in enumerate(words) if word == option]
+
+
+def test_one_launcher_a_node() -> None:
+    words = script(HELLO).submit
+    assert words[:7] == ("mpirun", "-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none")
+    assert after(words, "-H") == ["node1,node2"]
+    assert words[-1] == "dist-hello"
+
+
+def test_as_many_nodes_as_hosts() -> None:
+    assert job(replace(HELLO, hosts=("a", "b", "c"))).nodes == 3
+
+
+@pytest.mark.parametrize("ssh", [False, True])
+@pytest.mark.parametrize(("nodes", "hosts"), [("1", ("a", "b")), ("3", ("a", "b")), ("2", ())])
+def test_other_number_of_hosts_is_refused(nodes: str, hosts: tuple[str, ...], ssh: bool) -> None:
+    with pytest.raises(UsageError, match=f"{nodes} nodes, and {len(hosts)} hosts"):
+        script(replace(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
+
+
+def test_direct_form_starts_a_rank_a_gpu() -> None:
+    words = script(replace(HELLO, direct=True)).submit
+    assert words[:7] == ("mpirun", "-np", "4", "--map-by", "slot", "--bind-to", "none")
+    assert after(words, "-H") == ["node1:2,node2:2"]
+    words = script(replace(HELLO, direct=True, gpus=0, nproc=3)).submit
+    assert after(words, "-H") == ["node1:3,node2:3"]
+
+
+def test_container_gets_what_mpirun_says() -> None:
+    words = script(HELLO).submit
+    given = set(after(words, "--env"))
+    assert {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "IMGKIT_NODES"} <= given
+    assert set(after(words, "-x")) == {"IMGKIT_NODES=node1,node2", "MASTER_ADDR=node1", "MASTER_PORT=29500"}
+
+
+def test_own_port_wins() -> None:
+    words = script(replace(HELLO, env=("MASTER_PORT=1234",))).submit
+    assert "MASTER_PORT=1234" in after(words, "-x")
+
+
+@pytest.mark.parametrize("ssh", [False, True])
+def test_fewer_gpus_are_fewer_ranks(ssh: bool) -> None:
+    assert "IMGKIT_NPROC=1" in script(replace(HELLO, gpus=1, ssh=ssh)).text
+
+
+def test_host_runtime_keeps_the_path() -> None:
+    words = script(replace(HELLO, runtime="host")).submit
+    assert "PATH" in after(words, "-x")
+    assert words[-5:] == ("python3", "-I", "-m", "imgkit_entrypoints", "dist-hello")
+
+
+def test_each_host_gets_its_rank() -> None:
+    made = script(replace(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
+    assert [host for host, _ in made.remote] == ["me@10.0.0.1", "10.0.0.2"]
+    for rank, (_, text) in enumerate(made.remote):
+        assert shlex.split(text)[-7:] == [
+            *("dist-hello", "--nnodes", "2"),
+            *("--node-rank", str(rank), "--head", "10.0.0.1"),
+        ]
+    printed = [shlex.split(row)[-1] for row in made.text.replace("\\\n", "").splitlines() if row[0] != "#"]
+    assert len(printed) == 2
+    assert all(text.endswith(f"--node-rank {rank} --head 10.0.0.1") for rank, text in enumerate(printed))
+
+
+def test_own_program_gets_its_rank_by_variables() -> None:
+    made = script(replace(HELLO, command=("./serve",), ssh=True, runtime="host"))
+    words = shlex.split(made.remote[1][1])
+    assert {"IMGKIT_NNODES=2", "IMGKIT_NODE_RANK=1", "IMGKIT_HEAD=node1"} <= set(words)
+
+
+def test_guard_reads_the_container_s_input() -> None:
+    text = script(replace(HELLO, ssh=True)).remote[0][1]
+    words = shlex.split(text)
+    assert words[:4] == ["docker", "run", "--interactive", "--rm"]
+    assert words.index("lambda:latest") < words.index("sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("dist-pi", "--nproc", "4", "--terms", "9"), "-m imgkit_entrypoints.apps.pi --terms 9"),
+        (("dist-run", "train.py", "--lr", "1"), "--master_port=29500 train.py --lr 1"),
+        (("dist-run", "--nproc", "2", "train.py"), None),
+        (("dist-hello", "--help"), None),
+        (("dist-env",), None),
+        (("./own",), None),
+    ],
+)
+def test_torch_launch_line_is_shown_where_known(command: tuple[str, ...], shown: str | None) -> None:
+    text = script(replace(HELLO, command=command, ssh=True)).text
+    rows = [row for row in text.splitlines() if row.startswith("# ssh")]
+    if shown is None:
+        assert not rows
+    else:
+        assert len(rows) == 2
+        assert all(shown in row for row in rows)
+        assert all(f" --nnodes=2 --node_rank={rank} " in row for rank, row in enumerate(rows))
+
+
+def test_shell_is_for_one_host() -> None:
+    one = replace(HELLO, command=(), interactive=True, hosts=("node1",))
+    assert script(one).submit[:3] == ("ssh", "-t", "node1")
+    assert "docker run --interactive --tty" in script(one).submit[3]
+    with pytest.raises(UsageError, match="a shell on 2 hosts"):
+        script(replace(one, hosts=("node1", "node2")))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"nodes": "1:2"}, "nodes that come and go"),
+        ({"direct": True, "ssh": True}, "--direct and --ssh"),
+        ({"hosts": ("me@node1", "node2")}, "mpirun takes no 'me@node1'"),
+        ({"hosts": ("node1", "fd00::7")}, "mpirun takes no 'fd00::7'"),
+        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to convert by"),
+        ({"options": ("--mca a b",)}, "cannot stand in a directive"),
+    ],
+)
+def test_what_mpirun_cannot_do_is_refused(change: dict[str, object], what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        script(replace(HELLO, **change))  # type: ignore[arg-type]
+
+
+def test_own_host_must_be_the_first(tmp_path: Path) -> None:
+    here = replace(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
+    with pytest.raises(UsageError, match=r"mpirun gives rank 0 to its own host") as caught:
+        check.before_submission(job(here))
+    assert "--hosts 127.0.0.1,192.0.2.1" in (caught.value.hint or "")
+    check.before_submission(job(replace(here, ssh=True)))
+    check.before_submission(job(replace(here, hosts=("127.0.0.1", "192.0.2.1"))))

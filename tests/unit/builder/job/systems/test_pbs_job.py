@@ -1,0 +1,248 @@
+"""The PBS script: what is asked of PBS, and that the user's words reach each node as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imgkit_builder.job import check
+from imgkit_builder.job.request import Job, Record, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import pbs, slurm
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+RECIPE = load("olivia-eap")
+REQUEST = Request(command=("dist-run",), time="10m", directory=Path("/my work"), nodes="2")
+STARTS = ("pals", "pbsdsh", "ssh")
+
+
+def job(recipe: Any = RECIPE, **given: Any) -> Job:
+    return resolve(recipe, dataclasses.replace(REQUEST, **given))
+
+
+def text(recipe: Any = RECIPE, **given: Any) -> str:
+    return pbs.script(job(recipe, **given)).text
+
+
+def own(tmp_path: Path, *lines: str) -> Any:
+    """A recipe that extends olivia-eap by lines below ``system``."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("\n".join(("extends: olivia-eap", "system:", *(f"  {line}" for line in lines), "")))
+    return load(file)
+
+
+def run(script: str, folder: Path, nodefile: str = "x9\nx10\n") -> subprocess.CompletedProcess[str]:
+    """`script` by bash where apptainer prints its words and the list of hosts, and the starts run theirs."""
+    programs = {
+        "apptainer": 'printf \'%s\\0\' "$@" "$IMGKIT_NODES"',
+        "mpiexec": 'printf \'%s\\0\' "$@" "$IMGKIT_NODES"',
+        # As OpenPBS does: 0 in any case, and the task's output passes it by.
+        "pbsdsh": 'shift 4; env -u IMGKIT_NODES "$@" >&3; echo "pbsdsh: task 0x0 exit status $?"',
+        "ssh": 'shift 3; exec env -u IMGKIT_NODES "$@"',
+    }
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / "nodefile").write_text(nodefile)
+    path = f"{folder}:{os.environ['PATH']}"
+    # A login shell sets PATH anew.
+    (folder / ".profile").write_text(f"PATH='{path}'\n")
+    env = {"PATH": path, "HOME": str(folder), "PBS_NODEFILE": str(folder / "nodefile"), "PBS_JOBID": "7.s"}
+    argv = ["bash", "-c", f"exec 3>&1\n{script}"]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+
+
+def test_chunks_are_what_was_asked_for() -> None:
+    assert "#PBS -l select=2:ncpus=288:ngpus=4:mpiprocs=1:sales_op=blanca\n" in text()
+    assert "#PBS -l select=1:ncpus=72:ngpus=1:mpiprocs=1:sales_op=blanca\n" in text(nodes="1", gpus=1)
+    assert "#PBS -l select=2:ncpus=8:mpiprocs=1:sales_op=blanca\n" in text(gpus=0, cpus=8)
+
+
+def test_every_directive_is_one_line_before_the_first_command() -> None:
+    lines = text(account="nn1k", options=("-k", "doe", "-r", "y")).splitlines()
+    directives = [line.removeprefix("#PBS ") for line in lines if line.startswith("#PBS ")]
+    assert lines[2 : 2 + len(directives)] == [f"#PBS {line}" for line in directives]
+    assert directives == [
+        *("-S /bin/bash", "-j oe", "-N olivia-eap", "-q blanca", "-A nn1k", "-l walltime=00:10:00"),
+        *("-l select=2:ncpus=288:ngpus=4:mpiprocs=1:sales_op=blanca", "-l place=scatter", "-k doe", "-r y"),
+    ]
+
+
+def test_one_node_is_started_without_mpiexec() -> None:
+    for start in STARTS:
+        script = text(nodes="1", pbs_start=start)
+        assert "mpiexec" not in script
+        assert "\nexec apptainer exec " in script
+
+
+WORDS = st.text(st.characters(exclude_characters="\n\0\r", exclude_categories=("Cs",)), max_size=12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(WORDS, max_size=4))
+def test_command_reaches_the_program_word_for_word(words: list[str]) -> None:
+    lines = text(command=("dist-run", *words), pbs_start="ssh").replace(" \\\n", " ").split("\n")
+    (line,) = [line.strip() for line in lines if " --nv " in line]
+    command = shlex.split(line)
+    assert command[command.index("dist-run") :] == ["dist-run", *words]
+
+
+NASTY = ("it's", '"; rm -rf /', "$(x)", "`y`", "*", "", "a\\", "\f", "é\u2028", "} ; {")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_words_and_lists_reach_every_host(tmp_path: Path, start: str) -> None:
+    script = text(command=("dist-run", *NASTY), pbs_start=start, directory=tmp_path)
+    done = run(script, tmp_path, nodefile="x9\nx9\nx10\n" if start == "pbsdsh" else "x9\nx10\n")
+    hosts = 1 if start == "pals" else 2
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout.count("\0".join(("dist-run", *NASTY, "x9,x10", ""))) == hosts
+
+
+@pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
+def test_worst_exit_code_is_the_job_s(tmp_path: Path, start: str) -> None:
+    script = text(pbs_start=start, directory=tmp_path)
+    script = script.replace("exec apptainer", "exec sh -c 'exit $(( PBS_NODENUM * 3 ))'")
+    script = script.replace("/bin/bash -lc", 'env PBS_NODENUM="$1" /bin/bash -lc')
+    assert run(script, tmp_path).returncode == 3
+
+
+def test_task_that_was_not_started_is_told(tmp_path: Path) -> None:
+    script = text(pbs_start="pbsdsh", directory=tmp_path).replace("pbsdsh -v", "echo spawn failed; exit; ")
+    done = run(script, tmp_path)
+    assert done.returncode == 1
+    assert "says nothing of how line 1 of the hosts ended: spawn failed" in done.stderr
+
+
+def test_script_asks_for_the_network_option_that_mpiexec_has(tmp_path: Path) -> None:
+    script = text(directory=tmp_path)
+    assert "--disable" not in run(script, tmp_path).stdout
+    (tmp_path / "own").mkdir()
+    script = script.replace("mpiexec --help", "echo --disable_rdzv_get")
+    words = run(script, tmp_path / "own").stdout.split("\0")
+    assert words[:7] == ["-n", "2", "--ppn", "1", "--cpu-bind", "none", "--disable_rdzv_get"]
+
+
+def test_hosts_on_one_node_are_refused(tmp_path: Path) -> None:
+    done = run(text(directory=tmp_path), tmp_path, nodefile="x9\nx9\n")
+    assert done.returncode == 2
+    assert done.stderr == "imgkit: 2 chunks, and PBS put them on x9: -l place=scatter is missing\n"
+
+
+def test_own_libraries_are_bound_and_searched_first(tmp_path: Path) -> None:
+    recipe = own(tmp_path, "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}")
+    script = text(recipe).replace(" \\\n   ", "")
+    assert "--bind /opt/nccl/lib:/opt/nccl/lib:ro --bind /opt/ofi/lib:/opt/ofi/lib:ro" in script
+    paths = "/opt/nccl/lib:/opt/ofi/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    assert f"export APPTAINERENV_LD_LIBRARY_PATH='{paths}'\n" in script
+    assert f'export LD_LIBRARY_PATH="{paths}"\n' in text(recipe, runtime="host")
+    production = own(tmp_path, "scheduler: slurm", "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}")
+    assert f"export APPTAINERENV_LD_LIBRARY_PATH='{paths}'\n" in slurm.script(job(production)).text
+
+
+def test_docker_is_handed_what_the_launcher_reads() -> None:
+    words = text(runtime="docker").split()
+    assert {"PALS_RANKID", "PALS_NODEID", "PMI_SIZE", "PBS_JOBID", "IMGKIT_NODES"} <= set(words)
+    assert "--network=host" in words
+    assert "PBS_NODENUM" in text(runtime="docker", pbs_start="pbsdsh").split()
+
+
+def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
+    request = {"runtime": "host", "image": "my env"}
+    script = text(**request)
+    assert "exec mpiexec" in script
+    assert "'/my work/my env/bin/python3' -I -m \\\n    imgkit_entrypoints dist-run" in script
+    assert "module load cuda/12.6\n" in script
+    assert "export FI_CXI_RDZV_EAGER_SIZE=0\n" in script
+    with pytest.raises(UsageError, match="no virtual environment"):
+        check.before_submission(job(directory=tmp_path, **request))
+
+
+def test_interactive_job_says_how_to_go_on() -> None:
+    script = pbs.script(job(command=(), interactive=True))
+    assert script.submit[:2] == ("qsub", "-I")
+    assert script.foreground
+    told, words = script.text.replace("\\\n", "").split("\nqsub ")
+    assert all(line.startswith("#") for line in told.splitlines())
+    assert shlex.split(words) == list(script.submit[1:])
+    assert "apptainer shell --nv" in told
+
+
+def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
+    recipe = own(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
+    script = text(recipe, command=(), archive=Path("/a b.tar"))
+    assert "#PBS -l select=1:ncpus=8\n" in script
+    assert "select=2" not in script
+    assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/mine.sif'\n")
+
+
+def test_conversion_without_a_place_is_refused() -> None:
+    with pytest.raises(UsageError) as caught:
+        text(command=(), archive=Path("/a.tar"))
+    assert (caught.value.where or "").startswith("olivia-eap.yaml:")
+    assert "imgkit sif /a.tar" in (caught.value.hint or "")
+
+
+def test_interactive_command_is_refused() -> None:
+    with pytest.raises(UsageError) as caught:
+        text(interactive=True)
+    assert caught.value.where == "--interactive"
+
+
+def test_time_before_the_end_is_not_used() -> None:
+    assert any("--stop-before is not used" in warning for warning in job(stop_before_s=60).warnings)
+    with pytest.raises(UsageError, match="stop-before"):
+        job(stop_before_s=60, strict=True)
+
+
+@pytest.mark.parametrize("word", ["-l x y", "-N\n#PBS -l z", "'", "$HOME", ""])
+def test_option_that_is_no_word_is_refused(word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        text(options=(word,))
+    assert caught.value.where == "--option"
+
+
+@pytest.mark.parametrize("line", ["queue: {chunk: ['a=$b']}", "queue: {options: ['-l x']}"])
+def test_recipe_s_words_must_stand_in_a_directive(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UsageError):
+        text(own(tmp_path, line))
+
+
+@pytest.mark.parametrize("folder", ["lib", "/a:/b", "/a,b", "/a b", "/$HOME/lib", "/`x`"])
+def test_library_folder_that_no_bind_takes_is_refused(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(UsageError, match="not a folder of the nodes"):
+        own(tmp_path, f"runtime: {{host_libs: ['{folder}']}}")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_script_passes_shellcheck(tmp_path: Path, start: str) -> None:
+    recipe = own(tmp_path, "runtime: {host_libs: [/opt/nccl/lib], modules: [a/1]}")
+    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    assert name
+    files = []
+    for runtime in ("singularity", "docker", "host"):
+        files.append(tmp_path / f"{runtime}.sh")
+        given = {"pbs_start": start, "runtime": runtime, "env": ("A=$(x) 'b'",)}
+        files[-1].write_text(text(recipe, command=("dist-run", *NASTY), **given))
+    # Both doubt that quoted text is meant as it stands; it is.
+    argv = [name, "--severity=style", "--exclude=SC1003,SC2016", *map(str, files)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_id_and_output_are_those_of_pbs() -> None:
+    assert pbs.job_id("a notice\n15422.redoak-login2\n") == "15422.redoak-login2"
+    record = Record(id="15422.redoak-login2", system="pbs", name="ddp", recipe="r", directory=Path("/w"))
+    assert pbs.logs(record)[-1] == "/w/ddp.o15422"
+    assert pbs.cancel(record) == ("qdel", "15422.redoak-login2")

@@ -1,0 +1,228 @@
+"""The command that RunAI's client is given, and how a submitted job is followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from imgkit_builder.cli.app import build_app
+from imgkit_builder.job.request import Job, Record, Request, Script
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import pods, runai
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+RECIPE = load("rcp")
+RCP = Request(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1", pvcs=("home:/home/me",))
+
+
+def job(**given: Any) -> Job:
+    return resolve(RECIPE, dataclasses.replace(RCP, **given))
+
+
+def script(**given: Any) -> Script:
+    return runai.script(job(**given))
+
+
+def variables(made: Script) -> dict[str, str]:
+    words = made.submit
+    given = [words[index + 1] for index, word in enumerate(words) if word == "-e"]
+    return dict(text.split("=", 1) for text in given)
+
+
+def value(made: Script, flag: str) -> str:
+    return made.submit[made.submit.index(flag) + 1]
+
+
+def refused(**given: Any) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        script(**given)
+    return caught.value
+
+
+def test_workers_are_the_pods_beside_the_first() -> None:
+    made = script(nodes="4")
+    assert made.submit[:3] == ("runai", "submit-dist", "pytorch")
+    assert (value(made, "--workers"), value(made, "--gpu")) == ("3", "8")
+
+
+def test_one_pod_is_no_distributed_job() -> None:
+    made = script(nodes="1")
+    assert made.submit[:4] == ("runai", "submit", "--name", "rcp")
+    assert "--workers" not in made.submit
+
+
+@pytest.mark.parametrize("word", ["plain", "a b", "it's", "; rm -rf /", "$HOME", "`id`", "--", "-x", "", "ü"])
+def test_program_s_words_are_quoted_once(word: str) -> None:
+    made = script(command=("dist-run", "main.py", word))
+    assert made.submit[-4:] == ("--", "dist-run", "main.py", word)
+    shell = f'runai() {{ printf "%s\\0" runai "$@"; }}\n{made.text}'
+    read = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
+    assert tuple(read.split("\0")[:-1]) == made.submit
+
+
+@pytest.mark.parametrize(
+    ("typed", "handed"),
+    [("$(NAME)", "$$(NAME)"), ("$$", "$$$"), ("$$(NAME)", "$$$$(NAME)"), ("$NAME $", "$NAME $")],
+)
+def test_kubernetes_expands_nothing(typed: str, handed: str) -> None:
+    made = script(command=("dist-run", typed), env=(f"A={typed}",))
+    assert made.submit[-1] == variables(made)["A"] == handed
+
+
+def test_recipe_s_roce_options_are_passed_on() -> None:
+    made = script(options=("--node-pools=h100",))
+    end = made.submit.index("--")
+    assert made.submit[end - 6 : end] == (
+        *("--annotation", "k8s.v1.cni.cncf.io/networks=kube-system/roce"),
+        *("--extended-resource", "rdma/rdma=1"),
+        *("--large-shm", "--node-pools=h100"),
+    )
+
+
+def test_output_is_kept_by_the_job_s_name() -> None:
+    made = script(name="run7", pvcs=("data:/data:ro", "home:/home/me"))
+    assert variables(made) == {
+        "IMGKIT_RUN_DIR": "/home/me/runs/run7",
+        "IMGKIT_LOG_DIR": "/home/me/runs/run7/logs",
+    }
+    assert not variables(script(pvcs=("data:/data:ro",)))
+
+
+@pytest.mark.parametrize("name", ["IMGKIT_LOG_DIR", "IMGKIT_NPROC"])
+def test_user_s_own_variables_win(name: str) -> None:
+    assert variables(script(env=(f"{name}=7",), nproc=20))[name] == "7"
+
+
+def test_directory_is_one_of_the_pods() -> None:
+    made = script(directory=Path("/home/me/project"))
+    assert value(made, "--working-dir") == "/home/me/project"
+    assert variables(made)["IMGKIT_RUN_DIR"] == "/home/me/project/runs/rcp"
+
+
+def test_nothing_is_kept_where_nothing_can_be_written() -> None:
+    made = script(pvcs=("code:/code:ro", "home:/home/me"), directory=Path("/code/project"))
+    assert value(made, "--working-dir") == "/code/project"
+    assert variables(made)["IMGKIT_RUN_DIR"] == "/home/me/runs/rcp"
+
+
+def test_cpu_job_tells_the_launcher() -> None:
+    made = script(gpus=0, nproc=20)
+    assert (value(made, "--gpu"), value(made, "--cpu")) == ("0", "20")
+    assert variables(made).items() >= {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}.items()
+
+
+def test_interactive_pods_sleep_and_each_is_named() -> None:
+    made = script(nodes="3", interactive=True, command=("dist-run", "a b.py"), queue="mlo-me")
+    assert made.submit[-3:] == ("--", "sleep", "infinity")
+    comments = [line for line in made.text.splitlines() if line.startswith("#")]
+    for pod in ("rcp-master-0", "rcp-worker-0", "rcp-worker-1"):
+        assert f"#   runai bash rcp --project mlo-me --pod {pod}" in comments
+    assert "#   dist-run 'a b.py'" in comments
+    assert any("tmux" in line for line in comments)
+    assert comments[-1].endswith("runai delete job rcp --project mlo-me")
+
+
+def test_elastic_range_is_passed_on() -> None:
+    made = script(nodes="1:3")
+    assert (value(made, "--min-replicas"), value(made, "--max-replicas")) == ("1", "3")
+    assert variables(made)["IMGKIT_NNODES"] == "1:3"
+
+
+@pytest.mark.parametrize(
+    ("given", "doubt"),
+    [
+        ({"pvcs": ()}, "no --pvc to write to"),
+        ({"pvcs": ("data:/data:ro",)}, "no --pvc to write to"),
+        ({"binds": ("/scratch",)}, "--bind is not used"),
+        ({"env": ("A=x y",)}, "'A=x y': older runai clients"),
+        ({"command": ("dist-run", "$HOME")}, "'$HOME': older runai clients"),
+        ({"gpus": 4}, "pods may share a node"),
+        ({"account": "a1"}, "--account is not used"),
+    ],
+)
+def test_doubt_is_a_warning(given: dict[str, Any], doubt: str) -> None:
+    assert job().warnings == ()
+    (warning,) = job(**given).warnings
+    assert doubt in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("my_first_distributed_app", "my-first-distributed-app"),
+        ("Run1", "run1"),
+        ("run.1", "run-1"),
+        ("run-", "run"),
+        ("r" * 51, "r" * 50),
+    ],
+)
+def test_name_that_no_pod_can_have_is_refused(name: str, better: str) -> None:
+    error = refused(name=name)
+    assert (error.where, error.hint) == ("--name", f"--name {better}")
+
+
+@pytest.mark.parametrize("text", ["home", "home:data", "Home:/data", "home:/da ta", "home:/data:rw"])
+def test_volume_that_is_none_is_refused(text: str) -> None:
+    assert refused(pvcs=(text,)).where == "--pvc"
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"pvcs": ("a:/data", "b:/data")}, "--pvc"),
+        ({"directory": Path("/elsewhere")}, "--directory"),
+        ({"options": ("--label=a b",)}, "--option"),
+        ({"archive": Path("rcp.tar"), "command": ()}, "--sif"),
+        ({"image": ""}, "--image"),
+    ],
+)
+def test_what_pods_cannot_have_is_refused(given: dict[str, Any], where: str) -> None:
+    assert refused(**given).where == where
+
+
+def test_project_is_needed_to_find_a_job_again() -> None:
+    record = Record(id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), queue="mlo-me")
+    assert runai.status(record) == ("runai", "describe", "job", "rcp", "--project", "mlo-me")
+    assert runai.logs(record) == ("runai", "logs", "rcp", "--follow", "--project", "mlo-me")
+    assert runai.cancel(dataclasses.replace(record, queue="")) == ("runai", "delete", "job", "rcp")
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``runai`` that takes every command and prints its words."""
+    client = tmp_path / "runai"
+    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    client.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{program}' \"$@\"\n")
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_submission_runs_the_words_and_is_followed(client: None) -> None:
+    app = build_app(("submit", "status"))
+    argv = ["--nodes", "2", "--image", "r/x:1", "--pvc", "home:/home/me", "--directory", "/home/me/a"]
+    done = CliRunner().invoke(app, ["submit", "rcp", *argv, "-q", "mlo-me", "--", "dist-run", "a b.py"])
+    assert (done.exit_code, done.stdout) == (0, "rcp\n")
+    done = CliRunner().invoke(app, ["status", "rcp", "--json"])
+    told = json.loads(json.loads(done.stdout)["output"])
+    assert told == ["describe", "job", "rcp", "--project", "mlo-me"]
+
+
+def test_interactive_submission_says_how_to_get_in(client: None) -> None:
+    argv = ["submit", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive"]
+    done = CliRunner().invoke(build_app(("submit", "status")), argv)
+    assert done.stdout == "rcp\n"
+    assert "runai bash rcp --pod rcp-worker-0" in done.stderr
+
+
+def test_name_limit_leaves_room_for_pods() -> None:
+    assert len(f"{'r' * pods.NAME_LIMIT}-worker-10000") <= 63

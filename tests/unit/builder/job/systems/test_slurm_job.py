@@ -1,0 +1,100 @@
+"""The Slurm script: words of the user stay words, directives stay lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imgkit_builder.job.request import Record, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import slurm
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import UsageError
+
+RECIPE = load("mn5")
+REQUEST = Request(command=("dist-run",), account="a1", qos="q", time="10m", directory=Path("/w"), nodes="2")
+
+
+def text(**given: Any) -> str:
+    return slurm.script(resolve(RECIPE, dataclasses.replace(REQUEST, **given))).text
+
+
+def srun(script: str) -> list[str]:
+    """The words of the one command that starts the run, as bash reads them."""
+    joined = script.replace(" \\\n", " ")
+    (line,) = [line for line in joined.split("\n") if line.startswith("srun ")]
+    return shlex.split(line)
+
+
+WORDS = st.text(st.characters(exclude_characters="\n\0\r", exclude_categories=("Cs",)), max_size=12)
+
+
+@settings(deadline=None)
+@given(st.lists(WORDS, max_size=4))
+def test_command_reaches_the_program_word_for_word(words: list[str]) -> None:
+    command = srun(text(command=("dist-run", *words)))
+    at = command.index("dist-run")
+    assert command[at : at + 1 + len(words)] == ["dist-run", *words]
+    assert command[at + 1 + len(words) :] == ["&"]
+
+
+def test_user_s_variable_is_set_inside_the_container() -> None:
+    command = srun(text(env=("NOTE=$(id) 'x'",)))
+    assert command[command.index("/w/mn5.sif") + 1 :][:3] == ["env", "NOTE=$(id) 'x'", "dist-run"]
+
+
+def test_every_directive_is_one_line_before_the_first_command() -> None:
+    lines = text().splitlines()
+    directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    assert directives == list(range(2, 2 + len(directives)))
+
+
+def test_only_long_jobs_are_requeued() -> None:
+    assert "scontrol requeue" in text(time="10m")
+    assert "--signal=B:USR1@120" in text(time="10m")
+    assert "requeue" not in text(time="5m")
+    assert "--signal" not in text(time="5m")
+
+
+def test_elastic_job_takes_the_nodes_it_was_given() -> None:
+    script = text(nodes="1:3")
+    assert "#SBATCH --nodes=1-3\n" in script
+    assert not any(word.startswith("--nodes") for word in srun(script))
+
+
+@pytest.mark.parametrize("word", ["--x y", "--x='y'", "--x\n#SBATCH --y", "", "--x=$HOME", "--x\\"])
+def test_option_that_is_no_word_is_refused(word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        text(options=(word,))
+    assert caught.value.where == "--option"
+
+
+def test_own_template_comes_before_the_shipped(tmp_path: Path) -> None:
+    (tmp_path / "slurm.sh.j2").write_text("#!/bin/sh\n# {{ job.name }}\n{{ start }}\n")
+    assert text(templates=tmp_path).startswith("#!/bin/sh\n# mn5\nsrun ")
+
+
+@pytest.mark.parametrize("body", ["{{ nothing }}", "{% if %}", "{{ job.nothing.more }}"])
+def test_faulty_template_is_named(tmp_path: Path, body: str) -> None:
+    (tmp_path / "slurm.sh.j2").write_text(body)
+    with pytest.raises(UsageError) as caught:
+        text(templates=tmp_path)
+    assert "slurm.sh.j2" in (caught.value.where or "")
+
+
+@pytest.mark.parametrize(("output", "found"), [("4711\n", "4711"), ("warning\n4711;mn5\n", "4711")])
+def test_job_id_is_read_from_sbatch(output: str, found: str) -> None:
+    assert slurm.job_id(output) == found
+
+
+def test_logs_are_where_the_script_writes_them() -> None:
+    record = Record(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"))
+    assert slurm.logs(record)[-1] == "/w/mn5-7.out"
+    assert "#SBATCH --output=%x-%j.out\n" in text()
+    assert "#SBATCH --chdir=/w\n" in text()

@@ -1,0 +1,81 @@
+"""zstd where it can be made and mounted, gzip else, and never silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.sif import compression
+from imgkit_builder.sif.runtime import Capabilities
+from imgkit_entrypoints.errors import ToolMissing, UsageError
+
+NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True, edits_sif=True)
+OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True, edits_sif=True)
+
+
+def mksquashfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A fake that prints `text` as its help, alone on PATH."""
+    program = tmp_path / "mksquashfs"
+    program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{text}\nEOF\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd"
+
+
+@pytest.mark.parametrize(
+    ("release", "reads"),
+    [
+        ("6.1.0-18-amd64", True),
+        ("4.14.0", True),
+        ("4.12.14-122", False),
+        ("3.10.0-1160.el7", False),
+        ("odd", True),
+    ],
+)
+def test_kernel_release_understood(release: str, reads: bool) -> None:
+    assert compression.kernel_reads_zstd(release) is reads
+
+
+def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mksquashfs(tmp_path, monkeypatch, FULL)
+    assert compression.choose(NEW, "auto", direct=False) == compression.ZSTD
+    assert compression.choose(OLD, "auto", direct=True) == compression.ZSTD
+    assert compression.choose(NEW, "gzip", direct=False) == compression.GZIP
+
+
+def test_gzip_without_zstd_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mksquashfs(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
+    assert compression.choose(NEW, "auto", direct=False) == compression.GZIP
+    with pytest.raises(UsageError, match="built without zstd"):
+        compression.choose(NEW, "zstd", direct=False)
+
+
+def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mksquashfs(tmp_path, monkeypatch, FULL)
+    monkeypatch.setattr(compression, "kernel_reads_zstd", lambda: False)
+    assert compression.choose(NEW, "auto", direct=True) == compression.GZIP
+    with pytest.raises(UsageError, match="cannot mount zstd"):
+        compression.choose(NEW, "zstd", direct=True)
+
+
+def test_old_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mksquashfs(tmp_path, monkeypatch, "\t\tgzip (default)\n\t\tzstd")
+    with pytest.raises(ToolMissing, match="cannot read a tar") as caught:
+        compression.tar_reader()
+    assert "leave out --from daemon" in str(caught.value.hint)
+
+
+def test_missing_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compression, "_SBIN", (str(tmp_path),))
+    with pytest.raises(ToolMissing, match="mksquashfs is not here"):
+        compression.tar_reader()
+
+
+def test_runtime_that_takes_no_options_says_so() -> None:
+    chosen = compression.choose(OLD, "auto", direct=False)
+    assert chosen.options == ()
+    assert "gzip 9 by default" in chosen.note

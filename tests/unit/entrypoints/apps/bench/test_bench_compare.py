@@ -1,0 +1,260 @@
+"""``--compare``: what the launcher starts, what it believes, and what it refuses.
+
+There is no NCCL here: `FakeLauncher` writes the files that its workers would, with a log made up after NCCL's
+sources. The launches themselves are real in tests/lab/test_bench_real.py, on gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.apps.bench import compare
+from imgkit_entrypoints.apps.bench.judge import nccl_log
+from imgkit_entrypoints.apps.bench.record import schema, writer
+from imgkit_entrypoints.cli import options as launch_options
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.schedulers.placement import Placement
+
+FAKE_LOG = {
+    "IB": "n1:7:9 [0] NCCL INFO Using network IB\n"
+    "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/IB/0/GDRDMA\n",
+    "Socket": "n1:7:9 [0] NCCL INFO Using network Socket\n"
+    "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/Socket/0\n",
+    "AWS Libfabric": "n1:7:9 [0] NCCL INFO Using network AWS Libfabric\n"
+    "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/AWS Libfabric/0/GDRDMA\n",
+    "": "",
+}
+PORTS = {"IB": "mlx5_0:1", "Socket": "eth0", "AWS Libfabric": "cxi0", "": "eth0"}
+SIZES = (1 << 20, 1 << 30)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """Environment of a node with one GPU and one InfiniBand port."""
+    port = tmp_path / "root/sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    told = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "200 Gb/sec (2X NDR)", "lid": "0x1"}
+    for name, text in (told | {"link_layer": "InfiniBand"}).items():
+        (port / name).write_text(f"{text}\n")
+    (tmp_path / "root/dev").mkdir()
+    (tmp_path / "root/dev/nvidia0").touch()
+    return {"IMGKIT_ROOT": str(tmp_path / "root")}
+
+
+class FakeLauncher:
+    """Stands for the launches: each writes what a run would that went by `networks[turn]`."""
+
+    def __init__(
+        self, *networks: str, ratio: float = 4.0, counted: bool = True, codes: Sequence[int] = (0, 0, 0, 0)
+    ) -> None:
+        self.networks, self.ratio, self.counted, self.codes = networks, ratio, counted, codes
+        self.started: list[tuple[tuple[str, ...], dict[str, str]]] = []
+
+    def __call__(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
+        turn = len(self.started)
+        self.started.append((tuple(words), dict(variables)))
+        if "--save" in words:
+            network = self.networks[turn]
+            fast = self.ratio if network != "Socket" else 1.0
+            Path(words[list(words).index("--save") + 1]).write_text(self.saved(network, fast, turn))
+        return self.codes[turn]
+
+    def saved(self, network: str, fast: float, turn: int) -> str:
+        results = []
+        for size in SIZES:
+            seconds = size / 1e9 / fast * (1 + 0.1 * (turn // 2))
+            one = {"size_bytes": size, "dtype": "fp32", "group": "world"}
+            results.append(writer.result("all_reduce", 1.75, seconds, iterations=10, wrong=None, **one))  # type: ignore[arg-type]
+            times = [seconds, seconds * 2, seconds * 3]
+            results.append(
+                writer.result("all_reduce", 1.75, seconds, iterations=3, wrong=0, times=times, **one)  # type: ignore[arg-type]
+            )
+        made = writer.Record(
+            started="2026-11-21T15:00:00+00:00",
+            command=("dist-bench",),
+            world=schema.World(
+                ranks=8, nodes=2, ranks_per_node=4, hosts=("n1", "n2"), backend="nccl", device="cuda"
+            ),
+            fingerprint={"nccl": "2.20.5"},
+            line_rate_Gbps=200.0,
+            results=results,
+            complete=self.codes[turn] == 0,
+            transport=tuple(sorted(nccl_log.parsed(FAKE_LOG[network].splitlines()))),
+        )
+        seen = 100.0 if self.counted else None
+        made.verdict |= {
+            "traffic": [{"op": "all_reduce", "measured_Gbps": seen}],
+            "ports": [{"host": "n1", "port": PORTS[network], "sent_bytes": 8_100_000_000}],
+        }
+        return made.to_json()
+
+
+def place(nnodes: int = 2, node_rank: int = 0, **more: object) -> Placement:
+    fixed = {"scheduler": "manual", "hosts": (), "head": "n1", "port": None, "job_id": "", "source": {}}
+    return Placement(nnodes=nnodes, node_rank=node_rank, **{**fixed, **more})  # type: ignore[arg-type]
+
+
+def series(
+    env: Mapping[str, str],
+    launcher: FakeLauncher,
+    *words: str,
+    launch: Sequence[str] = (),
+    at: Placement | None = None,
+) -> int:
+    asked = launch_options.read(
+        launch_options.parser("dist-bench", "", {}).parse_args(launch), ("dist-bench",)
+    )
+    return compare.series(
+        words, ("dist-bench", *words), asked, at or place(), env, launcher, lambda text: print(f"say: {text}")
+    )
+
+
+IN_TURN = ("IB", "Socket", "IB", "Socket")
+RDMA_TCP = ("all_reduce", "--compare", "rdma,tcp")
+
+
+def test_without_compare_it_is_one_launch(machine: dict[str, str]) -> None:
+    launcher = FakeLauncher("IB")
+    assert series(machine, launcher, "all_reduce", "--size", "4K") == 0
+    assert launcher.started == [(("all_reduce", "--size", "4K"), {})]
+
+
+def test_arms_take_turns_with_variables_of_their_own(machine: dict[str, str]) -> None:
+    launcher = FakeLauncher(*IN_TURN)
+    assert series(machine, launcher, "--compare=rdma,tcp", "--size", "4K") == 0
+    assert [variables for _, variables in launcher.started] == [{}, {"NCCL_NET": "Socket"}] * 2
+    assert all(words[:3] == ("--size", "4K", "--save") for words, _ in launcher.started)
+    assert len({words[3] for words, _ in launcher.started}) == 4
+
+
+def test_ratio_is_told_for_every_size(machine: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert series(machine, FakeLauncher(*IN_TURN), *RDMA_TCP) == 0
+    told = capsys.readouterr().out.splitlines()
+    rows = [line for line in told if line.startswith("all_reduce")]
+    assert [line.split()[-3:] for line in rows] == [["4.00", "4,", "4"]] * 2
+    assert "1GiB (1.07GB)" in rows[1]
+    assert any("rdma: NCCL's log says network IB, via NET/IB with GDRDMA; the ports" in line for line in told)
+
+
+def test_other_nodes_start_the_same_and_save_nothing(machine: dict[str, str]) -> None:
+    launcher = FakeLauncher(*IN_TURN)
+    assert series(machine, launcher, *RDMA_TCP, at=place(node_rank=1)) == 0
+    assert [words for words, _ in launcher.started] == [("all_reduce",)] * 4
+
+
+def test_rounds_of_an_arm_become_one_file(machine: dict[str, str], tmp_path: Path) -> None:
+    series(machine, FakeLauncher(*IN_TURN), *RDMA_TCP, "--save", str(tmp_path / "run.json"))
+    found = schema.load(tmp_path / "run.rdma.json")
+    assert (found.arm, found.complete) == ("rdma", True)
+    assert found.command == ("dist-bench", *RDMA_TCP, "--save", str(tmp_path / "run.json"))
+    batched, single = found.results[:2]
+    assert batched.iterations == 20
+    assert batched.algbw_GBps == pytest.approx(4 / 1.05)  # the mean of both rounds' times
+    assert len(single.times_us) == 6
+    assert schema.load(tmp_path / "run.tcp.json").transport == (
+        "network Socket",
+        "via NET/Socket without GDRDMA",
+    )
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "log alone"])
+def test_arm_by_the_wrong_way_is_an_error(
+    machine: dict[str, str], capsys: pytest.CaptureFixture[str], counted: bool
+) -> None:
+    launcher = FakeLauncher("Socket", "Socket", "Socket", "Socket", counted=counted)
+    assert series(machine, launcher, *RDMA_TCP) == 1
+    told = capsys.readouterr().out
+    assert (
+        "NOT PROVEN: the arm rdma must go by RDMA, and went by sockets: NCCL's log says network Socket"
+        in told
+    )
+    assert "No ratio" in told
+    assert len(launcher.started) == 4  # the other nodes do not know, and start theirs
+
+
+def test_arm_without_evidence_is_an_error(
+    machine: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert series(machine, FakeLauncher("", "", "", "", counted=False), *RDMA_TCP) == 1
+    assert "the arm tcp must go by sockets, and nothing proves that it did" in capsys.readouterr().out
+
+
+def test_log_and_ports_that_disagree_prove_nothing() -> None:
+    launcher = FakeLauncher("IB")
+    text = launcher.saved("IB", 1.0, 0).replace("mlx5_0:1", "eth0")
+    assert compare.carrier(schema.parse(json.loads(text), "a"))[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("network", "carrier"),
+    [("IB", "RDMA"), ("AWS Libfabric", "RDMA"), ("Socket", "sockets"), ("", "sockets")],
+)
+def test_carrier_is_told_by_log_and_ports(network: str, carrier: str) -> None:
+    launcher = FakeLauncher(network)
+    found = schema.parse(json.loads(launcher.saved(network, 1.0, 0)), "a")
+    assert compare.carrier(found)[0] == carrier
+
+
+def test_failed_arm_ends_the_comparison(
+    machine: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = FakeLauncher(*IN_TURN, codes=(0, 0, 7))
+    assert series(machine, launcher, *RDMA_TCP, "--save", str(tmp_path / "run.json")) == 7
+    assert len(launcher.started) == 3
+    assert "INCOMPLETE: not all rounds" in capsys.readouterr().out
+    assert not schema.load(tmp_path / "run.rdma.json").complete
+
+
+@pytest.mark.parametrize("text", ["rdma", "rdma,rdma", "rdma,ipoib", "rdma,tcp,rdma", ""])
+def test_other_arms_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not two of rdma, tcp"):
+        compare.arms(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "launch", "at", "message"),
+    [
+        ((), ("--device", "cpu"), None, "gloo has one transport, sockets"),
+        ((), (), place(nnodes=1), "nothing crosses a network"),
+        ((), (), place(min_nnodes=1), "workers of its own"),
+        (("--baseline", "old.json"), (), None, "--baseline is of a single run"),
+        (("--matrix",), (), None, "--matrix is of a single run"),
+        (("--group", "node"), (), None, "within a node"),
+        ((), ("--plan",), None, "--plan is of a single run"),
+    ],
+)
+def test_impossible_comparisons_are_refused(
+    machine: dict[str, str],
+    words: tuple[str, ...],
+    launch: tuple[str, ...],
+    at: Placement | None,
+    message: str,
+) -> None:
+    launcher = FakeLauncher()
+    with pytest.raises(UsageError, match=message):
+        series(machine, launcher, *RDMA_TCP, *words, launch=launch, at=at)
+    assert not launcher.started
+
+
+@pytest.mark.parametrize("off", ["NCCL_IB_DISABLE=1", "NCCL_NET=Socket"])
+def test_rdma_that_is_switched_off_is_refused(machine: dict[str, str], off: str) -> None:
+    name, _, value = off.partition("=")
+    with pytest.raises(UsageError, match=f"no RDMA on this node: {off}"):
+        series(machine | {name: value}, FakeLauncher(), *RDMA_TCP)
+
+
+def test_no_gpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no GPU is visible"):
+        series({"IMGKIT_ROOT": str(tmp_path)}, FakeLauncher(), *RDMA_TCP)
+
+
+def test_unwritable_file_is_refused_at_once(machine: dict[str, str], tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    with pytest.raises(UsageError, match="is a folder"):
+        series(machine, launcher, *RDMA_TCP, "--save", str(tmp_path))
+    assert not launcher.started

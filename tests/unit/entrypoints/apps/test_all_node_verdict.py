@@ -1,0 +1,109 @@
+"""Which host is named, from what all ranks say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from imgkit_entrypoints.apps.doctor import Answer, judge, table, verdict_line
+from imgkit_entrypoints.doctor.checks import Check
+
+HOSTS = ("as01", "as01", "as02", "as02", "as03", "as03")
+TIMED_OUT = "Timed out waiting 60000ms for recv operation to complete"
+
+
+def answers(**changed: dict[str, object]) -> dict[int, Answer]:
+    """Answers of six good ranks on three hosts; ``r3={...}`` changes one."""
+    good = {rank: Answer(rank=rank, host=host, device="cpu") for rank, host in enumerate(HOSTS)}
+    for name, values in changed.items():
+        good[int(name[1:])] = dataclasses.replace(good[int(name[1:])], **values)  # type: ignore[arg-type]
+    return good
+
+
+def judged(found: dict[int, Answer]) -> dict[str, str]:
+    return {node.host: node.verdict for node in judge(HOSTS, found, 60)}
+
+
+def test_good_nodes_are_ok() -> None:
+    nodes = judge(HOSTS, answers(), 60)
+    assert [(node.host, node.ranks, node.verdict) for node in nodes] == [
+        ("as01", (0, 1), "ok"),
+        ("as02", (2, 3), "ok"),
+        ("as03", (4, 5), "ok"),
+    ]
+    assert verdict_line(nodes, 6) == "all_reduce of 1 MiB verified on 3 nodes, 6 ranks"
+
+
+def test_sender_of_wrong_numbers_is_named() -> None:
+    found = answers(**{f"r{rank}": {"wrong": (2,)} for rank in (0, 1, 3, 4, 5)})
+    assert judged(found) == {"as01": "ok", "as02": "fail", "as03": "ok"}
+    nodes = judge(HOSTS, found, 60)
+    assert nodes[1].reasons == ("the numbers of rank 2 arrived wrong at 5 of 6 ranks",)
+    assert verdict_line(nodes, 6).startswith("FAILED on as02 (")
+
+
+def test_receiver_of_wrong_numbers_is_named() -> None:
+    found = answers(r5={"wrong": (0, 1, 2, 3, 4, 5)})
+    assert judged(found) == {"as01": "ok", "as02": "ok", "as03": "fail"}
+    assert "rank 5 got wrong numbers of rank 0, 1, 2" in judge(HOSTS, found, 60)[2].reasons[0]
+
+
+def test_silent_rank_is_named_and_others_are_victims() -> None:
+    found = answers(**{f"r{rank}": {"error": TIMED_OUT, "seconds": 60.0} for rank in (0, 1, 4, 5)})
+    del found[2], found[3]
+    assert judged(found) == {"as01": "unknown", "as02": "fail", "as03": "unknown"}
+    text = table(judge(HOSTS, found, 60))
+    assert "rank 2 did not answer within 60 s" in text
+    assert "rank 0 after 60 s: Timed out" in text
+
+
+def test_failing_check_names_the_host() -> None:
+    check = Check(
+        name="memlock", verdict="fail", evidence="Max locked memory 65536", fix="ulimit -l unlimited"
+    )
+    found = answers(**{f"r{rank}": {"error": TIMED_OUT} for rank in range(6)})
+    found[2] = dataclasses.replace(found[2], checks=(check,))
+    assert judged(found) == {"as01": "unknown", "as02": "fail", "as03": "unknown"}
+    lines = [line.strip() for line in table(judge(HOSTS, found, 60)).splitlines()]
+    at = lines.index("fail memlock: Max locked memory 65536")
+    assert lines[at + 1] == "-> ulimit -l unlimited"
+
+
+def test_errors_everywhere_fail_everywhere() -> None:
+    found = answers(**{f"r{rank}": {"error": TIMED_OUT} for rank in range(6)})
+    assert set(judged(found).values()) == {"fail"}
+
+
+def test_warning_alone_does_not_fail() -> None:
+    check = Check(name="stack", verdict="warn", evidence="2097152", fix="ulimit -s 8192")
+    nodes = judge(HOSTS, answers(r0={"checks": (check,)}), 60)
+    assert [node.verdict for node in nodes] == ["warn", "ok", "ok"]
+    assert "verified" in verdict_line(nodes, 6)
+
+
+def test_host_that_said_nothing_is_still_listed() -> None:
+    found = answers()
+    del found[5]
+    nodes = judge((*HOSTS[:5], ""), found, 60)
+    assert nodes[-1].host == "a host that never said its name"
+    assert nodes[-1].verdict == "fail"
+    assert nodes[1].verdict == "ok"
+
+
+def test_containers_of_one_machine_are_told() -> None:
+    gpu = {"device": "cuda:0", "machine": "b00t"}
+    found = answers(
+        r0={**gpu, "nccl_host": "pod-0 27"},
+        r2={**gpu, "nccl_host": "pod-1 31"},
+        r4={**gpu, "machine": "0ther", "nccl_host": "pod-2 27"},
+    )
+    nodes = judge(HOSTS, found, 60)
+    assert [node.verdict for node in nodes] == ["warn", "warn", "ok"]
+    assert "that of as02, too" in nodes[0].checks[0].evidence
+    assert "NCCL_HOSTID" in nodes[0].checks[0].fix
+
+
+def test_containers_that_share_memory_are_fine() -> None:
+    same = {"device": "cuda:0", "machine": "b00t", "nccl_host": "one 27"}
+    assert set(judged(answers(r0=same, r2=same)).values()) == {"ok"}
+    unknown = {"device": "cuda:0", "machine": ""}
+    assert set(judged(answers(r0={**unknown, "nccl_host": "a"}, r2=unknown)).values()) == {"ok"}

@@ -1,0 +1,134 @@
+"""Which samples each step and rank of dist-train takes, over changing numbers of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imgkit_entrypoints.apps.train.data.order import Order, Position, arrange, seed_of
+from imgkit_entrypoints.apps.train.schedule import SHAPES, factor
+from imgkit_entrypoints.errors import UsageError
+
+
+def taken(order: Order, position: Position) -> list[int]:
+    """Places in the permutation that all ranks together take in a step."""
+    return [
+        position.consumed + place
+        for rank in range(order.world_size)
+        for part in order.parts(order.count(position), rank)
+        if part.weight
+        for place in range(part.first, part.end)
+    ]
+
+
+@given(
+    size=st.integers(1, 200),
+    global_batch=st.integers(1, 60),
+    starts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 5)), min_size=1),
+)
+def test_every_sample_once_an_epoch_on_changing_ranks(
+    size: int, global_batch: int, starts: list[tuple[int, int, int]]
+) -> None:
+    # Each start of the run: ranks, samples at once, and steps until it is interrupted.
+    position, seen = Position(), dict[int, Counter[int]]()
+    for world_size, batch_size, steps in starts:
+        order = Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
+        for _ in range(steps):
+            seen.setdefault(position.epoch, Counter()).update(taken(order, position))
+            position = order.after(position)
+    everything = Counter(range(size))
+    for epoch, places in seen.items():
+        if epoch < position.epoch:
+            assert places == everything
+        else:
+            assert places == Counter(range(position.consumed))
+
+
+@given(
+    size=st.integers(1, 100),
+    global_batch=st.integers(1, 40),
+    ranks=st.integers(1, 9),
+    at_once=st.integers(1, 9),
+)
+def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, at_once: int) -> None:
+    order = Order(size=size, global_batch=global_batch, world_size=ranks, batch_size=at_once)
+    position = Position()
+    for _ in range(order.steps_per_epoch):
+        parts = [order.parts(order.count(position), rank) for rank in range(ranks)]
+        assert len({len(of_rank) for of_rank in parts}) == 1  # collectives: all ranks do as many
+        assert [of_rank[-1].last for of_rank in parts] == [True] * ranks
+        assert all(part.end - part.first <= at_once for of_rank in parts for part in of_rank)
+        total = sum(part.weight for of_rank in parts for part in of_rank)
+        assert total / ranks == pytest.approx(1.0)
+        position = order.after(position)
+    assert position == Position(step=order.steps_per_epoch, epoch=1)
+
+
+def test_several_steps_are_as_many_single_ones() -> None:
+    order = Order(size=100, global_batch=10, world_size=1, batch_size=10)
+    position = Position()
+    for steps in (1, 4, 5, 10):
+        single = position
+        for _ in range(steps):
+            single = order.after(single)
+        position = order.after(position, steps)
+        assert position == single
+    assert position == Position(step=20, epoch=2)
+
+
+def test_rank_without_samples_has_weight_zero() -> None:
+    order = Order(size=10, global_batch=8, world_size=4, batch_size=2)
+    count = order.count(order.after(Position()))
+    parts = [order.parts(count, rank) for rank in range(4)]
+    assert sorted(part.weight for (part,) in parts) == [0.0, 0.0, 2.0, 2.0]
+    # It computes for company, on a sample that there is.
+    assert all(0 <= part.first < part.end <= count for (part,) in parts)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
+    order = arrange(size=1000, world_size=ranks, batch_size=5, accumulate=1, global_batch=24)
+    assert order.global_batch == 24
+    assert max(part.end - part.first for part in order.parts(24, 0)) <= 5
+
+
+def test_batch_and_accumulation_make_the_global_batch() -> None:
+    order = arrange(size=1000, world_size=3, batch_size=4, accumulate=2, global_batch=None)
+    assert (order.global_batch, len(order.parts(24, 0))) == (24, 2)
+
+
+def test_unshareable_global_batch_names_what_works() -> None:
+    with pytest.raises(UsageError, match="32 samples cannot be shared equally by 3 ranks") as caught:
+        arrange(size=1000, world_size=3, batch_size=8, accumulate=None, global_batch=32)
+    assert "2 or 4 ranks" in str(caught.value)
+    assert "--global-batch 30 or 33" in str(caught.value)
+
+
+def test_empty_data_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        arrange(size=0, world_size=1, batch_size=8, accumulate=None, global_batch=None)
+
+
+def test_seed_of_is_the_same_everywhere() -> None:
+    # Another value would give every kept run another order: written down once, from the first version.
+    assert seed_of(0, "order", 3) == 6785497997347460347
+    assert len({seed_of(0, "sample", epoch, index) for epoch in range(20) for index in range(50)}) == 1000
+    assert seed_of(1, 23) != seed_of(12, 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_learning_rate_rises_first(shape: str) -> None:
+    factors = [factor(shape, step, 100, warmup=4) for step in range(100)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(0 <= after <= before for before, after in itertools.pairwise(factors[4:]))
+
+
+def test_schedules_end_where_they_should() -> None:
+    assert factor("constant", 99, 100) == 1.0
+    assert factor("linear", 50, 100) == pytest.approx(0.5)
+    assert factor("cosine", 50, 100) == pytest.approx(0.5)
+    assert factor("linear", 100, 100) == factor("cosine", 100, 100) == 0.0

@@ -1,0 +1,160 @@
+"""What a training run shows and leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from imgkit_entrypoints.apps.train import options
+from imgkit_entrypoints.apps.train.config import LINE_EVERY_S
+from imgkit_entrypoints.apps.train.report import curves, utilization
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Report, Seen, clock
+
+
+def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> Report:
+    config = dataclasses.replace(options.read([], {}), run_dir=run_dir, global_batch=64, log_every=10)
+    waited_s = itertools.count(5.0, 0.25)  # some of it before the first step
+    gauges = Gauges(waited_s=lambda: next(waited_s), memory_MiB=lambda: 512.0)
+    return Report(config, start=start, steps=steps, ranks=2, gauges=gauges, say=print)
+
+
+def seen(step: int, steps: int, loss: float, skipped: int = 0) -> Seen:
+    return Seen(step=step, steps=steps, loss=loss, skipped=skipped, seconds=1.0)
+
+
+def end(of: Report, step: int) -> None:
+    of.close(step=step, reason="all steps are done", saved_step=-1, stall_s=0.0)
+
+
+def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    one = report()
+    one.note(seen(1, 1, 9.0), seen(5, 4, 3.0))
+    one.note(seen(10, 5, 1.2))
+    end(one, 10)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step  1/20  loss 9.000000  64 samples/s (32 a rank)  data 25%  512 MiB")
+    # The mean of 4 steps at 3.0 and 5 at 1.2, in 2 s.
+    assert lines[1].startswith("step 10/20  loss 2.000000  288 samples/s")
+    assert lines[2].startswith("loss 9.000000 -> 2.000000, 2 ranks, ")
+    assert len(lines) == 3
+
+
+def test_slow_steps_have_lines_in_between(capsys: pytest.CaptureFixture[str]) -> None:
+    one = report()
+    one.note(seen(1, 1, 9.0))
+    for step in (2, 3, 4):
+        one.note(dataclasses.replace(seen(step, 1, 1.0), seconds=LINE_EVERY_S / 2))
+    assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines()] == ["step  1", "step  3"]
+
+
+def test_utilization_is_told_where_known(capsys: pytest.CaptureFixture[str]) -> None:
+    gauges = Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, samples_per_s_at_peak=64.0)
+    config = dataclasses.replace(options.read([], {}), global_batch=64, log_every=10)
+    one = Report(config, start=0, steps=20, ranks=2, gauges=gauges, say=print)
+    one.note(seen(1, 1, 1.0))  # 64 samples in a second, by 2 ranks
+    assert "50.0% MFU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "amp", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA GH200 480GB", "fp16", 990e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "off", None),
+        ("NVIDIA H200 NVL", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+    ],
+)
+def test_peak_is_only_told_where_published(device: str, amp: str, flops: float | None) -> None:
+    assert utilization.peak(device, amp) == flops
+
+
+def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:
+    one = report(tmp_path)
+    one.note(seen(1, 1, 9.0), seen(10, 9, 3.0))
+    one.held_out(10, 4.0)
+    end(one, 10)
+    root = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314 - our own
+    told = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"loss", "samples/s", "trained on", "held out"} <= set(told)
+    lines = [line.get("points", "").split() for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(line) for line in lines] == [2, 1, 2]
+    assert json.loads((tmp_path / "summary.json").read_text())["eval_loss"] == 4.0
+
+
+def test_drawing_of_nothing_is_one(tmp_path: Path) -> None:
+    one = report(tmp_path)
+    one.note(seen(1, 1, math.nan))
+    end(one, 1)
+    assert "Nothing is known." in (tmp_path / "curves.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "places"),
+    [
+        (0, 100, [0, 20, 40, 60, 80, 100]),
+        (0, 3, [0, 1, 2, 3]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (2, 2, [2]),
+    ],
+)
+def test_axes_have_round_numbers(low: float, high: float, places: list[float]) -> None:
+    assert curves.ticks(low, high) == pytest.approx(places)
+
+
+def test_skipped_steps_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    one = report()
+    one.note(seen(1, 1, 9.0), seen(5, 4, 3.0, skipped=2), seen(6, 1, 6.0), seen(10, 4, math.nan, skipped=4))
+    end(one, 10)
+    line = capsys.readouterr().out.splitlines()[1]
+    assert "loss 4.000000" in line
+    assert "6 skipped" in line
+
+
+def test_metrics_of_lost_steps_are_dropped(tmp_path: Path) -> None:
+    first = report(tmp_path)
+    for step in (1, 10, 20):
+        first.note(seen(step, 1, 1.0))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2')  # killed in the middle of a line
+    second = report(tmp_path, start=10)
+    second.note(seen(11, 1, 0.5), seen(20, 9, 0.25))
+    end(second, 20)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 10, 11, 20]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["step"], summary["started_after_step"], summary["saved_step"]) == (20, 10, None)
+    assert summary["last_loss"] == 0.25
+
+
+def test_loss_that_is_no_number_is_no_json(tmp_path: Path) -> None:
+    one = report(tmp_path)
+    one.note(seen(1, 1, math.inf))
+    end(one, 1)
+    text = (tmp_path / "summary.json").read_text() + (tmp_path / "metrics.jsonl").read_text()
+    assert "Infinity" not in text
+
+
+def test_full_disk_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # nobody can write there, not even root
+    one = report(tmp_path)
+    one.note(seen(1, 1, 1.0), seen(10, 9, 0.5))
+    end(one, 10)
+    told = capsys.readouterr().out
+    assert told.count("metrics are incomplete") == 1
+    assert "Is a directory" in told
+    assert "loss 1.000000 -> 0.500000" in told
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

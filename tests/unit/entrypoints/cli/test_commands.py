@@ -1,0 +1,229 @@
+"""The commands as processes, without torch: what is printed, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import facts
+from imgkit_entrypoints.apps.pi import share
+from imgkit_entrypoints.cli.commands import COMMANDS, shim
+from imgkit_entrypoints.errors import UsageError
+
+BATCH = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+
+
+def command(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None):
+    return subprocess.run(
+        [sys.executable, "-I", "-m", "imgkit_entrypoints", *words],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", **(env or {})},
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_options_come_in_any_order():
+    first = command("dist-train", "--plan", "--steps", "7", "--nproc", "2", "--lr", "0.1", "--device", "cpu")
+    second = command("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "7", "--plan", "--lr", "0.1")
+    assert first.returncode == 0
+    assert first.stdout == second.stdout
+    assert json.loads(first.stdout)["argv"][-4:] == ["--steps", "7", "--lr", "0.1"]
+
+
+def test_variables_stand_in_for_flags():
+    made = json.loads(command("dist-hello", "--plan", env={"IMGKIT_NPROC": "3"}).stdout)
+    assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "3"
+
+
+def test_switches_have_variables_too():
+    env = {"IMGKIT_PLAN": "1", "IMGKIT_NPROC": "3"}
+    assert json.loads(command("dist-hello", env=env).stdout)["nproc"] == 3
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PLAN": "1"}
+    assert json.loads(command("dist-hello", env=ranks | sizes).stdout)["mode"] == "direct"
+
+
+def test_switch_that_is_neither_on_nor_off_is_refused():
+    done = command("dist-hello", env={"IMGKIT_PLAN": "yes"})
+    assert done.returncode == 2
+    assert "IMGKIT_PLAN: 'yes' is neither 0 nor 1" in done.stderr
+
+
+def test_variable_for_plan_shows_errors_as_json():
+    done = command("dist-hello", "--nproc", "many", env={"IMGKIT_PLAN": "1"})
+    assert done.returncode == 2
+    assert "'many'" in json.loads(done.stdout)["error"]["what"]
+
+
+def test_flag_beats_its_variable():
+    made = json.loads(command("dist-hello", "--plan", "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
+    assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "2"
+
+
+def test_dist_run_leaves_the_scripts_arguments_alone():
+    made = json.loads(
+        command("dist-run", "--plan", "--nproc", "2", "train.py", "--nproc", "x y", "--plan").stdout
+    )
+    assert made["argv"][-4:] == ["train.py", "--nproc", "x y", "--plan"]
+
+
+def test_failed_plan_is_json_too():
+    done = command("dist-hello", "--plan", env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **BATCH})
+    assert done.returncode == 5
+    told = json.loads(done.stdout)["error"]
+    assert "srun" in told["hint"]
+    assert "Traceback" not in done.stderr
+
+
+def test_mistake_with_plan_is_json_too():
+    done = command("dist-hello", "--plan", "--nproc", "many")
+    assert done.returncode == 2
+    assert "--nproc: 'many'" in json.loads(done.stdout)["error"]["what"]
+    assert "--nproc: 'many'" in done.stderr
+
+
+def test_pi_needs_no_gpu(tmp_path: Path):
+    (tmp_path / "opt/imgkit").mkdir(parents=True)
+    (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
+    env = {"IMGKIT_ROOT": str(tmp_path)}
+    assert command("dist-hello", "--plan", env=env).returncode == 5
+    made = json.loads(command("dist-pi", "--plan", env=env).stdout)
+    assert (made["env"]["IMGKIT_DEVICE"], made["nproc"]) == ("cpu", 1)
+    assert command("dist-pi", "--plan", "--device", "cuda", env=env).returncode == 5
+
+
+def test_plan_imports_no_torch(tmp_path: Path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    code += "from imgkit_entrypoints.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "dist-train", "--plan"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_hidden_torch_is_told(tmp_path: Path):
+    (tmp_path / "torch").mkdir()
+    made = json.loads(command("dist-run", "--plan", "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
+    assert any("another torch" in text for text in made["warnings"])
+
+
+def test_shell_lines_can_be_evaluated():
+    done = command("dist-env", "--shell", env={"IMGKIT_NCCL_VERSION": "2.20.5"})
+    assert done.returncode == 0
+    assert all(line.startswith("export ") for line in done.stdout.splitlines())
+
+
+def test_dist_run_takes_a_module():
+    made = json.loads(command("dist-run", "--plan", "-m", "pkg.train", "--lr", "1").stdout)
+    assert made["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]
+
+
+def test_help_shows_both_groups_of_options():
+    text = command("dist-train", "--help").stdout
+    assert "--nproc" in text
+    assert "--steps" in text
+
+
+def test_dist_env_reports_this_host():
+    found = json.loads(command("dist-env", "--json").stdout)
+    assert found["schema"] == 1
+    assert found["host"]["cpus"] >= 1
+
+
+def test_files_in_the_current_folder_do_not_matter(tmp_path: Path):
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    assert command("dist-env", "--json", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}).returncode == 0
+
+
+def test_every_command_has_a_shim_of_its_name():
+    for known in COMMANDS:
+        assert shim(known).endswith(f'exec python3 -I -m imgkit_entrypoints {known.name} "$@"\n')
+
+
+def test_gpus_without_device_files_do_not_count(tmp_path: Path):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    assert facts.gather(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}).gpus == 0
+
+
+def test_visible_devices_limit_the_gpus(tmp_path: Path):
+    (tmp_path / "dev").mkdir()
+    for number in range(4):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    assert facts.gather(tmp_path, {}).gpus == 4
+    assert facts.gather(tmp_path, {"CUDA_VISIBLE_DEVICES": "2,3"}).gpus == 2
+    assert facts.gather(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}).gpus == 0
+
+
+@pytest.mark.parametrize(("intervals", "ranks"), [(10, 3), (7, 8), (1, 1), (100_000_007, 6)])
+def test_shares_of_pi_are_exact(intervals: int, ranks: int):
+    shares = [share(intervals, rank, ranks) for rank in range(ranks)]
+    assert shares[0][0] == 0
+    assert shares[-1][1] == intervals
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dist-trian"], "one of: dist-run"),
+        (["dist-train", "--stepz", "3"], "--stepz"),
+        (["dist-train", "--steps", "0"], "'0' is not a whole number from 1"),
+        (["dist-train", "--nproc", "many"], "'many' is not a whole number"),
+        (["dist-train", "--device", "tpu"], "none of auto, cuda, cpu"),
+        (["dist-train", "--nnodes", "3:x"], "'x' is not a whole number"),
+        (["dist-train", "--scheduler", "lsf"], "none of"),
+        (["dist-run", "--nproc", "2"], "no script given"),
+    ],
+)
+def test_mistakes_are_named_and_exit_two(words: list[str], said: str):
+    done = command(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_variable_is_refused_like_its_flag():
+    done = command("dist-pi", env={"IMGKIT_DEVICE": "tpu"})
+    assert done.returncode == 2
+    assert "'tpu' is none of" in done.stderr
+
+
+def test_broken_system_facts_are_named(tmp_path: Path):
+    broken = tmp_path / "system.json"
+    broken.write_text('{"node": 3}')
+    with pytest.raises(UsageError, match="cannot read the system facts") as caught:
+        facts.system_facts(broken)
+    assert str(broken) in str(caught.value)
+
+
+def test_torchrun_s_spellings_are_understood() -> None:
+    old = ("--nproc_per_node=2", "--node_rank=1", "--master_addr=node1", "--master_port=7000")
+    done = command("dist-hello", "--plan", "--nnodes=2", *old)
+    assert done.returncode == 0, done.stderr
+    placement = json.loads(done.stdout)["placement"]
+    # torchrun has the port that is given, the roll call the next.
+    assert (placement["node_rank"], placement["head"], placement["port"]) == (1, "node1", 7001)
+    assert json.loads(done.stdout)["nproc"] == 2
+
+
+def test_wrong_value_names_the_spelling_that_was_typed() -> None:
+    done = command("dist-hello", "--nproc_per_node", "many")
+    assert done.returncode == 2
+    assert "--nproc_per_node: 'many'" in done.stderr
+
+
+def test_dist_env_takes_the_launch_s_options() -> None:
+    flags = ("--nnodes", "2", "--node-rank", "1", "--head", "node1")
+    found = json.loads(command("dist-env", "--json", *flags).stdout)
+    assert (found["placement"]["nnodes"], found["placement"]["head"]) == (2, "node1")
+    assert json.loads(command("dist-env", "--plan", *flags).stdout)["placement"]["node_rank"] == 1

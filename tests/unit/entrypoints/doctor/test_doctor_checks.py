@@ -1,0 +1,400 @@
+"""Verdicts of dist-doctor on machines written down as values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.doctor import node
+from imgkit_entrypoints.doctor.checks import Check
+from imgkit_entrypoints.facts import (
+    CxiDevice,
+    Gid,
+    Gpu,
+    HostFacts,
+    Interface,
+    Library,
+    Limit,
+    Port,
+    RdmaDevice,
+    Reader,
+    Setting,
+)
+from imgkit_entrypoints.system import Fabric, Node, SystemFacts
+
+GOOD = HostFacts(
+    hostname="n1",
+    arch="x86_64",
+    python="3.11.2",
+    cpus=80,
+    gpus=0,
+    gpus_source="/dev: no nvidia device",
+    cpus_source="/proc/self/status: Cpus_allowed_list 0-79",
+    kernel="6.1.0",
+    memlock=Limit(unlimited=True),
+    stack=Limit(value=8 << 20),
+    open_files=Limit(value=4096),
+    shm_bytes=16 << 30,
+    ephemeral_ports=(32768, 60999),
+    interfaces=(
+        Interface(name="lo", state="unknown", speed_Mbps=None, addresses=("127.0.0.1",), physical=False),
+        Interface(name="eth0", state="up", speed_Mbps=25000, addresses=("10.0.0.5",), physical=True),
+    ),
+)
+PORT = Port(
+    device="mlx5_0",
+    number=1,
+    path="/sys/class/infiniband/mlx5_0/ports/1",
+    state="4: ACTIVE",
+    phys_state="5: LinkUp",
+    link_layer="InfiniBand",
+    rate="200 Gb/sec (2X NDR)",
+    lid="0x1f3",
+)
+NIC = RdmaDevice(
+    name="mlx5_0",
+    path="/sys/class/infiniband/mlx5_0",
+    node_type="1: CA",
+    pci="pci0000:16/0000:16:01.0/0000:17:00.0",
+    numa_node=0,
+    vendor="0x15b3",
+    physical="",
+    netdevs=("ib0",),
+    verbs="/dev/infiniband/uverbs0",
+    verbs_opens=True,
+    ports=(PORT,),
+)
+GPU = Gpu(
+    model="NVIDIA H100", address="0000:18:00.0", pci="pci0000:16/0000:16:01.0/0000:18:00.0", numa_node=0
+)
+FAR = dataclasses.replace(NIC, pci="pci0000:f0/0000:f1:00.0", numa_node=1)
+OLD_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 23:14:13 UTC 2021"
+LIBRARY = "/usr/lib/x86_64-linux-gnu/libibverbs.so.1"
+IB = dataclasses.replace(
+    GOOD,
+    gpus=4,
+    gpus_source="/dev: nvidia0 nvidia1 nvidia2 nvidia3",
+    gpu_devices=(GPU,) * 4,
+    driver="NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+    rdma=(NIC,),
+    rdma_cm=True,
+    peermem="/sys/module/nvidia_peermem/version: 550.54.15",
+    libraries=(Library(name="libibverbs.so.1", path=LIBRARY, target=LIBRARY + ".14"),),
+    verbs_providers=("mlx5",),
+    nccl_version="2.20.5",
+    nccl_source="libnccl.so.2",
+)
+CXI = dataclasses.replace(
+    IB,
+    rdma=(),
+    cxi=(CxiDevice(name="cxi0", path="/sys/class/cxi/cxi0", numa_node=None, pci="", opens=True),),
+    libraries=tuple(
+        Library(name=name, path=f"/opt/{name}", target=f"/opt/{name}")
+        for name in ("libfabric.so.1", "libcxi.so.1", "libnccl-net.so")
+    ),
+)
+MN5 = SystemFacts(
+    title="MareNostrum 5",
+    node=Node(gpus=4, gpu_model="H100", cpus=80, cpus_per_gpu=20),
+    fabric=Fabric(kind="infiniband", nics=1, line_rate_Gbps=200),
+)
+CUDA = {"CUDA_VERSION": "12.4.0.041"}
+
+
+def examine(
+    facts: HostFacts,
+    system: SystemFacts | None = None,
+    env: dict[str, str] | None = None,
+    *,
+    root: Path = Path("/nonexistent"),
+    nnodes: int = 1,
+    **changed: object,
+) -> tuple[Check, ...]:
+    facts = dataclasses.replace(facts, **changed)  # type: ignore[arg-type]
+    return node.examine(facts, system, env or {}, reader=Reader(root=root), nnodes=nnodes)
+
+
+def verdicts(found: tuple[Check, ...], name: str) -> list[str]:
+    return [check.verdict for check in found if check.name == name]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """Root of an image for this machine."""
+    (tmp_path / "opt/imgkit").mkdir(parents=True)
+    (tmp_path / "opt/imgkit/manifest.json").write_text('{"platform": "linux/amd64"}')
+    return tmp_path
+
+
+def test_good_node_is_all_ok(image: Path) -> None:
+    found = examine(IB, MN5, CUDA, root=image, nnodes=2)
+    assert {check.verdict for check in found} == {"ok"}, node.table(found)
+    assert {"gpus", "memlock", "rdma ports", "rdma devices", "libibverbs", "gpudirect"} <= {
+        check.name for check in found
+    }
+
+
+def test_good_slingshot_node_has_no_failure(image: Path) -> None:
+    found = examine(CXI, None, CUDA, root=image, nnodes=2)
+    assert node.passed(found), node.table(found)
+    assert verdicts(found, "libfabric") == ["ok"]
+
+
+def test_laptop_is_fine_without_anything() -> None:
+    found = examine(GOOD)
+    assert node.passed(found)
+    assert verdicts(found, "memlock") == []
+    assert verdicts(found, "image") == ["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "verdict", "said"),
+    [
+        ({"memlock": Limit(value=65536)}, "memlock", "fail", "ulimit memlock=-1"),
+        ({"memlock": Limit(value=64 << 30)}, "memlock", "warn", "ulimit memlock=-1"),
+        ({"memlock": Limit()}, "memlock", "unknown", "ulimit -l"),
+        ({"shm_bytes": 64 << 20}, "/dev/shm", "fail", "--shm-size"),
+        ({"shm_bytes": 512 << 20}, "/dev/shm", "warn", "--shm-size"),
+        ({"shm_bytes": None}, "/dev/shm", "unknown", "df -h"),
+        ({"gpus": 0}, "gpus", "fail", "--nv"),
+        ({"gpus": 2}, "gpus", "warn", "--gres=gpu:4"),
+        ({"cpus": 1}, "processors", "warn", "--cpus-per-task=80"),
+        ({"stack": Limit(value=2 << 20)}, "stack", "warn", "ulimit -s"),
+        ({"open_files": Limit(value=256)}, "open files", "warn", "ulimit -n"),
+        ({"ephemeral_ports": (1024, 65535)}, "ports", "warn", "--port"),
+        ({"rdma_cm": False}, "rdma devices", "warn", "rdma/rdma=1"),
+        ({"rdma": (dataclasses.replace(NIC, verbs_opens=False),)}, "rdma devices", "fail", "--device"),
+        ({"libraries": ()}, "libibverbs", "fail", "image.apt"),
+        ({"verbs_providers": ()}, "libibverbs", "fail", "ibverbs-providers"),
+        ({"verbs_providers": ("efa",)}, "libibverbs", "fail", "ibverbs-providers"),
+        ({"peermem": "", "dmabuf": False}, "gpudirect", "warn", "nvidia_peermem"),
+        ({"rdma": (FAR,)}, "affinity", "warn", "topo -m"),
+        ({"rdma": (dataclasses.replace(NIC, pci="", numa_node=None),)}, "affinity", "unknown", "topo -m"),
+        ({"nccl_version": ""}, "nccl", "unknown", "IMGKIT_NCCL_VERSION"),
+        ({"driver": OLD_DRIVER}, "driver", "fail", "older base"),
+        ({"driver": ""}, "driver", "unknown", "nvidia-smi"),
+        ({"arch": "aarch64"}, "image", "fail", "--platform"),
+        ({"interfaces": ()}, "interface", "unknown", "--contain"),
+    ],
+)  # fmt: skip
+def test_one_fault_is_named_with_its_fix(
+    changed: dict[str, object], name: str, verdict: str, said: str, image: Path
+) -> None:
+    found = examine(IB, MN5, CUDA, root=image, nnodes=2, **changed)
+    hits = [check for check in found if check.name == name and check.verdict == verdict]
+    assert len(hits) == 1, node.table(found)
+    assert said in hits[0].fix
+    assert hits[0].evidence
+    assert node.passed(found) == (verdict != "fail")
+
+
+def test_dead_ports_fail_where_the_recipe_wants_them(image: Path) -> None:
+    port = dataclasses.replace(PORT, state="2: INIT")
+    found = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(port,)),))
+    hit = next(check for check in found if check.name == "rdma ports")
+    assert hit.verdict == "fail"
+    assert "state: 2: INIT" in hit.evidence
+    assert "no subnet manager" in hit.evidence
+
+
+def test_unplugged_second_port_does_not_matter(image: Path) -> None:
+    down = dataclasses.replace(PORT, number=2, state="1: DOWN", path=PORT.path[:-1] + "2")
+    found = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(PORT, down)),))
+    assert verdicts(found, "rdma ports") == ["ok"]
+
+
+def test_asked_for_processors_only_means_no_gpu_failure(image: Path) -> None:
+    found = examine(IB, MN5, {"IMGKIT_DEVICE": "cpu"}, root=image, gpus=0)
+    assert verdicts(found, "gpus") == ["warn"]
+
+
+def test_hidden_gpus_fail_without_a_recipe() -> None:
+    assert verdicts(examine(IB, gpus=0), "gpus") == ["fail"]
+    assert verdicts(examine(IB, None, {"CUDA_VISIBLE_DEVICES": ""}, gpus=0), "gpus") == ["ok"]
+
+
+def test_compat_folder_softens_an_old_driver(image: Path) -> None:
+    (image / "usr/local/cuda/compat").mkdir(parents=True)
+    assert verdicts(examine(IB, MN5, CUDA, root=image, driver=OLD_DRIVER), "driver") == ["warn"]
+
+
+def test_roce_without_ipv4_fails_between_nodes_only() -> None:
+    gid = Gid(index=0, value="fe80:0000:0000:0000:b226:28ff:fed3:b0f0", kind="RoCE v2", netdev="net1")
+    port = dataclasses.replace(PORT, link_layer="Ethernet", gids=(gid,))
+    nics = (dataclasses.replace(NIC, ports=(port,)),)
+    assert "fail" in verdicts(examine(IB, rdma=nics, nnodes=2), "network")
+    alone = examine(IB, rdma=nics)
+    assert node.passed(alone)
+    assert any("no IPv4" in check.evidence for check in alone if check.verdict == "warn")
+
+
+@pytest.mark.parametrize("gone", ["libfabric.so.1", "libcxi.so.1", "libnccl-net.so"])
+def test_lacking_slingshot_library_is_named(gone: str) -> None:
+    left = tuple(item for item in CXI.libraries if item.name != gone)
+    hit = next(check for check in examine(CXI, libraries=left, nnodes=2) if check.name == "libfabric")
+    assert hit.verdict == "fail"
+    assert hit.evidence.endswith(gone)
+
+
+def test_slingshot_device_that_does_not_open_is_named() -> None:
+    closed = (dataclasses.replace(CXI.cxi[0], opens=False),)
+    hits = [check for check in examine(CXI, cxi=closed, nnodes=2) if check.name == "slingshot"]
+    assert [(check.verdict, check.evidence) for check in hits] == [("fail", "cannot be opened: cxi0")]
+
+
+def test_dangerous_variables_are_among_the_warnings() -> None:
+    found = examine(IB, None, {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5"})
+    assert any("NCCL_IB_HCA" in check.evidence and check.verdict == "warn" for check in found)
+
+
+def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
+    wanted = {"NCCL_IB_DISABLE": "1", **CUDA}
+    found = examine(GOOD, MN5, wanted, root=image, nnodes=2)
+    assert not any("the recipe says infiniband" in check.evidence for check in found)
+    found = examine(GOOD, MN5, {**wanted, node.DECIDED: "NCCL_IB_DISABLE"}, root=image, nnodes=2)
+    assert any("the recipe says infiniband" in check.evidence for check in found)
+
+
+def test_hidden_nccl_settings_are_shown() -> None:
+    setting = Setting(name="NCCL_ALGO", value="Ring", path="/etc/nccl.conf")
+    hit = next(check for check in examine(GOOD, nccl_settings=(setting,)) if check.name == "nccl.conf")
+    assert hit.evidence == "NCCL_ALGO=Ring (/etc/nccl.conf)"
+
+
+def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
+    (image / "sys/class/iommu/dmar0").mkdir(parents=True)
+    assert verdicts(examine(IB, MN5, CUDA, root=image), "iommu") == ["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("env", "verdict", "said"),
+    [
+        ({}, "warn", "the recipe says slurm"),
+        ({"SLURM_JOB_NODELIST": "n1"}, "ok", "SLURM_JOB_NODELIST"),
+        ({"PBS_JOBID": "7.pbs"}, "ok", "PBS_JOBID"),
+    ],
+)
+def test_hidden_job_is_told(env: dict[str, str], verdict: str, said: str) -> None:
+    system = dataclasses.replace(MN5, scheduler="slurm")
+    hits = [check for check in examine(IB, system, env) if check.name == "scheduler"]
+    assert [(check.verdict, said in check.evidence) for check in hits] == [(verdict, True)]
+
+
+def test_pod_alone_is_no_hidden_job() -> None:
+    system = dataclasses.replace(MN5, scheduler="runai")
+    assert verdicts(examine(IB, system), "scheduler") == []
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "verdict"), [(34, 36, "ok"), (36, 36, "ok"), (38, 36, "fail"), (100, 99, "fail")]
+)
+def test_host_library_needs_the_images_glibc(host: int, own: int, verdict: str, tmp_path: Path) -> None:
+    for path, newest in ((LIBRARY + ".14", host), ("/usr/lib/x86_64-linux-gnu/libc.so.6", own)):
+        place = tmp_path / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(b"\x7fELF\xff\0GLIBC_2.2.5\0GLIBC_2.%d\0GLIBC_PRIVATE\0" % newest)
+    hits = [check for check in examine(IB, root=tmp_path, nnodes=2) if check.name == "glibc"]
+    assert [check.verdict for check in hits] == [verdict]
+    assert (f"needs GLIBC_2.{host}" in hits[0].evidence) == (verdict == "fail")
+
+
+DOCKER = "CapEff:\t00000000a80425fb\nSeccomp:\t2\n"
+CUDA_12_6 = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  560.35.03  Fri Aug 16 21:39:15 UTC 2024"
+
+
+@pytest.mark.parametrize(
+    ("status", "nccl", "driver", "env", "told"),
+    [
+        (DOCKER, "2.25.1", CUDA_12_6, {}, ["warn"]),
+        (DOCKER.replace("a80425fb", "a88425fb"), "2.25.1", CUDA_12_6, {}, []),  # --cap-add SYS_NICE
+        (DOCKER.replace("\t2", "\t0"), "2.25.1", CUDA_12_6, {}, []),
+        (DOCKER, "2.23.4", CUDA_12_6, {}, []),
+        (DOCKER, "2.26.5", CUDA_12_6, {}, []),
+        (DOCKER, "", CUDA_12_6, {}, []),
+        (DOCKER, "2.25.1", IB.driver, {}, []),
+        (DOCKER, "2.25.1", CUDA_12_6, {"NCCL_CUMEM_HOST_ENABLE": "0"}, []),
+        ("", "2.25.1", CUDA_12_6, {}, []),
+    ],
+)
+def test_cumem_needs_numa_calls(
+    status: str, nccl: str, driver: str, env: dict[str, str], told: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text(status)
+    found = examine(IB, None, env, root=tmp_path, nccl_version=nccl, driver=driver)
+    assert verdicts(found, "cumem") == told
+
+
+PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": "squashfuse_ll 80"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "env", "told"),
+    [
+        ({}, {"SLURM_JOB_ID": "7"}, ["warn"]),
+        ({}, {}, []),  # nobody signals all processes
+        ({"91": "squashfuse_ll 70"}, {"SLURM_JOB_ID": "7"}, []),  # of another container
+        ({"91": "bash 80"}, {"SLURM_JOB_ID": "7"}, []),
+    ],
+)
+def test_image_that_a_process_mounts_is_told(
+    changed: dict[str, str], env: dict[str, str], told: list[str], tmp_path: Path
+) -> None:
+    for number, text in {**PROCESSES, **changed}.items():
+        name, parent = text.split()
+        (tmp_path / "proc" / number).mkdir(parents=True)
+        (tmp_path / "proc" / number / "comm").write_text(name + "\n")
+        (tmp_path / "proc" / number / "status").write_text(f"Name:\t{name}\nPPid:\t{parent}\n")
+    assert verdicts(examine(GOOD, None, env, root=tmp_path), "image mount") == told
+
+
+def test_broken_manifest_is_unknown(image: Path) -> None:
+    for text in ("{", "[]", "{}", '{"platform": 3}'):
+        (image / "opt/imgkit/manifest.json").write_text(text)
+        assert verdicts(examine(GOOD, SystemFacts(), root=image), "image") == ["unknown"]
+
+
+def saved(root: Path, memlock: str) -> Path:
+    """A tree of a RoCE node for IMGKIT_ROOT."""
+    port = root / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    for name, text in (
+        ("state", "4: ACTIVE"),
+        ("phys_state", "5: LinkUp"),
+        ("rate", "100 Gb/sec (4X EDR)"),
+        ("link_layer", "InfiniBand"),
+    ):
+        (port / name).write_text(text + "\n")
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/limits").write_text(f"Max locked memory         {memlock}  {memlock}  bytes\n")
+    return root
+
+
+def test_saved_tree_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = saved(tmp_path, "65536")
+    assert node.main(["--json"], {"IMGKIT_ROOT": str(root)}) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1
+    assert found["passed"] is False
+    names = {check["name"] for check in found["checks"] if check["verdict"] == "fail"}
+    assert "memlock" in names
+    assert set(found["checks"][0]) == {"name", "verdict", "evidence", "fix"}
+
+
+def test_table_puts_fixes_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = saved(tmp_path, "65536")
+    node.main([], {"IMGKIT_ROOT": str(root)})
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("fail     memlock"))
+    assert lines[at + 1].strip().startswith("-> docker: --ulimit memlock=-1")
+    assert lines[-1].endswith("fail")
+
+
+def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        node.main(["--jsno"], {})
+    assert caught.value.code == 2
+    assert "--jsno" in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""One node's launcher, as a process of its own: ``node.py OPTIONS_AS_JSON COMMAND...``."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.launch import hang_watch, supervisor
+from imgkit_entrypoints.rollcall import session
+from imgkit_entrypoints.rollcall.gather import Caller, Identity
+from imgkit_entrypoints.schedulers.placement import Placement
+
+options = json.loads(sys.argv[1])
+session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
+supervisor.END_STEP_S, supervisor.PEER_FAILED_S, supervisor.REPEAT_S = 0.5, 1.0, 0.2
+hang_watch.ANSWER_S = 1.0
+supervisor.TICK_S = options.get("tick_s", 1.0)
+rank = options.get("rank", 0)
+
+
+def say(text: str) -> None:
+    print(f"<{text}>", file=sys.stderr, flush=True)
+
+
+place = Placement(
+    scheduler="manual",
+    nnodes=options.get("nnodes", 1),
+    node_rank=rank,
+    hosts=tuple(options.get("hosts", ())),
+    head="127.0.0.1",
+    port=options.get("port"),
+    job_id=options.get("job", ""),
+    source={},
+)
+me = Caller(host=f"host{rank}", identity=Identity(torch=options.get("torch", "2.13")))
+stop_dir = Path(options["stop_dir"]) if "stop_dir" in options else None
+try:
+    code = supervisor.run(
+        sys.argv[2:],
+        os.environ,
+        place=place,
+        me=me,
+        say=say,
+        grace_s=options.get("grace_s", 20.0),
+        rollcall_timeout_s=options.get("timeout_s", 20.0),
+        hang_after_s=options.get("hang_after_s", 0.0),
+        stop_dir=stop_dir,
+    )
+except ImgkitError as error:
+    say(str(error))
+    code = error.exit_code
+sys.exit(code)

@@ -1,0 +1,72 @@
+"""Texts as torch 2.13 and NCCL print them, and what is said about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from imgkit_entrypoints.launch.explain import KNOWN, explain
+
+SEEN = [
+    (
+        "torch.DistStoreError: Timed out after 11 seconds waiting for clients. 1/2 clients joined.",
+        "only 1 of 2 nodes started torchrun",
+    ),
+    (
+        "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+        "not all nodes came to the rendezvous",
+    ),
+    (
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the "
+        "C10d store has failed. See inner exception for details.",
+        "nobody hosts the rendezvous",
+    ),
+    (
+        "torch.distributed.DistNetworkError: The client socket has timed out after 5000ms while trying to "
+        "connect to (10.0.0.1, 29500).",
+        "does not answer at 10.0.0.1:29500",
+    ),
+    (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network "
+        "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+        "holds torchrun's port",
+    ),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "a GPU's memory is full"),
+    ("RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error.", "is too small"),
+    ("NCCL WARN Error: failed to extend /dev/shm/nccl-03v824 to 4194660 bytes", "too small for NCCL"),
+    (
+        "NCCL WARN unlink shared memory /dev/shm/nccl-d5rTd0 failed, error: No such file or directory",
+        "when a user's last session on the node ends",
+    ),
+    ("  exitcode  : -9 (pid: 4242)", "memory ran out"),
+    ("NCCL WARN Error: network AWS Libfabric not found.", "libfabric plugin"),
+    ("No eligible providers were found", "efa exists on EC2 only"),
+    ("NET/IB : Got completion with error 12, opcode 0", "an RDMA transfer timed out"),
+    ("terminate called without an active exception", "gloo's threads outlived the interpreter"),
+]
+
+
+@pytest.mark.parametrize(("text", "cause"), SEEN)
+def test_known_text_is_explained(text: str, cause: str) -> None:
+    found = explain(f"line before\n{text}\nline after\n")
+    assert cause in found[0].cause
+    assert found[0].found == text.strip()
+    assert found[0].remedy
+
+
+def test_unknown_text_stays_unexplained() -> None:
+    assert explain("ValueError: batch size must be positive") == ()
+
+
+def test_only_the_root_of_a_rendezvous_failure_is_told() -> None:
+    text = "\n".join(text for text, _ in SEEN[:4]) + "\nConnection reset by peer"
+    assert [found.cause for found in explain(text)] == ["only 1 of 2 nodes started torchrun"]
+
+
+def test_closed_connection_alone_points_to_other_ranks() -> None:
+    reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
+    assert "another rank's process ended first" in explain(reset)[0].cause
+    assert len(explain(f"{reset}\n{SEEN[5][0]}")) == 1
+
+
+def test_every_entry_formats_without_its_groups_missing() -> None:
+    assert all(known.cause and known.remedy for known in KNOWN)

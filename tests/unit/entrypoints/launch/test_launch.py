@@ -1,0 +1,301 @@
+"""Supervision of real processes below a stub torchrun: who ends, with which code, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_entrypoints.rollcall import ports
+
+HERE = Path(__file__).resolve().parent
+STUB = str(HERE / "stub_torchrun.py")
+
+READY = "import os, sys, time; print('ready', flush=True);"
+HANG = READY + "time.sleep(100)"
+SAVE = READY + (
+    "stop = os.environ['IMGKIT_STOP_DIR']\n"
+    "while not os.path.exists(stop + '/stop'): time.sleep(0.02)\n"
+    "open(stop + '/state-saved', 'w').write(os.environ['IMGKIT_JOB_ID'] + ' 7')\n"
+)
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def stub(code: str, workers: int = 2) -> list[str]:
+    return [sys.executable, STUB, str(workers), code]
+
+
+def free_port() -> int:
+    port = ports.first_free(os.getpid() % 10000 + 15000)
+    assert port is not None
+    return port
+
+
+def guard_of(nodes: Any) -> int:
+    return next(pid for pid, line in nodes.left().items() if "/guard.py" in line)
+
+
+def test_success_is_zero(nodes: Any) -> None:
+    nodes.start(stub("print('done')"))
+    assert nodes.codes() == [0]
+    assert nodes.output().count("done") == 2
+
+
+def test_error_output_is_passed_on(nodes: Any) -> None:
+    nodes.start(stub("import sys; print('to stderr', file=sys.stderr); sys.exit(9)"))
+    assert nodes.codes() == [1]
+    assert nodes.output().count("to stderr") == 2
+
+
+def test_missing_program_is_a_tool_error(nodes: Any) -> None:
+    nodes.start(["/no/such/program"])
+    assert nodes.codes() == [4]
+    assert "/no/such/program: the program cannot be started: No such file" in nodes.output()
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_stop_signal_saves_and_requeues(nodes: Any, number: signal.Signals) -> None:
+    launcher = nodes.start(stub(SAVE))
+    nodes.said("ready", 2)
+    launcher.send_signal(number)
+    assert nodes.codes() == [85]
+    assert f"{number.name}: asked the program to save" in nodes.output()
+    assert "state saved at step 7" in nodes.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_every_process_saves_too(nodes: Any, number: signal.Signals) -> None:
+    nodes.start(stub(SAVE))
+    nodes.said("ready", 2)
+    for pid in nodes.left():
+        os.kill(pid, number)
+    assert nodes.codes() == [85]
+
+
+def test_deaf_program_is_ended_after_grace(nodes: Any) -> None:
+    launcher = nodes.start(stub(HANG), grace_s=0.3)
+    nodes.said("ready", 2)
+    launcher.terminate()
+    assert nodes.codes() == [143]
+    assert "ending the program: the grace time is over" in nodes.output()
+
+
+def test_program_deaf_to_all_signals_is_killed(nodes: Any) -> None:
+    deaf = "import signal\nfor n in range(1, 32):\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+    launcher = nodes.start([sys.executable, "-c", deaf + HANG], grace_s=0.3)
+    nodes.said("ready")
+    launcher.terminate()
+    assert nodes.codes() == [143]
+
+
+def test_second_interrupt_ends_at_once(nodes: Any) -> None:
+    launcher = nodes.start(stub(HANG), grace_s=60)
+    nodes.said("ready", 2)
+    launcher.send_signal(signal.SIGINT)
+    nodes.said("asked the program to save")
+    signal.sigtimedwait([signal.SIGRTMAX], 0.3)  # longer than a signal that is only delivered twice
+    launcher.send_signal(signal.SIGINT)
+    assert nodes.codes() == [130]
+
+
+def test_terminate_after_usr1_does_not_cut_saving(nodes: Any) -> None:
+    launcher = nodes.start(stub(SAVE.replace("open(", "time.sleep(1.0); open(")))
+    nodes.said("ready", 2)
+    launcher.send_signal(signal.SIGUSR1)
+    nodes.said("asked the program to save")
+    launcher.terminate()
+    assert nodes.codes() == [85]
+
+
+def test_mark_of_another_job_does_not_count(nodes: Any) -> None:
+    nodes.start(stub("import os; open(os.environ['IMGKIT_STOP_DIR'] + '/state-saved', 'w').write('other 7')"))
+    assert nodes.codes() == [0]
+    assert "names job other" in nodes.output()
+
+
+def test_old_marks_are_removed(nodes: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "stop" / "node0"
+    folder.mkdir(parents=True)
+    (folder / "state-saved").write_text(f"{nodes.job} 3")
+    (folder / "stop").write_text("SIGTERM")
+    code = "import os; assert not os.listdir(os.environ['IMGKIT_STOP_DIR'])"
+    nodes.start(stub(code), stop_dir=str(tmp_path / "stop"))
+    assert nodes.codes() == [0], nodes.output()
+
+
+def test_unwritable_stop_folder_is_refused(nodes: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    nodes.start(stub("pass"), stop_dir=str(tmp_path / "file"))
+    assert nodes.codes() == [2]
+    assert "the stop folder cannot be used" in nodes.output()
+
+
+def test_killed_launcher_leaves_nothing(nodes: Any) -> None:
+    launcher = nodes.start(stub(HANG))
+    nodes.said("ready", 2)
+    launcher.kill()
+    assert nodes.codes() == [-9]
+
+
+def test_killed_process_group_leaves_nothing(nodes: Any) -> None:
+    launcher = nodes.start(stub(HANG))
+    nodes.said("ready", 2)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    assert nodes.codes() == [-9]
+
+
+def test_killed_torchrun_leaves_nothing(nodes: Any) -> None:
+    nodes.start(stub(HANG))
+    nodes.said("ready", 2)
+    started = f"{sys.executable} {STUB} "
+    os.kill(next(pid for pid, line in nodes.left().items() if line.startswith(started)), signal.SIGKILL)
+    assert nodes.codes() == [137]
+    assert "memory ran out" in nodes.output()
+
+
+def test_killed_guard_leaves_nothing(nodes: Any) -> None:
+    nodes.start(stub(HANG))
+    nodes.said("ready", 2)
+    os.kill(guard_of(nodes), signal.SIGKILL)
+    assert nodes.codes() == [137]
+    assert "the guard of this node's processes was killed" in nodes.output()
+
+
+def test_hidden_grandchild_is_ended(nodes: Any) -> None:
+    # Its own session, orphaned at once, and without the environment that would mark it.
+    hidden = (
+        "import os\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
+        "    os.execve('/bin/sleep', ['imgkit-hidden-sleep', '100'], {})\n  os._exit(0)\n"
+    )
+    launcher = nodes.start(stub(hidden + HANG, workers=1))
+    nodes.said("ready")
+
+    def hidden_ones() -> list[Path]:
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and b"imgkit-hidden-sleep" in (folder / "cmdline").read_bytes():
+                    found.append(folder)
+            except OSError:
+                continue
+        return found
+
+    assert hidden_ones()
+    launcher.kill()
+    assert nodes.codes() == [-9]
+    assert not hidden_ones()
+
+
+def test_what_a_program_leaves_is_named(nodes: Any) -> None:
+    nodes.start(["sh", "-c", "sleep 100 & exit 0"])
+    assert nodes.codes() == [0]
+    assert "ended what the program left running: sleep" in nodes.output()
+
+
+def test_known_failure_is_explained(nodes: Any) -> None:
+    text = "DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
+    nodes.start(stub(f"raise SystemExit({text!r})", workers=1))
+    assert nodes.codes() == [1]
+    assert "only 1 of 2 nodes started torchrun" in nodes.output()
+
+
+def test_both_nodes_run_with_one_port(nodes: Any) -> None:
+    for rank in range(2):
+        nodes.start(["echo", "port", "<port from the roll call>"], rank=rank, nnodes=2)
+    assert nodes.codes() == [0, 0]
+    ports = {line for line in nodes.output().splitlines() if line.startswith("port")}
+    assert len(ports) == 1
+    assert ports.pop().split()[1].isdigit()
+
+
+def test_signal_to_one_node_stops_both(nodes: Any) -> None:
+    _, other = nodes.two(SAVE)
+    nodes.said("ready", 4)
+    other.send_signal(signal.SIGUSR1)
+    assert nodes.codes() == [85, 85]
+    assert "SIGUSR1 on node 1 of 2 (host1): asked the program to save" in nodes.output()
+
+
+def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
+    slow = SAVE.replace(
+        "open(", "time.sleep(2 * ('host1' in os.environ['TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE'])); open("
+    )
+    head, other = nodes.two(slow)
+    nodes.said("ready", 4)
+    head.terminate()
+    nodes.said("state saved at step 7")
+    assert head.poll() is None
+    assert other.poll() is None
+    assert nodes.codes() == [85, 85]
+
+
+def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
+    run_dir = nodes.folder / "run"
+    run_dir.mkdir()
+    for name in ("stop", "state-saved"):
+        (run_dir / name).write_text("of an earlier run")
+    nodes.two(SAVE)
+    nodes.said("ready", 4)
+    assert [path.name for path in run_dir.iterdir()] == []
+    (run_dir / "stop").touch()
+    assert nodes.codes() == [85, 85]
+    assert f"{run_dir}/stop on node 0 of 2 (host0): asked the program to save" in nodes.output()
+    assert (run_dir / "state-saved").read_text().split()[1:] == ["7"]
+
+
+def test_run_that_saved_nothing_is_not_marked(nodes: Any) -> None:
+    nodes.two(READY + "sys.exit(1)")
+    assert nodes.codes() == [1, 1]
+    assert not (nodes.folder / "run/state-saved").exists()
+
+
+def test_run_folder_that_cannot_be_cleared_is_refused(nodes: Any) -> None:
+    (nodes.folder / "run").mkdir()
+    (nodes.folder / "run/stop").mkdir()
+    nodes.start(["true"])
+    assert nodes.codes() == [2]
+    assert "IMGKIT_RUN_DIR" in nodes.output()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_lost_node_ends_the_other(nodes: Any, killed: int) -> None:
+    both = nodes.two(HANG)
+    nodes.said("ready", 4)
+    both[killed].kill()
+    codes = nodes.codes()
+    assert codes[1 - killed] == 4
+    assert f"lost node {killed} of 2" in nodes.output()
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_silent_node_ends_the_other(nodes: Any, silent: int) -> None:
+    both = nodes.two(HANG, lost_s=1.0)
+    nodes.said("ready", 4)
+    both[silent].send_signal(signal.SIGSTOP)
+    assert both[1 - silent].wait(timeout=20) == 4
+    assert "no sign of life for 1 s" in nodes.output()
+    both[silent].kill()
+    nodes.codes()
+
+
+def test_failed_node_ends_the_other(nodes: Any) -> None:
+    only_host1 = (
+        "import os\nif 'host1' in os.environ['TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE']: raise SystemExit(3)\n"
+    )
+    nodes.two(only_host1 + HANG)
+    assert nodes.codes() == [1, 1]
+    assert "node 1 of 2 (host1) ended with exit code 1" in nodes.output()
+
+
+def test_stop_during_the_roll_call(nodes: Any) -> None:
+    port = free_port()
+    launcher = nodes.start(stub("print('never')"), nnodes=2, port=port)
+    nodes.start(stub("print('never')"), nnodes=2, port=port, rank=1, job="another")
+    nodes.said("not counted")
+    launcher.terminate()
+    assert nodes.codes() == [143, 5]
+    assert "never" not in nodes.output()

@@ -1,0 +1,208 @@
+"""The decision about a launch, as a pure function of what was found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.launch import plan
+from imgkit_entrypoints.launch.supervisor import PORT_PENDING
+from imgkit_entrypoints.schedulers.placement import Direct, Placement
+from imgkit_entrypoints.system import Fabric, Node, SystemFacts
+
+WORKER = ("python3", "-m", "program")
+
+
+def host(gpus: int = 0, cpus: int = 8, torch: str = "") -> HostFacts:
+    return HostFacts(
+        hostname="n1",
+        arch="x86_64",
+        python="3.11.2",
+        cpus=cpus,
+        gpus=gpus,
+        gpus_source=f"{gpus} device files",
+        torch_version=torch,
+    )
+
+
+def make(
+    env: dict[str, str] | None = None,
+    *,
+    gpus: int = 0,
+    system: SystemFacts | None = None,
+    place: Placement | None = None,
+    torch: str = "",
+    **request: object,
+) -> plan.LaunchPlan:
+    return plan.make(
+        plan.Request(**request),  # type: ignore[arg-type]
+        WORKER,
+        place=place or node(),
+        host=host(gpus, torch=torch),
+        system=system,
+        env=env or {},
+    )
+
+
+def node(nnodes: int = 1, node_rank: int = 0, **more: object) -> Placement:
+    values: dict[str, object] = {
+        "scheduler": "slurm" if nnodes > 1 else "standalone",
+        "hosts": tuple(f"n{rank}" for rank in range(nnodes)),
+        "head": "n0" if nnodes > 1 else "",
+        "port": None,
+        "job_id": "7",
+        "source": {},
+        **more,
+    }
+    return Placement(nnodes=nnodes, node_rank=node_rank, **values)  # type: ignore[arg-type]
+
+
+def flag(made: plan.LaunchPlan, name: str) -> str:
+    return made.argv[made.argv.index(name) + 1]
+
+
+def test_gpus_decide_number_of_workers():
+    made = make(gpus=4, system=SystemFacts(node=Node(gpus=4)))
+    assert flag(made, "--nproc-per-node") == "4"
+    assert made.env["IMGKIT_DEVICE"] == "cuda"
+
+
+def test_cpu_machine_starts_one_worker():
+    made = make()
+    assert flag(made, "--nproc-per-node") == "1"
+    assert made.env["IMGKIT_DEVICE"] == "cpu"
+
+
+def test_worker_words_come_last_unchanged():
+    assert make(nproc="2").argv[-len(WORKER) :] == WORKER
+
+
+def test_one_node_needs_no_resolvable_name():
+    assert flag(make(), "--local-addr") == "127.0.0.1"
+
+
+def test_threads_are_shared_between_workers():
+    assert make(nproc="4").env["OMP_NUM_THREADS"] == "2"
+
+
+def test_users_threads_are_left_alone():
+    assert "OMP_NUM_THREADS" not in make({"OMP_NUM_THREADS": "7"}).env
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"OMP_NUM_THREADS": "288", "NCPUS": "288"}, {"OMP_NUM_THREADS": "8"}],
+    ids=["through mpiexec", "task of pbsdsh"],
+)
+def test_threads_that_pbs_set_are_divided(env):
+    assert make({"PBS_JOBID": "7", **env}, nproc="4").env["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in make(env, nproc="4").env
+
+
+def test_recipe_environment_fills_gaps_only():
+    system = SystemFacts(env={"NCCL_CROSS_NIC": "1", "MY_SETTING": "PHB"})
+    made = make({"NCCL_CROSS_NIC": "0"}, system=system)
+    assert made.env["MY_SETTING"] == "PHB"
+    assert "NCCL_CROSS_NIC" not in made.env
+    assert any(said.variable == "NCCL_CROSS_NIC" and "yours" in said.reason for said in made.decisions)
+
+
+def test_fixed_nodes_use_static_rendezvous():
+    made = make(place=node(2, 1))
+    assert flag(made, "--rdzv-backend") == "static"
+    assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("2", "1")
+    assert flag(made, "--master-addr") == "n0"
+    assert flag(made, "--master-port") == PORT_PENDING
+
+
+def test_range_of_nodes_uses_c10d():
+    made = make(place=node(4, min_nnodes=2, port=15001))
+    assert flag(made, "--rdzv-backend") == "c10d"
+    assert flag(made, "--nnodes") == "2:4"
+    assert flag(made, "--rdzv-endpoint") == "n0:15001"
+    assert flag(made, "--rdzv-id") == "7"
+
+
+def test_node_may_leave_a_range_and_join_it():
+    place = node(3, min_nnodes=1)
+    made = make(place=place)
+    assert flag(made, "--max-restarts") == str(plan.ELASTIC_RESTARTS)
+    assert made.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert flag(make(place=place, max_restarts=0), "--max-restarts") == "0"
+    mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    assert mine.keys().isdisjoint(make(mine, place=place).env)
+    fixed = make(place=node(3))
+    assert flag(fixed, "--max-restarts") == "0"
+    assert mine.keys().isdisjoint(fixed.env)
+
+
+def test_range_that_ends_at_one_is_one_node():
+    assert "--standalone" in make(place=node(min_nnodes=1)).argv
+
+
+def test_logs_of_nodes_do_not_mix():
+    assert flag(make(place=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/node1"
+
+
+def test_ranks_of_an_mpi_start_need_no_torchrun():
+    direct = Direct(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    made = make(place=node(2, 1, direct=direct))
+    assert made.mode == "direct"
+    assert made.argv == WORKER
+    assert (made.env["RANK"], made.env["LOCAL_RANK"], made.env["WORLD_SIZE"]) == ("5", "1", "8")
+    assert made.env["MASTER_ADDR"] == "n0"
+
+
+@pytest.mark.parametrize(
+    ("torch", "has"),
+    [("2.13.0+cpu", True), ("2.12.0", True), ("2.3.0a0+40ec155e58.nv24.3", False), ("", False)],
+)
+def test_flags_follow_the_version_of_torch(torch: str, has: bool):
+    assert ("--shutdown-timeout" in make(torch=torch).argv) == has
+
+
+def test_operator_variables_are_kept_from_torchrun():
+    made = make({"PET_STANDALONE": "", "PET_NNODES": "1"})
+    assert made.unset == ("PET_NNODES", "PET_STANDALONE")
+
+
+def test_plan_is_json():
+    assert json.loads(json.dumps(make().to_dict()))["schema"] == 1
+
+
+def test_expected_but_invisible_gpus_are_refused():
+    with pytest.raises(NoPlan, match="4 a node") as caught:
+        make(system=SystemFacts(node=Node(gpus=4)))
+    assert "--nv" in str(caught.value.hint)
+
+
+def test_number_of_processes_is_a_choice_without_gpus():
+    made = make(system=SystemFacts(node=Node(gpus=4)), nproc="2")
+    assert (made.nproc, made.env["IMGKIT_DEVICE"]) == (2, "cpu")
+    assert any("--nv forgotten?" in decision.reason for decision in made.decisions)
+
+
+def test_cuda_without_gpu_is_refused():
+    with pytest.raises(NoPlan, match="--device cuda"):
+        make(device="cuda")
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(NoPlan, match="several ranks on one GPU"):
+        make(gpus=2, nproc="3")
+
+
+def test_ranks_started_beyond_the_gpus_are_refused():
+    direct = Direct(rank=0, local_rank=0, world_size=4, local_world_size=4)
+    with pytest.raises(NoPlan, match="several ranks on one GPU"):
+        make(gpus=2, place=node(direct=direct))
+
+
+def test_nodes_that_could_not_connect_are_refused():
+    system = SystemFacts(node=Node(gpus=1), fabric=Fabric(kind="infiniband"))
+    with pytest.raises(NoPlan, match="the recipe says infiniband"):
+        make(gpus=1, place=node(2), system=system)
+    assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"

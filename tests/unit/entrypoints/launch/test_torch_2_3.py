@@ -1,0 +1,106 @@
+"""Every way of launching, as real commands, over a torchrun that has the flags of torch 2.3 only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.rollcall import ports
+
+HERE = Path(__file__).resolve().parent
+ENTRYPOINTS = HERE.parents[3] / "entrypoints"
+# One write a line: the workers share the pipe.
+PROGRAM = """
+import os, sys
+ranks = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+sys.stdout.write(" ".join([*ranks, *sys.argv[1:]]) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has imgkit and the stub as its torch, also with -I."""
+    folder = tmp_path_factory.mktemp("torch-2.3")
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python3*/site-packages"))
+    (site / "imgkit.pth").write_text(f"{ENTRYPOINTS}\n")
+    texts = {
+        "__init__": "",
+        "version": "__version__ = '2.3.1+cu121'\n",
+        "distributed/__init__": "",
+        "distributed/run": (HERE / "stub_torch_2_3.py").read_text(),
+        "distributed/elastic/__init__": "",
+        "distributed/elastic/multiprocessing/__init__": "",
+        "distributed/elastic/multiprocessing/api": "",
+    }
+    for name, text in texts.items():
+        path = site / "torch" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(folder / "bin/python")
+
+
+def start(python: str, folder: Path, *options: str) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM)
+    command = [
+        python,
+        "-I",
+        "-m",
+        "imgkit_entrypoints",
+        "dist-run",
+        "--device",
+        "cpu",
+        *options,
+        "program.py",
+    ]
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [*command, "--lr", "a b"],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(*nodes: subprocess.Popen[str]) -> list[str]:
+    """What the programs printed, sorted; every node has ended with 0."""
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0] * len(nodes), outputs
+    return sorted(line for text in outputs for line in text.splitlines() if line[0].isdigit())
+
+
+def free_port() -> str:
+    return str(ports.first_free(os.getpid() % 10000 + 15000))
+
+
+def test_one_node(python: str, tmp_path: Path) -> None:
+    assert ended(start(python, tmp_path, "--nproc", "2")) == ["0 0 2 --lr a b", "1 1 2 --lr a b"]
+
+
+def test_fixed_number_of_nodes(python: str, tmp_path: Path) -> None:
+    both = ("--nnodes", "2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
+    nodes = [start(python, tmp_path, *both, str(rank)) for rank in range(2)]
+    assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
+
+
+def test_range_of_nodes(python: str, tmp_path: Path) -> None:
+    elastic = ("--nnodes", "1:2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank", "0")
+    assert ended(start(python, tmp_path, *elastic)) == ["0 0 2 --lr a b"]
+
+
+def test_all_options_of_the_launch(python: str, tmp_path: Path) -> None:
+    more = ("--max-restarts", "2", "--log-dir", str(tmp_path / "logs"), "--pass-local-rank", "--nproc", "2")
+    lines = ["0 0 2 --local_rank=0 --lr a b", "1 1 2 --local_rank=1 --lr a b"]
+    assert ended(start(python, tmp_path, *more)) == lines
+
+
+def test_stub_refuses_a_later_flag(python: str) -> None:
+    code = "from torch.distributed.run import main; main()"
+    done = subprocess.run([python, "-I", "-c", code, "--shutdown-timeout", "3", "x.py"], capture_output=True)
+    assert done.returncode == 2

@@ -1,0 +1,125 @@
+"""A user's program below the launcher: its signals, its children's, its path and arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.launch import user_program
+
+STOPS = user_program.STOP_SIGNALS
+FORK = "import multiprocessing as mp, os, signal, subprocess, sys, time; mp.set_start_method('fork')\n"
+CHILD = (
+    FORK + "child = mp.Process(target=time.sleep, args=(100,), daemon=True); child.start(); time.sleep(0.3)\n"
+)
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """``run(code, *arguments)``: a script of that code as torchrun would start it, signals blocked."""
+
+    def started(code: str, *words: str, before: tuple[str, ...] = (), blocked: bool = True):
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS if blocked else ())
+        try:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-u",
+                    user_program.__file__,
+                    *before,
+                    *([] if "-m" in before else [str(script)]),
+                    *words,
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "LOCAL_RANK": "3"},
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            output = process.communicate(timeout=20)[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    return started
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_stop_signal_does_not_end_the_program(run: Run, number: signal.Signals) -> None:
+    done = run(f"import os; os.kill(os.getpid(), {int(number)}); print('alive')")
+    assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+def test_programs_own_handler_is_called(run: Run) -> None:
+    done = run("import os, signal; signal.signal(10, lambda *_: print('mine')); os.kill(os.getpid(), 10)")
+    assert done.stdout == "mine\n"
+
+
+def test_forked_child_outlives_a_stop_signal(run: Run) -> None:
+    # From a third process, as a scheduler's.
+    others = "subprocess.run(['kill', '-TERM', str(child.pid)]); time.sleep(0.3); print(child.is_alive())"
+    assert run(CHILD + others).stdout == "True\n"
+
+
+def test_forked_child_can_be_terminated(run: Run) -> None:
+    assert run(CHILD + "child.terminate(); child.join(); print('joined')").stdout == "joined\n"
+
+
+def test_abandoned_child_does_not_hold_the_end(run: Run) -> None:
+    assert run(CHILD + "print('end')").returncode == 0
+
+
+def test_started_command_has_the_usual_signals(run: Run) -> None:
+    done = run(FORK + "p = subprocess.Popen(['sleep', '100']); p.terminate(); print(p.wait())")
+    assert done.stdout == "-15\n"
+
+
+def test_signals_are_left_alone_without_a_launcher(run: Run) -> None:
+    assert run("import os; os.kill(os.getpid(), 15); print('alive')", blocked=False).returncode == -15
+
+
+def test_local_rank_comes_before_the_arguments(run: Run) -> None:
+    done = run("import sys; print(sys.argv[1:])", "--lr", "1", before=("--pass-local-rank",))
+    assert done.stdout == "['--local_rank=3', '--lr', '1']\n"
+
+
+def test_old_script_reads_its_local_rank(run: Run) -> None:
+    old = (
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
+        "s = p.add_subparsers().add_parser('train')\ns.add_argument('--lr')\nprint(p.parse_args())"
+    )
+    done = run(old, "train", "--lr", "1", before=("--pass-local-rank",))
+    assert done.stdout == "Namespace(local_rank=3, lr='1')\n"
+
+
+def test_path_and_name_are_a_scripts(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("")
+    done = run("import beside, sys; print(__name__, sys.argv, sys.path[0])")
+    script = tmp_path / "script.py"
+    assert done.stdout == f"__main__ {[str(script)]} {tmp_path}\n"
+
+
+def test_module_is_found_in_the_current_folder(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    assert run("", "tool", "-m", before=("-m",)).stdout == "__main__ ['-m']\n"
+
+
+def test_missing_script_is_named(run: Run) -> None:
+    done = run("", before=("/no/such.py",))
+    assert done.returncode == 1
+    assert "/no/such.py" in done.stdout

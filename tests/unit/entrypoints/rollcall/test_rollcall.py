@@ -1,0 +1,314 @@
+"""The roll call between threads of this process, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall import gather, ports, session
+from imgkit_entrypoints.rollcall.gather import Caller, Identity
+from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, Lost, Roll, StopAsked
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
+
+_jobs = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "RETRY_S", 0.02)
+    monkeypatch.setattr(session, "BEAT_S", 0.1)
+    for module in (session, gather):
+        monkeypatch.setattr(module, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def place() -> Placement:
+    return Placement(
+        scheduler="manual",
+        nnodes=2,
+        node_rank=0,
+        hosts=("as07r3b12", "as07r3b13", "as07r3b14"),
+        head="127.0.0.1",
+        port=None,
+        job_id=f"{os.getpid()}.{next(_jobs)}",
+        source={},
+    )
+
+
+class Call(threading.Thread):
+    """One node's call, and what came of it."""
+
+    def __init__(self, place: Placement, rank: int, *, timeout_s: float = 10.0, **caller: Any) -> None:
+        super().__init__()
+        self.place = replace(place, node_rank=rank)
+        self.caller = Caller(host=place.hosts[rank], **caller)
+        self.timeout_s = timeout_s
+        self.said: list[str] = []
+        self.found: Roll | None = None
+        self.error: NoPlan | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.found = gather.call(self.place, self.caller, timeout_s=self.timeout_s, say=self.said.append)
+        except NoPlan as error:
+            self.error = error
+
+    def roll(self) -> Roll:
+        self.join(timeout=20)
+        assert self.found is not None, self.error
+        return self.found
+
+    def refusal(self) -> str:
+        self.join(timeout=20)
+        assert self.error is not None
+        return str(self.error)
+
+
+def meet(place: Placement, **caller: Any) -> list[Roll]:
+    calls = [Call(place, rank, **caller) for rank in range(place.nnodes)]
+    return [call.roll() for call in calls]
+
+
+def hear(
+    rolls: list[Roll], wanted: Callable[[list[list[Event]]], bool], within_s: float = 5.0
+) -> list[list[Event]]:
+    events: list[list[Event]] = [[] for _ in rolls]
+    end = time.monotonic() + within_s
+    while time.monotonic() < end and not wanted(events):
+        for seen, one in zip(events, rolls, strict=True):
+            seen.extend(one.tick())
+        time.sleep(0.01)
+    return events
+
+
+def quiet(rolls: list[Roll], seconds: float) -> list[list[Event]]:
+    return hear(rolls, lambda _: False, within_s=seconds)
+
+
+def close(rolls: list[Roll]) -> None:
+    for one in rolls[::-1]:
+        one.close()
+
+
+def test_all_nodes_get_one_free_port(place: Placement) -> None:
+    rolls = meet(place)
+    assert len({one.port for one in rolls}) == 1
+    assert ports.is_free(rolls[0].port)
+    assert rolls[0].port != job_port(place.job_id)
+    close(rolls)
+
+
+def test_given_port_is_torchruns(place: Placement) -> None:
+    port = ports.first_free(job_port(place.job_id))
+    rolls = meet(replace(place, port=port))
+    assert [one.port for one in rolls] == [port, port]
+    close(rolls)
+
+
+def test_missing_node_is_named(place: Placement) -> None:
+    place = replace(place, nnodes=3)
+    head, there = Call(place, 0, timeout_s=0.5), Call(place, 2)
+    assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 0.5 s" in head.refusal()
+    assert there.refusal() == head.refusal()
+
+
+def test_missing_head_is_named(place: Placement) -> None:
+    text = Call(place, 1, timeout_s=0.3).refusal()
+    assert (
+        "the head (127.0.0.1) did not answer node 1 of 2 (as07r3b13) within 0.3 s: Connection refused" in text
+    )
+
+
+def test_unknown_head_name_is_retried(place: Placement) -> None:
+    text = Call(replace(place, head="no-such-host.invalid"), 1, timeout_s=0.3).refusal()
+    assert "the head (no-such-host.invalid) did not answer" in text
+
+
+def test_late_head_is_waited_for(place: Placement) -> None:
+    other = Call(place, 1)
+    time.sleep(0.3)
+    rolls = [Call(place, 0).roll(), other.roll()]
+    close(rolls)
+
+
+@pytest.mark.parametrize("field", ["image", "torch", "nccl"])
+def test_different_software_is_refused_everywhere(place: Placement, field: str) -> None:
+    calls = [Call(place, rank, identity=Identity(**{field: f"1.{rank}"})) for rank in range(2)]
+    texts = {call.refusal() for call in calls}
+    assert len(texts) == 1
+    assert "1.0 on node 0 of 2 (as07r3b12), 1.1 on node 1 of 2 (as07r3b13)" in texts.pop()
+
+
+def test_different_gpus_are_a_warning(place: Placement) -> None:
+    calls = [Call(place, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
+    rolls = [call.roll() for call in calls]
+    assert rolls[0].warnings == rolls[1].warnings
+    assert "the nodes differ in workers per node 4 on node 0" in rolls[0].warnings[0]
+    close(rolls)
+
+
+def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
+    place = replace(place, nnodes=3)
+    calls = [Call(place, 0), Call(place, 1), Call(place, 1)]
+    for call in calls:
+        assert "both call as node 1 of 3" in call.refusal()
+
+
+def test_different_node_counts_are_refused(place: Placement) -> None:
+    head, other = Call(place, 0), Call(replace(place, nnodes=3), 2)
+    assert "as07r3b14 calls as node 2 of 3, the head counts 2 nodes" in head.refusal()
+    assert other.refusal() == head.refusal()
+
+
+def test_busy_port_names_its_holder(place: Placement) -> None:
+    with ports.listen(job_port(place.job_id)):
+        text = Call(place, 0).refusal()
+    assert "is busy on the head" in text
+    assert f"process {os.getpid()}" in text
+
+
+def test_busy_torchrun_port_is_refused_everywhere(place: Placement) -> None:
+    port = ports.first_free(job_port(place.job_id))
+    assert port is not None
+    with ports.listen(port):
+        calls = [Call(replace(place, port=port), rank) for rank in range(2)]
+        assert {call.refusal() for call in calls} == {calls[0].refusal()}
+    assert f"torchrun's port {port} is busy on the head" in calls[0].refusal()
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"{}\n", b"\xff" * 100_000, b""])
+def test_strangers_do_not_disturb(place: Placement, noise: bytes) -> None:
+    head = Call(place, 0)
+    while True:
+        try:
+            stranger = socket.create_connection(("127.0.0.1", job_port(place.job_id)))
+        except ConnectionRefusedError:
+            continue
+        break
+    stranger.sendall(noise)
+    rolls = [head.roll() if rank == 0 else Call(place, rank).roll() for rank in (1, 0)]
+    stranger.close()
+    close(rolls[::-1])
+
+
+def test_silent_service_on_the_port_is_not_waited_for(place: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))):
+        assert "it does not answer the call" in Call(place, 1, timeout_s=0.3).refusal()
+
+
+def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as foreign:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the test is over
+                for _ in range(100):
+                    connection, _ = foreign.accept()
+                    connection.sendall(b"220 mail ready\r\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        assert "does not speak the roll call's language" in Call(place, 1, timeout_s=0.5).refusal()
+
+
+def test_node_that_went_away_can_call_again(place: Placement) -> None:
+    place = replace(place, nnodes=3)
+    head = Call(place, 0)
+    first = Call(place, 1)
+    time.sleep(0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "LOST_S", -1.0)  # the member gives up its connection and calls anew
+        time.sleep(0.1)
+    rolls = [head, first, Call(place, 2)]
+    close([call.roll() for call in rolls])
+
+
+def test_heartbeat_keeps_quiet_nodes(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    rolls = meet(place)
+    monkeypatch.setattr(session, "LOST_S", 0.5)
+    assert quiet(rolls, 1.2) == [[], []]
+    close(rolls)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_silent_node_is_lost(place: Placement, monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    rolls = meet(place)
+    monkeypatch.setattr(session, "LOST_S", 0.4)
+    other = [rolls[1 - silent]]
+    events = hear(other, lambda seen: bool(seen[0]))
+    assert isinstance(events[0][0], Lost)
+    assert f"node {silent} of 2" in events[0][0].node
+    assert "no sign of life for 0.4 s" in events[0][0].why
+    close(rolls)
+
+
+def test_lost_node_is_named_to_all(place: Placement) -> None:
+    rolls = meet(replace(place, nnodes=3))
+    rolls[1].links()[0].socket.close()
+    events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
+    expected = Lost(node="node 1 of 3 (as07r3b13)", why="it closed the connection")
+    assert events == [[expected], [expected]]
+    close([rolls[0], rolls[2]])
+
+
+def test_stop_reaches_all_others(place: Placement) -> None:
+    rolls = meet(replace(place, nnodes=3))
+    rolls[1].ask_stop("SIGUSR1")
+    events = hear(rolls, lambda seen: bool(seen[0] and seen[2]))
+    expected = StopAsked(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
+    assert events == [[expected], [], [expected]]
+    close(rolls)
+
+
+def test_barrier_opens_when_all_are_done(place: Placement) -> None:
+    rolls = meet(place)
+    rolls[0].done(85)
+    assert quiet(rolls, 0.3) == [[], []]
+    rolls[1].done(0)
+    assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(85, 0))]] * 2
+    close(rolls)
+
+
+def test_failure_is_told_to_all_others(place: Placement) -> None:
+    rolls = meet(replace(place, nnodes=3))
+    rolls[2].done(7)
+    rolls[2].close()
+    events = hear(rolls[:2], lambda seen: all(seen))
+    assert events == [[Failed(node="node 2 of 3 (as07r3b14)", code=7)]] * 2
+    assert quiet(rolls[:2], 0.2) == [[], []]
+    close(rolls[:2])
+
+
+def test_failed_head_is_not_also_lost(place: Placement) -> None:
+    rolls = meet(place)
+    rolls[0].done(1)
+    closing = threading.Thread(target=rolls[0].close)
+    closing.start()
+    events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)
+    assert events == [[Failed(node="node 0 of 2 (as07r3b12)", code=1), AllDone(codes=())]]
+    closing.join()
+
+
+def test_ports_stay_below_the_ephemeral_range() -> None:
+    assert all(15000 <= ports.roll_call(str(job), None) < 31000 for job in range(2000))
+    assert ports.first_free(30999) in range(15000, 15100)
+    assert ports.roll_call("any", 29500) == 29501
+    assert ports.roll_call("any", 65535) == 65534
+
+
+def test_call_after_the_roll_call_is_refused(place: Placement) -> None:
+    rolls = meet(place)
+    late = Call(place, 1)
+    hear(rolls, lambda _: not late.is_alive())
+    for call in (late, Call(place, 0)):
+        assert "started twice on this host" in call.refusal()
+    close(rolls)

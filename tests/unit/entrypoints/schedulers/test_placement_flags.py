@@ -1,0 +1,244 @@
+"""Flags and IMGKIT_ variables on top of what the launcher says, nodes started by hand, and the port."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imgkit_entrypoints import schedulers
+from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Wanted, job_port
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "0"}
+HAND: dict[str, Any] = {"nnodes": 2, "node_rank": 0, "head": "n1"}
+
+
+def place(env: dict[str, str], host: str = "", **flags: Any) -> Placement:
+    return schedulers.place(Wanted(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
+
+
+def test_head_and_port_of_the_user_win() -> None:
+    found = place(STEP, head="10.1.0.1", port=1234)
+    assert (found.head, found.base_port) == ("10.1.0.1", 1234)
+    assert (found.source["head"], found.source["port"]) == ("--head", "--port")
+
+
+def test_imgkit_variables_stand_for_flags() -> None:
+    found = place({**STEP, "IMGKIT_HEAD": "n1i", "IMGKIT_PORT": "1234", "IMGKIT_NNODES": "2"})
+    assert (found.head, found.port, found.nnodes) == ("n1i", 1234, 2)
+    assert (found.source["head"], found.source["port"]) == ("IMGKIT_HEAD", "IMGKIT_PORT")
+
+
+def test_flag_beats_its_variable() -> None:
+    assert place({**STEP, "IMGKIT_HEAD": "wrong"}, head="n1i").head == "n1i"
+
+
+def test_other_number_of_nodes_is_refused() -> None:
+    with pytest.raises(NoPlan, match="--nnodes 3, and slurm started 2"):
+        place(STEP, nnodes=3)
+
+
+def test_one_node_flag_in_a_step_of_two_is_refused() -> None:
+    with pytest.raises(NoPlan, match="--nnodes 1, and slurm started 2") as caught:
+        place(STEP, nnodes=1)
+    assert "--scheduler standalone" in (caught.value.hint or "")
+
+
+def test_one_node_flag_allows_a_batch_script() -> None:
+    assert place(BATCH, nnodes=1).nnodes == 1
+
+
+def test_one_node_flag_allows_an_unseen_node_file() -> None:
+    script = {
+        "PBS_JOBID": "7",
+        "PBS_NODENUM": "0",
+        "PBS_NODEFILE": "/var/spool/7",
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+    }
+    found = place(script, nnodes=1)
+    assert (found.scheduler, found.nnodes, found.source["nnodes"]) == ("pbs", 1, "--nnodes")
+
+
+def test_number_of_pods_can_be_set_right() -> None:
+    """WORLD_SIZE counts pods for one operator and processes for another; only the latter's PET_NNODES is
+    sure.
+    """
+    pod = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    assert place(pod, nnodes=2).nnodes == 2
+    with pytest.raises(NoPlan, match="--nnodes 2, and kubeflow started 4"):
+        place({**pod, "PET_NNODES": "4"}, nnodes=2)
+
+
+def test_range_takes_what_was_started() -> None:
+    found = place(STEP, min_nnodes=1, nnodes=4)
+    assert (found.nnodes, found.min_nnodes) == (2, 1)
+    with pytest.raises(NoPlan, match="--nnodes 3:4, and slurm started 2"):
+        place(STEP, min_nnodes=3, nnodes=4)
+
+
+def test_rank_filled_in_by_the_script_is_caught() -> None:
+    """`srun dist-run --node-rank $SLURM_NODEID` in a batch script gives 0 to every node, and hangs."""
+    with pytest.raises(NoPlan, match="says 0, slurm says 1") as caught:
+        place(STEP, **HAND)
+    assert "--scheduler manual" in (caught.value.hint or "")
+    with pytest.raises(NoPlan, match="--node-rank 0, and by slurm this is node 1"):
+        place(STEP, node_rank=0)
+
+
+def test_rank_filled_in_by_a_pbs_script_is_caught() -> None:
+    task = {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000003", "IMGKIT_NODES": "n1,n2"}
+    with pytest.raises(NoPlan, match="says 0, pbs says 1"):
+        place(task, **HAND)
+    with pytest.raises(NoPlan, match="--node-rank 0, and by pbs this is node 1"):
+        place(task, node_rank=0)
+
+
+def test_insisting_flags_win_over_a_launcher() -> None:
+    found = place(STEP, scheduler="manual", **HAND)
+    assert (found.scheduler, found.node_rank, found.head) == ("manual", 0, "n1")
+
+
+def test_complete_flags_place_past_the_launcher() -> None:
+    """Started by ssh out of a batch script: the script's shell is all that Slurm knows."""
+    found = place(BATCH, nnodes=2, node_rank=1, head="n1")
+    assert (found.scheduler, found.nnodes, found.node_rank) == ("manual", 2, 1)
+
+
+def test_hand_started_node_is_placed() -> None:
+    found = place({}, nnodes=3, node_rank=2, head="10.0.0.1")
+    assert (found.scheduler, found.nnodes, found.node_rank, found.head) == ("manual", 3, 2, "10.0.0.1")
+    assert found.source == {"nnodes": "--nnodes", "node_rank": "--node-rank", "head": "--head"}
+
+
+def test_number_and_list_are_enough_by_hand() -> None:
+    found = place({"IMGKIT_NODES": "n[1-3]", "IMGKIT_NODE_RANK": "2"})
+    assert (found.nnodes, found.node_rank, found.hosts, found.head) == (3, 2, ("n1", "n2", "n3"), "n1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ({"nnodes": 2}, "--node-rank RANK and --head HOST are missing"),
+        ({"nnodes": 2, "node_rank": 1}, "--head HOST is missing"),
+        ({"nnodes": 2, "head": "n1"}, "--node-rank RANK is missing"),
+        ({"nnodes": 2, "node_rank": 2, "head": "n1"}, "--node-rank 2 is not below --nnodes 2"),
+    ],
+)
+def test_incomplete_flags_are_named(flags: dict[str, Any], missing: str) -> None:
+    with pytest.raises(NoPlan, match=missing):
+        place({}, **flags)
+
+
+def test_list_of_other_length_is_refused_by_hand() -> None:
+    with pytest.raises(NoPlan, match="--nnodes 2, and IMGKIT_NODES lists 3 hosts"):
+        place({"IMGKIT_NODES": "a,b,c"}, **HAND)
+
+
+def test_list_of_other_length_is_refused_in_a_step() -> None:
+    with pytest.raises(NoPlan, match=r"IMGKIT_NODES has 3 hosts \(a, b, c\), the launcher started 2"):
+        place({**STEP, "IMGKIT_NODES": "a,b,c"})
+
+
+@pytest.mark.parametrize(
+    "flags", [{"port": 0}, {"port": 70000}, {"nnodes": 0}, {"nnodes": 2, "min_nnodes": 3}], ids=str
+)
+def test_impossible_flags_are_usage_errors(flags: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        place({}, **flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("IMGKIT_NNODES", "4:2"), ("IMGKIT_PORT", "99999"), ("IMGKIT_NODE_RANK", "-1")]
+)
+def test_impossible_variables_are_named(name: str, text: str) -> None:
+    with pytest.raises(NoPlan) as caught:
+        place({name: text})
+    assert caught.value.where == name
+
+
+def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, ...]:
+    return schedulers.warnings(place(env, **flags), Wanted(**flags), env, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["slurm", "pbs"])
+def test_hidden_job_is_a_warning(recipe: str) -> None:
+    (text,) = odd({"HOME": "/root"}, recipe)
+    assert text.startswith(f"the recipe says {recipe}, and no variable of a scheduler is set")
+    assert "--cleanenv" in text
+
+
+@pytest.mark.parametrize("recipe", ["runai", "mpi", "standalone", ""])
+def test_alone_is_no_warning_for_other_recipes(recipe: str) -> None:
+    assert odd({}, recipe) == ()
+
+
+@pytest.mark.parametrize("flags", [{"nnodes": 1}, {"scheduler": "standalone"}, HAND])
+def test_alone_as_asked_for_is_no_warning(flags: dict[str, Any]) -> None:
+    assert odd({}, **flags) == ()
+
+
+def test_shown_job_is_no_warning() -> None:
+    assert odd(STEP) == ()
+    assert odd({"PBS_JOBID": "7", "PBS_NODENUM": "0", "IMGKIT_NODES": "n1"}) == ()
+
+
+def test_direct_makes_a_node_a_rank() -> None:
+    assert place(STEP, direct=True).direct == Direct(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    assert place(STEP).direct is None
+
+
+def test_direct_switched_off_refuses_several_ranks() -> None:
+    tasks = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+    assert place(tasks).direct is not None
+    with pytest.raises(NoPlan, match="4 processes were started on this node") as caught:
+        place(tasks, direct=False)
+    assert "--ntasks-per-node=1" in (caught.value.hint or "")
+
+
+def test_direct_takes_over_a_foreign_rank() -> None:
+    worker = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1"}
+    found = place(worker, direct=True)
+    assert (found.nnodes, found.node_rank, found.head) == (2, 1, "n1")
+    assert found.direct == Direct(rank=5, local_rank=1, world_size=8, local_world_size=4)
+
+
+@given(st.text(max_size=40))
+def test_port_stays_below_the_ephemeral_range(job_id: str) -> None:
+    assert 15000 <= job_port(job_id) < 31000 < 32768
+
+
+def test_port_is_the_same_in_another_process() -> None:
+    code = "from imgkit_entrypoints.schedulers.placement import job_port; print(job_port('7.0'))"
+    ports = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert ports == {f"{job_port('7.0')}\n"}
+
+
+def test_nodes_of_a_step_agree_on_the_port() -> None:
+    first, second = (place({**STEP, "SLURM_NODEID": node}) for node in "01")
+    other = place({**STEP, "SLURM_STEP_ID": "1"})
+    assert first.base_port == second.base_port
+    assert first.base_port != other.base_port

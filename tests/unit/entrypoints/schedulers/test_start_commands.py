@@ -1,0 +1,123 @@
+"""The words that start one process per node, and the lines printed when only one was started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import schedulers
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.schedulers import hydra, manual, openmpi, pals, pbs, slurm
+from imgkit_entrypoints.schedulers.placement import Wanted
+
+COMMAND = ("singularity", "exec", "my image.sif", "dist-train", "--name", "it's $5")
+
+
+def test_start_words_are_one_process_a_node() -> None:
+    node = ("dist-pi",)
+    forward = {"IMGKIT_HEAD": "x 9"}
+    assert {
+        "slurm": slurm.start_argv(node, nnodes=2, cpus=80, options=["--network=disable_rdzv_get"]),
+        "pals": pals.start_argv(node, nnodes=2, forward=forward),
+        "openmpi": openmpi.start_argv(node, nnodes=2, forward=forward),
+        "hydra": hydra.start_argv(node, nnodes=2, forward=forward),
+        "pbs": pbs.start_argv(node, line="4"),
+        "manual": manual.start_argv(
+            ("sh", "dist-run", "a.py", "-x"), nnodes=2, node_rank=1, head="x9", port=7
+        ),
+    } == {
+        "slurm": (
+            *("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=80"),
+            *("--kill-on-bad-exit=1", "--network=disable_rdzv_get", "dist-pi"),
+        ),
+        "pals": (
+            *("mpiexec", "-n", "2", "--ppn", "1", "--cpu-bind", "none"),
+            *("--env", "IMGKIT_HEAD=x 9", "dist-pi"),
+        ),
+        "openmpi": (
+            *("mpirun", "-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none"),
+            *("-x", "IMGKIT_HEAD=x 9", "dist-pi"),
+        ),
+        "hydra": (
+            *("mpiexec", "-n", "2", "-ppn", "1", "-bind-to", "none"),
+            *("-genv", "IMGKIT_HEAD", "x 9", "dist-pi"),
+        ),
+        "pbs": ("pbsdsh", "-v", "-n", "4", "--", "dist-pi"),
+        # The options come before the script: what follows it is the script's own.
+        "manual": (
+            *("sh", "dist-run", "--nnodes", "2", "--node-rank", "1", "--head", "x9", "--port", "7"),
+            *("a.py", "-x"),
+        ),
+    }
+
+
+def test_printed_srun_has_the_cpus_of_the_smallest_node() -> None:
+    env = {"SLURM_JOB_CPUS_PER_NODE": "80(x2),72", "SLURM_CPUS_PER_TASK": "20"}
+    assert "--cpus-per-task=72 " in slurm.per_node_command(("dist-pi",), nnodes=3, env=env)
+
+
+def refusal(env: dict[str, str], command: tuple[str, ...], content: dict[str, str]) -> str:
+    with pytest.raises(NoPlan) as caught:
+        schedulers.place(Wanted(command=command), env, content.get)
+    return caught.value.hint or ""
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "0"}
+
+
+def test_printed_command_starts_this_container() -> None:
+    container = {"APPTAINER_CONTAINER": "/my images/a.sif", "APPTAINER_BIND": "/data:/in"}
+    driver = {"/proc/driver/nvidia/version": "NVRM"}
+    words = "apptainer exec --nv --bind /data:/in '/my images/a.sif' dist-train"
+    assert f"--kill-on-bad-exit=1 {words}\n" in refusal({**BATCH, **container}, ("dist-train",), driver)
+    older = {"SINGULARITY_CONTAINER": "/a.sif"}
+    assert "exit=1 singularity exec /a.sif dist-train\n" in refusal({**BATCH, **older}, ("dist-train",), {})
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """Stand-ins that write down how they were called, host list included; pbsdsh runs what it was given."""
+    for name, rest in (("mpiexec", ""), ("pbsdsh", 'shift 3; "$@"'), ("singularity", "")):
+        log = tmp_path / f"{name}.log"
+        tool = tmp_path / name
+        # One write a call: several run at once.
+        tool.write_text(
+            f'#!/bin/bash\nline=$(printf "%s|" "$PWD" "$IMGKIT_NODES" "$@")\necho "$line">>"{log}"\n{rest}\n'
+        )
+        tool.chmod(0o755)
+    return tmp_path
+
+
+def test_printed_pbs_lines_run_as_they_stand(tools: Path) -> None:
+    """The job of the early-access tutorial: two hosts with two lines each in the node file."""
+    nodefile = tools / "nodes"
+    nodefile.write_text("x9\nx9\nx10\nx10\n")
+    work = tools / "my run"
+    work.mkdir()
+    env = {
+        "PBS_JOBID": "7",
+        "PBS_NODENUM": "0",
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_NODEFILE": str(nodefile),
+    }
+    hint = refusal(env, COMMAND, {str(nodefile): nodefile.read_text()})
+    script = "\n".join(line for line in hint.splitlines()[1:-1] if not line.strip().startswith("or, "))
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        env={**env, "PBS_O_WORKDIR": str(work), "PATH": f"{tools}:{os.environ['PATH']}"},
+        cwd=tools,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    words = "|".join(COMMAND[1:])
+    assert (tools / "mpiexec.log").read_text() == (
+        f"{tools}|x9,x10|-n|2|--ppn|1|--cpu-bind|none|singularity|{words}|\n"
+    )
+    calls = sorted((tools / "pbsdsh.log").read_text().splitlines())
+    assert [call.split("|")[2:5] for call in calls] == [["-n", "0", "--"], ["-n", "2", "--"]]
+    assert (tools / "singularity.log").read_text() == f"{work}|x9,x10|{words}|\n" * 2

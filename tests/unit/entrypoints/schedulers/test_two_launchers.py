@@ -1,0 +1,150 @@
+"""Two launchers that both show: known pairs are decided, the others refused with both names and the flag."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from imgkit_entrypoints import schedulers
+from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.schedulers.placement import Placement, Wanted
+
+# The least that each launcher's processes have, on node 1 of 2.
+LAUNCHERS: dict[str, dict[str, str]] = {
+    "slurm": {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_NODEID": "1",
+    },
+    "pals": {
+        "PALS_RANKID": "1",
+        "PALS_NODEID": "1",
+        "PALS_LOCAL_SIZE": "1",
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+    },
+    "pbs": {"PBS_JOBID": "7.head", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000002"},
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    },
+    "hydra": {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+    "kubeflow": {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "n1",
+        "PET_MASTER_PORT": "29500",
+    },
+}
+# Inside a PBS job an mpiexec is the way to start: it decides.
+INSIDE = {("pals", "pbs"), ("pbs", "openmpi"), ("pbs", "hydra")}
+# Slurm's Cray plugin sets PALS_ and PMI_: they show nothing there.
+BY_SLURM = {("slurm", "pals")}
+
+
+def place(env: dict[str, str], scheduler: str | None = None) -> Placement:
+    return schedulers.place(Wanted(scheduler=scheduler), {"IMGKIT_NODES": "n1,n2", **env}, {"/none": ""}.get)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_one_launcher_alone_decides(name: str) -> None:
+    assert place(LAUNCHERS[name]).scheduler == name
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(LAUNCHERS, 2)), ids="+".join)
+def test_pairs_are_decided_or_refused(pair: tuple[str, str]) -> None:
+    env = LAUNCHERS[pair[0]] | LAUNCHERS[pair[1]]
+    if pair in INSIDE:
+        assert place(env).scheduler == next(name for name in pair if name != "pbs")
+    elif pair in BY_SLURM:
+        assert place(env).scheduler == "slurm"
+    else:
+        with pytest.raises(NoPlan) as caught:
+            place(env)
+        assert all(name in caught.value.what for name in pair)
+        assert all(f"--scheduler {name}" in (caught.value.hint or "") for name in pair)
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(LAUNCHERS, 2)), ids="+".join)
+def test_the_flag_decides_any_pair(pair: tuple[str, str]) -> None:
+    assert place(LAUNCHERS[pair[1]] | LAUNCHERS[pair[0]], scheduler=pair[0]).scheduler == pair[0]
+
+
+def test_pmi_of_srun_is_no_second_launcher() -> None:
+    env = LAUNCHERS["slurm"] | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMIX_RANK": "1"}
+    assert place(env).scheduler == "slurm"
+
+
+def test_pmi_of_srun_hides_no_other_launcher() -> None:
+    with pytest.raises(NoPlan, match=r"slurm .* and pbs .* both"):
+        place(LAUNCHERS["slurm"] | {"PMI_RANK": "1", "PMI_SIZE": "2"} | LAUNCHERS["pbs"])
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "kubeflow"])
+def test_exported_torch_variables_are_no_launcher(name: str) -> None:
+    """Many a job script exports them, and Slurm itself may run in pods."""
+    exported = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "n1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    assert place(LAUNCHERS[name] | exported).scheduler == name
+
+
+def test_mpirun_in_batch_script_is_refused_on_both_nodes() -> None:
+    """Node 0 of such a start sees the batch script's variables, node 1 those of the step that carries
+    mpirun.
+    """
+    batch = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NODEID": "0",
+    }
+    daemon = LAUNCHERS["slurm"] | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n2"}
+    for env in (batch, daemon):
+        with pytest.raises(NoPlan, match=r"slurm .* and openmpi .* both"):
+            place(LAUNCHERS["openmpi"] | env)
+
+
+@pytest.mark.parametrize(
+    ("name", "means"),
+    [
+        ("runai", "kubeflow"),
+        ("kubernetes", "kubeflow"),
+        ("mpi", "openmpi"),
+        ("mpi", "hydra"),
+        ("mpi", "pals"),
+    ],
+)
+def test_names_of_recipes_are_understood(name: str, means: str) -> None:
+    assert place(LAUNCHERS[means], scheduler=name).scheduler == means
+
+
+def test_variable_names_the_scheduler_too() -> None:
+    env = LAUNCHERS["slurm"] | LAUNCHERS["openmpi"] | {"IMGKIT_SCHEDULER": "openmpi"}
+    assert place(env).scheduler == "openmpi"
+
+
+def test_standalone_starts_alone_in_a_step() -> None:
+    found = place(LAUNCHERS["slurm"], scheduler="standalone")
+    assert (found.scheduler, found.nnodes) == ("standalone", 1)
+
+
+def test_flag_without_its_variables_is_refused() -> None:
+    with pytest.raises(NoPlan, match="none of pbs's variables") as caught:
+        place(LAUNCHERS["slurm"], scheduler="pbs")
+    assert "slurm" in (caught.value.hint or "")
+
+
+def test_unknown_scheduler_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="unknown scheduler 'slrum'") as caught:
+        place({}, scheduler="slrum")
+    assert "slurm, standalone" in (caught.value.hint or "")
+
+
+def test_nesting_is_refused_whatever_the_flag() -> None:
+    for name in (None, "slurm", "standalone"):
+        with pytest.raises(NoPlan, match="torchrun worker already"):
+            place(LAUNCHERS["slurm"] | {"TORCHELASTIC_RUN_ID": "7"}, scheduler=name)
