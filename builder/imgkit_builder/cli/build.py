@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import platform as host
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import checks
+from imgkit_builder.base.platform import host_platform
 from imgkit_builder.image import smoke
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -49,7 +49,7 @@ def plan(recipe: Recipe, wanted: Wanted) -> Outcome:
     from imgkit_builder.image.context import pack, revision
     from imgkit_builder.image.manifest import Base
 
-    target = choose_platform(recipe, wanted=wanted.platform, host=_host_platform())
+    target = choose_platform(recipe, wanted=wanted.platform, host=host_platform())
     base = wanted.base or recipe.image.base
     tag = wanted.tag or default_tag(recipe)
     check_name(base, where="--base")
@@ -79,12 +79,6 @@ def plan(recipe: Recipe, wanted: Wanted) -> Outcome:
         "dockerfile": context.dockerfile,
     }
     return Outcome(text=head + context.dockerfile.rstrip("\n"), data=data)
-
-
-def _host_platform() -> str:
-    machine = host.machine().lower()
-    arch = next((arch for arch, names in smoke.MACHINES.items() if machine in names), machine)
-    return f"linux/{arch}"
 
 
 def make(recipe: Recipe, typed: str, wanted: Wanted, report: Reporter) -> Outcome:

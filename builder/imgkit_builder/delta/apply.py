@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
+from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, squash, tree
 from imgkit_builder.delta.descriptor import Base, Delta, Stack
 from imgkit_builder.delta.make import see
 from imgkit_builder.delta.squashfs import Squashfs
-from imgkit_builder.sif import check, convert, image
+from imgkit_builder.sif import convert, image
 from imgkit_builder.sif.image import ARCHS, Record
 from imgkit_builder.sif.job import Clock, Job
 from imgkit_builder.sif.options import Options, Stage
@@ -79,7 +80,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
         clone(base, work.part)
         clock.stage("add")
         _add(job, delta, delta_file, stack, merged=merged)
-        if options.test and check.can_execute(stack.sif.arch):
+        if options.test and runs_here(stack.sif.arch):
             clock.stage("look whether it is there")
             see(job, work.part, delta)
         clock.stage("make durable")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files
+from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import apply, descriptor, source, squash, tree
 from imgkit_builder.sif import check, convert, fast, image
@@ -64,7 +65,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
         record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
         convert.add_record(job, record)
         check.structure(work.part, config=None, layer_bytes=None)
-        if options.test and check.can_execute(stack.sif.arch):
+        if options.test and runs_here(stack.sif.arch):
             clock.stage("check")
             job.run(*exec_arguments(work.part, ("true",)))
         clock.stage("make durable")

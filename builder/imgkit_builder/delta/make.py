@@ -8,12 +8,13 @@ from pathlib import Path
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files
+from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, squash, tree
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.tree import Changes, Entry
-from imgkit_builder.sif import check, fast
+from imgkit_builder.sif import fast
 from imgkit_builder.sif.job import Clock, Job
 from imgkit_builder.sif.options import EngineImage, Options, Stage
 from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
@@ -89,7 +90,7 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
         squash.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
         delta = _described(image, stack, work.part)
         descriptor.append(work.part, delta)
-        if options.test and check.can_execute(stack.sif.arch):
+        if options.test and runs_here(stack.sif.arch):
             clock.stage("look whether it is there")
             see(job, base.absolute(), delta, overlay=work.part)
         files.publish(work.part, target)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_builder.base.platform import emulator_fault
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
 STANDIN_HOST = "imgkit.local/"
 """Registry part of stand-in names; no such registry exists, so nothing can be pulled from it."""
-
-BINFMT = Path("/proc/sys/fs/binfmt_misc")
-_HANDLERS: Mapping[str, str] = {"linux/arm64": "qemu-aarch64", "linux/amd64": "qemu-x86_64"}
 
 
 def resolve_base(
@@ -118,29 +114,13 @@ def _other_platform(image: ImageInfo, name: str, target: str, recipe: Recipe) ->
 def _can_run(engine: Engine, target: str) -> None:
     if target == engine.platform or not engine.is_here or _in_virtual_machine(engine):
         return
-    handler = _HANDLERS.get(target, "")
-    state = _handler_state(BINFMT / handler)
-    if state:
+    fault = emulator_fault(target.partition("/")[2])
+    if fault:
         raise ToolMissing(
-            f"{target} images cannot run on this {engine.platform} machine: {state}",
+            f"{target} images cannot run on this {engine.platform} machine: {fault}",
             hint="sudo apt-get install qemu-user-static binfmt-support (they register binfmt handlers; in a "
             "container or virtual machine: sudo mount -t binfmt_misc none /proc/sys/fs/binfmt_misc first)",
         )
-
-
-def _handler_state(handler: Path) -> str:
-    """Why the binfmt handler is of no use in containers; empty where it is."""
-    try:
-        words = handler.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return f"there is no emulator: {handler} is missing"
-    if not words or words[0] != "enabled":
-        return f"the emulator is switched off: {handler} says {words[:1]}"
-    flags = next((line.partition(":")[2].strip() for line in words if line.startswith("flags:")), "")
-    if "F" not in flags:
-        # Without F the kernel looks for the emulator inside the container, where there is none.
-        return f"the emulator cannot be used in containers: {handler} has flags {flags!r}, without F"
-    return ""
 
 
 def _in_virtual_machine(engine: Engine) -> bool:

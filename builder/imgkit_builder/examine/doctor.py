@@ -17,8 +17,8 @@ from typing import Literal
 
 from imgkit_builder.base import process
 from imgkit_builder.base.checks import Check, passed
+from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.engine import ask
-from imgkit_builder.image.smoke import MACHINES
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import runtime
 from imgkit_builder.sif.convert import SPACE_FACTOR
@@ -33,16 +33,9 @@ BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
 """Such an image, and its archive or the layers of the next one."""
 SIF_SPACE_BYTES = int(SPACE_FACTOR * NVIDIA_IMAGE_BYTES)
 
-_QEMU = {"amd64": "qemu-x86_64", "arm64": "qemu-aarch64"}
 _USERNS = "proc/sys/user/max_user_namespaces"
 _CLONE = "proc/sys/kernel/unprivileged_userns_clone"
 _APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
-
-
-def host_arch() -> str:
-    """``amd64``, ``arm64``, or the kernel's own word for another."""
-    machine = platform.machine().lower()
-    return next((arch for arch, names in MACHINES.items() if machine in names), machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,15 +259,14 @@ def _emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
     name, arch = "emulation", target.platforms[0].partition("/")[2]
-    lines = machine.text(f"proc/sys/fs/binfmt_misc/{_QEMU.get(arch, arch)}").splitlines()
-    # F: the kernel keeps the interpreter open, so that it is found inside containers too.
-    if "enabled" in lines and any(line.startswith("flags:") and "F" in line for line in lines):
+    fault = emulator_fault(arch, root=machine.root)
+    if not fault:
         yield Check(name=name, verdict="ok", found=f"{arch} runs on this {machine.arch} machine by qemu")
         return
     yield Check(
         name=name,
         verdict="warn",
-        found=f"{target.name} is for {arch}; this machine is {machine.arch} and has no qemu handler for it",
+        found=f"{target.name} is for {arch}, this machine is {machine.arch}: {fault}",
         hint=f"docker run --privileged --rm tonistiigi/binfmt --install {arch}; or build on {arch}",
     )
 

@@ -9,10 +9,10 @@ from imgkit_builder.archive import contents, sidecar
 from imgkit_builder.archive.contents import ArchivedImage, Contents
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base.checks import Check, Verdict
+from imgkit_builder.base.platform import host_arch
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.examine import doctor
 from imgkit_builder.image import manifest
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif import runtime
@@ -224,7 +224,7 @@ def _root_partition(image: SifImage, actual: str) -> Check:
 def _baked_manifest(image: SifImage) -> Check:
     """Read the manifest out of the image, where a runtime can, and compare it with the file around it."""
     name = "manifest"
-    if doctor.host_arch() != image.arch:
+    if host_arch() != image.arch:
         return Check(name=name, verdict="skip", found=f"needs an {image.arch} machine to be read")
     try:
         tool = runtime.find_runtime()

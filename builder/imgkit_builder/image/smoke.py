@@ -11,6 +11,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check
+from imgkit_builder.base.platform import kernel_names
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside
 from imgkit_builder.image import manifest as manifests
@@ -18,9 +19,6 @@ from imgkit_builder.image.inside import Seen
 from imgkit_builder.image.manifest import MANIFEST_JSON, Manifest, Probe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
-
-MACHINES = {"amd64": ("x86_64", "amd64"), "arm64": ("aarch64", "arm64")}
-"""Architecture to what its kernel calls itself."""
 
 FLOOR = (3, 10)
 _REBUILD = "build the image again: imgkit build RECIPE"
@@ -87,8 +85,7 @@ def _did_not_run(finished: Finished) -> Check:
 
 
 def _arch(seen: Seen, arch: str) -> Check:
-    wanted = MACHINES.get(arch, (arch,))
-    if arch and seen.machine not in wanted:
+    if arch and seen.machine not in kernel_names(arch):
         return Check(
             name="arch",
             verdict="fail",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ EMPTY_IMAGE = "Architecture not recognized"
 """The runtime's words for a root without programs; it goes on and exits 0."""
 _LEAST_SHARE = 200
 """A root partition below 1/200 of its layers is no compression but loss (text packs to about 1/5)."""
-_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "riscv64": "riscv64"}
-_QEMU = {"amd64": "x86_64", "arm64": "aarch64", "ppc64le": "ppc64le", "riscv64": "riscv64"}
 
 
 def structure(
@@ -51,23 +48,6 @@ def structure(
     if config is not None and config.arch not in (sif.arch, root.arch):
         raise CheckFailed(f"it is marked {sif.arch}, the image is {config.arch}", where=str(path))
     return sif, superblock
-
-
-def host_arch() -> str:
-    """``amd64`` style name of this machine."""
-    machine = platform.machine()
-    return _MACHINES.get(machine, machine)
-
-
-def can_execute(arch: str, root: Path = Path("/")) -> bool:
-    """Whether programs of `arch` run here: natively, or by a binfmt_misc handler of qemu."""
-    if arch == host_arch():
-        return True
-    handler = root / "proc/sys/fs/binfmt_misc" / f"qemu-{_QEMU.get(arch, arch)}"
-    try:
-        return handler.read_text(encoding="ascii", errors="replace").startswith("enabled")
-    except OSError:
-        return False
 
 
 def content(job: Job, config: ImageConfig | None, *, execute: bool) -> None:

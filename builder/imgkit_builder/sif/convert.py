@@ -15,6 +15,7 @@ from imgkit_builder import __version__
 from imgkit_builder.archive import oci_folder, streams
 from imgkit_builder.archive.config import ImageConfig
 from imgkit_builder.base import files
+from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif import check, fast, image, limits
 from imgkit_builder.sif import compression as squash
@@ -212,10 +213,10 @@ def add_record(job: Job, record: Record) -> None:
 
 
 def _check_content(job: Job, made: _Made, sif: SifImage) -> None:
-    runs_here = check.can_execute(sif.arch)
-    if job.options.test and not runs_here:
-        job.clock.note(f"not executed: the image is {sif.arch}, this machine {check.host_arch()}")
-    check.content(job, made.config, execute=job.options.test and runs_here)
+    executes = runs_here(sif.arch)
+    if job.options.test and not executes:
+        job.clock.note(f"not executed: the image is {sif.arch}, this machine {host_arch()}")
+    check.content(job, made.config, execute=job.options.test and executes)
 
 
 def _record(job: Job, made: _Made, root_sha256: str) -> Record:
@@ -291,9 +292,9 @@ def check_target(target: Path, *, force: bool) -> None:
 
 
 def _tell_arch(config: ImageConfig, report: Reporter) -> None:
-    if config.arch != check.host_arch():
+    if config.arch != host_arch():
         report.note(
-            f"the image is {config.arch}, this machine {check.host_arch()}: converted all the same, "
+            f"the image is {config.arch}, this machine {host_arch()}: converted all the same, "
             f"for a machine that is {config.arch}"
         )
 

@@ -22,7 +22,7 @@ ENABLED = "enabled\ninterpreter /usr/bin/qemu-aarch64-static\nflags: {flags}\nof
 @pytest.fixture
 def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place of the arm64 binfmt handler, on a machine that has none."""
-    monkeypatch.setattr("imgkit_builder.engine.base.BINFMT", tmp_path)
+    monkeypatch.setattr("imgkit_builder.base.platform.BINFMT", tmp_path)
     return tmp_path / "qemu-aarch64"
 
 
