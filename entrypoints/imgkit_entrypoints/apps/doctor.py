@@ -60,7 +60,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class NodeVerdict:
     """The verdict on one host."""
 
     host: str
@@ -70,7 +70,7 @@ class Node:
     checks: tuple[Check, ...] = field(default=())
 
 
-def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[Node, ...]:
+def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[NodeVerdict, ...]:
     """Name the bad host.
 
     Numbers of a rank that arrive wrong at most others are that rank's fault, else the receiver's. A node
@@ -137,7 +137,7 @@ def _node(
     answers: Mapping[int, Answer],
     blamed: Mapping[int, Sequence[str]],
     suspects: bool,
-) -> Node:
+) -> NodeVerdict:
     mine = [answers[rank] for rank in ranks if rank in answers]
     checks = tuple(check for answer in mine for check in answer.checks if check.verdict != "ok")
     reasons = [text for rank in ranks for text in blamed.get(rank, ())]
@@ -148,7 +148,7 @@ def _node(
         verdict = "unknown"
     else:
         verdict = "warn" if any(check.verdict == "warn" for check in checks) else "ok"
-    return Node(
+    return NodeVerdict(
         host=host or "a host that never said its name",
         ranks=ranks,
         verdict=verdict,
@@ -157,7 +157,7 @@ def _node(
     )
 
 
-def table(nodes: Sequence[Node]) -> str:
+def table(nodes: Sequence[NodeVerdict]) -> str:
     """One line a node; below it what speaks against it."""
     width = max(len(node.host) for node in nodes)
     lines = []
@@ -178,7 +178,7 @@ def _spans(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{last}" if ranks[-1] == last else ",".join(str(rank) for rank in ranks)
 
 
-def verdict_line(nodes: Sequence[Node], world_size: int) -> str:
+def verdict_line(nodes: Sequence[NodeVerdict], world_size: int) -> str:
     """The last line: the names that matter."""
     bad = [node.host for node in nodes if node.verdict == "fail"]
     whole = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
@@ -232,7 +232,7 @@ def _several() -> bool:
     return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
-def _print(nodes: Sequence[Node], world_size: int, *, as_json: bool) -> None:
+def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool) -> None:
     if as_json:
         found: dict[str, Any] = {
             "schema": SCHEMA,

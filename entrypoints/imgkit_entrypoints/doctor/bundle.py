@@ -13,7 +13,7 @@ from pathlib import Path
 from imgkit_entrypoints import facts, files, system
 from imgkit_entrypoints.doctor.checks import software
 from imgkit_entrypoints.facts import Reader
-from imgkit_entrypoints.facts.tree import Entry
+from imgkit_entrypoints.facts.saved_tree import Entry
 
 ENVIRONMENT = "environment"
 """Member with the variables that bear on a launch, as lines for a shell."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.fabric.precedence import PlanDraft
 from imgkit_entrypoints.facts import Gid, Port
 
 FINDS_GID: tuple[int, ...] = (2, 21)
@@ -33,60 +33,62 @@ def evidence(port: Port, gid: Gid) -> str:
     return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
 
 
-def decide(book: Ledger, ports: Sequence[Port]) -> None:
+def decide(draft: PlanDraft, ports: Sequence[Port]) -> None:
     """Enter the GID index for these RoCE ports: exported only for an NCCL that needs it."""
-    asked = next((name for name in SEARCH if book.given(name)), None)
+    asked = next((name for name in SEARCH if draft.given(name)), None)
     if asked:
-        book.note(
-            VARIABLE, "", f"{asked}={book.value(asked)} changes NCCL's own search, so it is not foretold"
+        draft.note(
+            VARIABLE, "", f"{asked}={draft.value(asked)} changes NCCL's own search, so it is not foretold"
         )
         return
     picked = [(port, pick(port.gids)) for port in ports]
     bare = [port for port, gid in picked if gid is None]
     for port in bare:
-        _without_ipv4(book, port)
+        _without_ipv4(draft, port)
     found = [(port, gid) for port, gid in picked if gid is not None]
     if not found or bare:
         return
     shown = "; ".join(evidence(port, gid) for port, gid in found)
     indices = {gid.index for _, gid in found}
     text = ", ".join(f"{gid.index} on {port.name}" for port, gid in found)
-    version = book.facts.nccl
-    named = f"{book.facts.nccl_version} ({book.facts.nccl_source})"
+    version = draft.facts.nccl
+    named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})"
     if version is not None and version >= FINDS_GID:
         value = str(found[0][1].index) if len(indices) == 1 else text
-        book.note(VARIABLE, value, f"NCCL {named} will pick {text} by itself: {shown}")
+        draft.note(VARIABLE, value, f"NCCL {named} will pick {text} by itself: {shown}")
     elif version is None:
-        book.note(VARIABLE, text, f"NCCL's version is unknown; from 2.21 on it picks this by itself: {shown}")
-        if book.given(VARIABLE) is None:
-            book.warnings.append(
+        draft.note(
+            VARIABLE, text, f"NCCL's version is unknown; 2.21 and later pick this by themselves: {shown}"
+        )
+        if draft.given(VARIABLE) is None:
+            draft.warnings.append(
                 f"the image's NCCL version is unknown; if it is below 2.21, RoCE needs {VARIABLE} ({text}): "
                 "set IMGKIT_NCCL_VERSION"
             )
     elif len(indices) == 1:
         reason = f"NCCL {named} takes index 0 unless told (from 2.21 on it looks): {shown}"
-        book.set(VARIABLE, str(indices.pop()), reason)
+        draft.set(VARIABLE, str(indices.pop()), reason)
     else:
-        _differing(book, found[0][0], text, shown)
+        _differing(draft, found[0][0], text, shown)
 
 
-def _without_ipv4(book: Ledger, port: Port) -> None:
+def _without_ipv4(draft: PlanDraft, port: Port) -> None:
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"no IPv4 GID on {port.name}, so NCCL stays at index 0; {port.path}/gids: {slots}"
-    book.note(VARIABLE, "", reason)
-    if book.given(VARIABLE) is None:
-        book.blockers.append(
+    draft.note(VARIABLE, "", reason)
+    if draft.given(VARIABLE) is None:
+        draft.blockers.append(
             f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots}): "
             f"give {netdev} an address (in a pod: the RoCE network's annotation), or set NCCL_IB_DISABLE=1"
         )
 
 
-def _differing(book: Ledger, first: Port, text: str, shown: str) -> None:
-    version = book.facts.nccl_version
-    book.note(VARIABLE, text, f"no one index is right for all NICs, so none is exported: {shown}")
-    if book.given(VARIABLE) is None:
-        book.blockers.append(
+def _differing(draft: PlanDraft, first: Port, text: str, shown: str) -> None:
+    version = draft.facts.nccl_version
+    draft.note(VARIABLE, text, f"no one index is right for all NICs, so none is exported: {shown}")
+    if draft.given(VARIABLE) is None:
+        draft.blockers.append(
             f"NCCL {version} has one {VARIABLE} for all NICs and they need different ones ({text}): "
             f"use an image with NCCL >= 2.21, or one NIC (NCCL_IB_HCA=={first.name})"
         )

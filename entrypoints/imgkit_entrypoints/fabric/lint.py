@@ -1,6 +1,6 @@
 """Variables that a worker will see and that are dangerous, useless, or spelled for another NCCL.
 
-Every rule is a function ``(book, kind) -> warnings`` and concerns values that somebody set: the user, an
+Every rule is a function ``(draft, kind) -> warnings`` and concerns values that somebody set: the user, an
 nccl.conf, or the recipe. Sources: NCCL's user guide (env.rst) and source, unless a rule names another.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from imgkit_entrypoints.fabric import gid, ports, slingshot, sockets
-from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.fabric.precedence import PlanDraft
 from imgkit_entrypoints.facts import Gid, Port
 from imgkit_entrypoints.system import FabricKind
 
@@ -35,42 +35,42 @@ LEFT_ON = {
 }
 
 
-def check(book: Ledger, kind: FabricKind) -> tuple[str, ...]:
+def check(draft: PlanDraft, kind: FabricKind) -> tuple[str, ...]:
     """One sentence per dangerous variable, with its value, its place and the remedy."""
-    return tuple(text for rule in _RULES for text in rule(book, kind))
+    return tuple(text for rule in _RULES for text in rule(draft, kind))
 
 
-def _said(book: Ledger, name: str) -> str:
-    known = book.given(name)
+def _said(draft: PlanDraft, name: str) -> str:
+    known = draft.given(name)
     return f"{name}={known.value if known else ''!r}" + (f" ({known.origin})" if known else "")
 
 
-def _on(book: Ledger, name: str) -> bool:
-    known = book.given(name)
+def _on(draft: PlanDraft, name: str) -> bool:
+    known = draft.given(name)
     return known is not None and known.value.strip() not in ("", "0")
 
 
-def _verbs_off(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    if _on(book, "NCCL_IB_DISABLE") and book.given("NCCL_IB_HCA"):
+def _verbs_off(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    if _on(draft, "NCCL_IB_DISABLE") and draft.given("NCCL_IB_HCA"):
         yield (
-            f"{_said(book, 'NCCL_IB_DISABLE')} makes {_said(book, 'NCCL_IB_HCA')} void: unset the one that "
+            f"{_said(draft, 'NCCL_IB_DISABLE')} makes {_said(draft, 'NCCL_IB_HCA')} void: unset the one that "
             "you do not mean"
         )
 
 
-def _provider(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    known = book.given("FI_PROVIDER")
-    if known and book.facts.cxi and known.value != "cxi":
+def _provider(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    known = draft.given("FI_PROVIDER")
+    if known and draft.facts.cxi and known.value != "cxi":
         yield (
-            f"{_said(book, 'FI_PROVIDER')}, but the NICs here are Slingshot ({book.facts.cxi[0].path}): "
+            f"{_said(draft, 'FI_PROVIDER')}, but the NICs here are Slingshot ({draft.facts.cxi[0].path}): "
             "libfabric finds no provider; set FI_PROVIDER=cxi, or unset it"
         )
 
 
-def _socket_numbers(book: Ledger, kind: FabricKind) -> Iterator[str]:
+def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     numbers = []
     for name in sockets.THREADS:
-        text = book.value(name)
+        text = draft.value(name)
         if text is not None and not re.fullmatch(r"\s*\d+\s*", text):
             yield f"{name}={text!r} is no number: NCCL reads 0"
         numbers.append(int(text) if text and re.fullmatch(r"\s*\d+\s*", text) else None)
@@ -84,29 +84,29 @@ def _socket_numbers(book: Ledger, kind: FabricKind) -> Iterator[str]:
         )
     if kind != "tcp":
         for name in sockets.THREADS:
-            if book.given(name):
-                yield f"{_said(book, name)} concerns TCP only; the data goes by {kind}"
+            if draft.given(name):
+                yield f"{_said(draft, name)} concerns TCP only; the data goes by {kind}"
 
 
-def _plugin_twice(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    if book.given("NCCL_NET") and book.given("NCCL_NET_PLUGIN"):
+def _plugin_twice(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    if draft.given("NCCL_NET") and draft.given("NCCL_NET_PLUGIN"):
         yield (
-            f"{_said(book, 'NCCL_NET')} together with {_said(book, 'NCCL_NET_PLUGIN')}: give one (CSCS, "
+            f"{_said(draft, 'NCCL_NET')} together with {_said(draft, 'NCCL_NET_PLUGIN')}: give one (CSCS, "
             '"Communication libraries": NCCL)'
         )
 
 
-def _net_on_one_node(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    known = book.given("NCCL_NET")
-    if known and not book.several and known.value.lower() in ("aws libfabric", "libfabric", "ofi"):
-        yield f"{_said(book, 'NCCL_NET')} on one node costs an allocation and brings nothing (HPE's guide)"
+def _net_on_one_node(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    known = draft.given("NCCL_NET")
+    if known and not draft.several and known.value.lower() in ("aws libfabric", "libfabric", "ofi"):
+        yield f"{_said(draft, 'NCCL_NET')} on one node costs an allocation and brings nothing (HPE's guide)"
 
 
-def _gid(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    known = book.given(gid.VARIABLE)
+def _gid(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    known = draft.given(gid.VARIABLE)
     if known is None or known.value == "" or kind not in ("infiniband", "roce"):
         return
-    said, version = _said(book, gid.VARIABLE), book.facts.nccl
+    said, version = _said(draft, gid.VARIABLE), draft.facts.nccl
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", known.value):
         first = re.match(r"\s*[-+]?\d+", known.value)
         yield (
@@ -121,8 +121,8 @@ def _gid(book: Ledger, kind: FabricKind) -> Iterator[str]:
     if index < 0:
         return
     if version is not None and version >= gid.FINDS_GID:
-        yield f"{said}: NCCL {book.facts.nccl_version} finds the GID itself, on every NIC and node; unset it"
-    for port in ports.in_use(book):
+        yield f"{said}: NCCL {draft.facts.nccl_version} finds the GID itself, on every NIC and node; unset it"
+    for port in ports.in_use(draft):
         yield from _slot(said, index, port)
 
 
@@ -140,16 +140,16 @@ def _slot(said: str, index: int, port: Port) -> Iterator[str]:
         yield f"{said}: {gid.evidence(port, slot)}; {advice}: {gid.evidence(port, best)}"
 
 
-def _hca(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    known = book.given(ports.VARIABLE)
+def _hca(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    known = draft.given(ports.VARIABLE)
     if known is None or kind not in ("infiniband", "roce") or not known.value:
         return
     words = [word.split(":") for word in known.value.lstrip("^=").split(",")]
-    version = book.facts.nccl
+    version = draft.facts.nccl
     if any(len(word) > 2 for word in words) and version is not None and version < (2, 30, 7):
-        yield f"{_said(book, ports.VARIABLE)}: rail and plane are known from NCCL 2.30.7 on"
-    chosen, left = ports.choose(book.facts, book.nics)
-    used = ports.in_use(book)
+        yield f"{_said(draft, ports.VARIABLE)}: rail and plane are known from NCCL 2.30.7 on"
+    chosen, left = ports.choose(draft.facts, draft.nics)
+    used = ports.in_use(draft)
     reasons = {item.port.name: item.reason for item in left}
     extra = [port for port in used if port.name in reasons]
     if not known.value.lstrip("^").startswith("="):
@@ -157,60 +157,60 @@ def _hca(book: Ledger, kind: FabricKind) -> Iterator[str]:
             caught = sorted({port.device for port in used if port.device.startswith(word[0])})
             if not known.value.startswith("^") and word[0] in caught and len(caught) > 1:
                 taken = ", ".join(caught)
-                yield f"{_said(book, ports.VARIABLE)}: {word[0]} is a prefix and takes {taken}; use ="
+                yield f"{_said(draft, ports.VARIABLE)}: {word[0]} is a prefix and takes {taken}; use ="
     for port in extra:
         yield (
-            f"{_said(book, ports.VARIABLE)} takes {port.name} as well ({reasons[port.name]}); "
+            f"{_said(draft, ports.VARIABLE)} takes {port.name} as well ({reasons[port.name]}); "
             f"without it: {ports.VARIABLE}={ports.spell(chosen)}"
         )
 
 
-def _gdr_level(book: Ledger, kind: FabricKind) -> Iterator[str]:
-    known = book.given("NCCL_NET_GDR_LEVEL")
+def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
+    known = draft.given("NCCL_NET_GDR_LEVEL")
     if known and known.value not in (*GDR_LEVELS, *"012345"):
         yield (
-            f"{_said(book, 'NCCL_NET_GDR_LEVEL')} is unknown and NCCL ignores it in silence; one of "
+            f"{_said(draft, 'NCCL_NET_GDR_LEVEL')} is unknown and NCCL ignores it in silence; one of "
             f"{', '.join(GDR_LEVELS)}, in capitals"
         )
 
 
-def _interfaces(book: Ledger, kind: FabricKind) -> Iterator[str]:
+def _interfaces(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for name in (sockets.NCCL, sockets.GLOO):
-        known = book.given(name)
-        if known is None or not known.value or not book.facts.interfaces:
+        known = draft.given(name)
+        if known is None or not known.value or not draft.facts.interfaces:
             continue
         exact = "=" if name == sockets.GLOO else ""
-        found = sockets.matching(exact + known.value, book.facts.interfaces)
+        found = sockets.matching(exact + known.value, draft.facts.interfaces)
         running = [item for item in found if item.running and item.addresses]
         if not running:
-            there = ", ".join(item.name for item in sockets.usable(book.facts)) or "none but lo"
-            yield f"{_said(book, name)} selects no interface that is up with an address; there is {there}"
-        elif book.several and all(item.name == "lo" or item.name.startswith("docker") for item in running):
-            yield f"{_said(book, name)}: other nodes cannot reach {', '.join(item.name for item in running)}"
+            there = ", ".join(item.name for item in sockets.usable(draft.facts)) or "none but lo"
+            yield f"{_said(draft, name)} selects no interface that is up with an address; there is {there}"
+        elif draft.several and all(item.name == "lo" or item.name.startswith("docker") for item in running):
+            yield f"{_said(draft, name)}: other nodes cannot reach {', '.join(item.name for item in running)}"
 
 
-def _protocols(book: Ledger, kind: FabricKind) -> Iterator[str]:
+def _protocols(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     zeros = ("FI_CXI_RDZV_EAGER_SIZE", "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD")
     for name in zeros if kind == "slingshot" else ():
-        known = book.given(name)
+        known = draft.given(name)
         if known and known.value != "0":
-            yield f"{_said(book, name)}: 0 is needed for correct results on Slingshot (HPE's guide)"
-    known = book.given("NCCL_PROTO")
+            yield f"{_said(draft, name)}: 0 is needed for correct results on Slingshot (HPE's guide)"
+    known = draft.given("NCCL_PROTO")
     if known and kind != "slingshot" and slingshot.allows_ll128(known.value) and known.value[:1] != "^":
-        yield f"{_said(book, 'NCCL_PROTO')} takes the choice of protocol from NCCL; meant for debugging"
+        yield f"{_said(draft, 'NCCL_PROTO')} takes the choice of protocol from NCCL; meant for debugging"
 
 
-def _spellings(book: Ledger, kind: FabricKind) -> Iterator[str]:
+def _spellings(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for old, new in RENAMED.items():
-        if book.given(old):
-            yield f"{_said(book, old)} is an old spelling without effect on a current torch and NCCL: {new}"
+        if draft.given(old):
+            yield f"{_said(draft, old)} is an old spelling without effect on a current torch and NCCL: {new}"
 
 
-def _debugging(book: Ledger, kind: FabricKind) -> Iterator[str]:
+def _debugging(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for name, values in LEFT_ON.items():
-        known = book.given(name)
+        known = draft.given(name)
         if known and (known.value in values or (not values and known.value)):
-            yield f"{_said(book, name)} is for debugging and slows or changes the run; unset it when done"
+            yield f"{_said(draft, name)} is for debugging and slows or changes the run; unset it when done"
 
 
 _RULES = (

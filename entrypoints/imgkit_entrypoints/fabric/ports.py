@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.fabric import gid as gids
-from imgkit_entrypoints.fabric.ledger import Ledger
-from imgkit_entrypoints.fabric.values import Decision
+from imgkit_entrypoints.fabric.fabric_plan import Decision
+from imgkit_entrypoints.fabric.precedence import PlanDraft
 from imgkit_entrypoints.facts import HostFacts, Port, RdmaDevice
 
 VARIABLE = "NCCL_IB_HCA"
@@ -19,7 +19,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class UnusedPort:
     """A port that is not used, and why."""
 
     port: Port
@@ -31,19 +31,19 @@ def pairs(facts: HostFacts) -> tuple[tuple[RdmaDevice, Port], ...]:
     return tuple((device, port) for device in facts.rdma for port in device.ports)
 
 
-def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...], tuple[Left, ...]]:
+def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
     """The ports to use, and the others with their reasons.
 
     NCCL itself takes every ACTIVE port, storage and management NICs included, and refuses to mix InfiniBand
     with RoCE. So: where one port is InfiniBand, no Ethernet; among RoCE ports those with an IPv4 v2 GID, and
     of these the ones that are as near to a GPU as any is, unless that leaves less than the recipe's `nics`.
     """
-    left: list[Left] = []
+    left: list[UnusedPort] = []
     active: list[tuple[RdmaDevice, Port]] = []
     for device, port in pairs(facts):
         reason = _unusable(port)
         if reason:
-            left.append(Left(port=port, reason=reason))
+            left.append(UnusedPort(port=port, reason=reason))
         else:
             active.append((device, port))
     infiniband = [port for _, port in active if port.link_layer == "InfiniBand"]
@@ -51,7 +51,7 @@ def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...],
         first = infiniband[0]
         other = f"an Ethernet port beside InfiniBand ({first.path}/link_layer: {first.link_layer})"
         left.extend(
-            Left(port=port, reason=f"{other}: storage or management; NCCL mixes them not")
+            UnusedPort(port=port, reason=f"{other}: storage or management; NCCL mixes them not")
             for _, port in active
             if port not in infiniband
         )
@@ -77,7 +77,7 @@ def _unusable(port: Port) -> str:
     return ""
 
 
-_Split = tuple[list[tuple[RdmaDevice, Port]], list[Left]]
+_Split = tuple[list[tuple[RdmaDevice, Port]], list[UnusedPort]]
 
 
 def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
@@ -91,7 +91,7 @@ def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
         return list(ports), []
     kept = [(device, port) for device, port in ports if good(port)]
     return kept, [
-        Left(port=port, reason=f"{port.path}/gids: no IPv4 GID of type RoCE v2, which others have")
+        UnusedPort(port=port, reason=f"{port.path}/gids: no IPv4 GID of type RoCE v2, which others have")
         for _, port in ports
         if not good(port)
     ]
@@ -111,7 +111,7 @@ def _near(facts: HostFacts, ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
             continue
         where = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
         reason = f"no GPU is {_NEARNESS[best]}, as with others ({where}): storage or management by rule"
-        left.append(Left(port=port, reason=reason))
+        left.append(UnusedPort(port=port, reason=reason))
     return kept, left
 
 
@@ -162,41 +162,41 @@ def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
     return tuple(port for port in ports if not words or selected(port) != exclude)
 
 
-def in_use(book: Ledger) -> tuple[Port, ...]:
+def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     """The ports that NCCL will use: by rule, or by the value of NCCL_IB_HCA that was there before."""
-    chosen, _ = choose(book.facts, book.nics)
-    known = book.given(VARIABLE)
+    chosen, _ = choose(draft.facts, draft.nics)
+    known = draft.given(VARIABLE)
     if known is None:
         return chosen
-    usable = [port for _, port in pairs(book.facts) if not _unusable(port)]
+    usable = [port for _, port in pairs(draft.facts) if not _unusable(port)]
     return matching(known.value, usable)
 
 
-def decide(book: Ledger) -> tuple[Port, ...]:
+def decide(draft: PlanDraft) -> tuple[Port, ...]:
     """Enter NCCL_IB_HCA and everything left out; returns the ports that NCCL will use."""
-    chosen, left = choose(book.facts, book.nics)
+    chosen, left = choose(draft.facts, draft.nics)
     shown = "; ".join(
         f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
     )
-    book.set(VARIABLE, spell(chosen), f"the ACTIVE ports of the fabric: {shown}")
-    report_left(book, left)
-    used = in_use(book)
+    draft.set(VARIABLE, spell(chosen), f"the ACTIVE ports of the fabric: {shown}")
+    report_left(draft, left)
+    used = in_use(draft)
     if not used:
         usable = ", ".join(port.name for port in chosen)
-        book.warnings.append(
-            f"{VARIABLE}={book.value(VARIABLE)} selects no ACTIVE port of this machine (there is {usable}): "
+        draft.warnings.append(
+            f"{VARIABLE}={draft.value(VARIABLE)} selects no ACTIVE port of this machine (there is {usable}): "
             "NCCL would use TCP"
         )
-    _cards(book, used)
-    _rates(book, used)
-    _openable(book, used)
+    _cards(draft, used)
+    _rates(draft, used)
+    _openable(draft, used)
     return used
 
 
-def report_left(book: Ledger, left: Iterable[Left]) -> None:
+def report_left(draft: PlanDraft, left: Iterable[UnusedPort]) -> None:
     """Enter the ports that are not used."""
     for item in left:
-        book.decisions.append(
+        draft.decisions.append(
             Decision(variable=VARIABLE, value=item.port.name, reason=f"left out: {item.reason}", used=False)
         )
 
@@ -205,55 +205,55 @@ def _device(facts: HostFacts, port: Port) -> RdmaDevice:
     return next(device for device in facts.rdma if device.name == port.device)
 
 
-def _cards(book: Ledger, used: Sequence[Port]) -> None:
+def _cards(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Report ports that NCCL merges into one NIC, and virtual functions."""
     cards: dict[str, list[Port]] = {}
     for port in used:
-        device = _device(book.facts, port)
+        device = _device(draft.facts, port)
         cards.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
-            book.decisions.append(Decision(variable=VARIABLE, value=port.name, reason=reason))
+            draft.decisions.append(Decision(variable=VARIABLE, value=port.name, reason=reason))
     for card, ports in cards.items():
         if len(ports) > 1:
             names = ",".join(port.name for port in ports)
-            path = _device(book.facts, ports[0]).path
+            path = _device(draft.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
-            book.decisions.append(Decision(variable=VARIABLE, value=names, reason=reason))
+            draft.decisions.append(Decision(variable=VARIABLE, value=names, reason=reason))
 
 
-def _rates(book: Ledger, used: Sequence[Port]) -> None:
+def _rates(draft: PlanDraft, used: Sequence[Port]) -> None:
     known = [port.rate_Gbps for port in used if port.rate_Gbps is not None]
     for port in used:
         rate = port.rate_Gbps
         if rate is None:
-            book.warnings.append(
+            draft.warnings.append(
                 f"{port.name}: rate unknown ({port.path}/rate: {port.rate}; a kernel prints SDR for a speed "
                 "that it does not know)"
             )
         elif rate < max(known):
-            book.warnings.append(
+            draft.warnings.append(
                 f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {max(known):g} "
                 "Gb/sec; check the cable, and tell the site"
             )
 
 
-def _openable(book: Ledger, used: Sequence[Port]) -> None:
+def _openable(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Warn where sysfs shows a device that this container cannot open, or no library could drive."""
     fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: not with --contain"
-    for device in dict.fromkeys(_device(book.facts, port) for port in used):
+    for device in dict.fromkeys(_device(draft.facts, port) for port in used):
         if not device.verbs_opens:
             place = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
-            book.warnings.append(
+            draft.warnings.append(
                 f"{device.path} is there, but {place} cannot be opened: NCCL would use TCP ({fix})"
             )
-    if used and book.facts.library("libibverbs.so.1") is None:
-        book.warnings.append(
+    if used and draft.facts.library("libibverbs.so.1") is None:
+        draft.warnings.append(
             "libibverbs.so.1 is not on the library path: NCCL would use TCP; add the packages libibverbs1 "
             "and ibverbs-providers to the recipe's image.apt"
         )
-    elif used and not book.facts.verbs_providers:
-        book.warnings.append(
+    elif used and not draft.facts.verbs_providers:
+        draft.warnings.append(
             "libibverbs has no provider (/etc/libibverbs.d, libibverbs/lib*-rdmav*.so): NCCL would say "
             '"No device found"; add the package ibverbs-providers to the recipe\'s image.apt'
         )

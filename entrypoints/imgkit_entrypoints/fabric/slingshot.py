@@ -6,7 +6,7 @@ Settings: HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), the column that Ol
 
 from __future__ import annotations
 
-from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.fabric.precedence import PlanDraft
 from imgkit_entrypoints.facts import HostFacts
 
 NIC_Gbps = 200.0
@@ -40,58 +40,58 @@ def nics(facts: HostFacts) -> str:
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
-def settings(book: Ledger) -> None:
+def settings(draft: PlanDraft) -> None:
     """Enter the libfabric and NCCL settings of this fabric."""
     for variable, value, reason in SETTINGS:
-        book.set(variable, value, f"{reason} ({nics(book.facts)})")
+        draft.set(variable, value, f"{reason} ({nics(draft.facts)})")
 
 
-def net(book: Ledger) -> None:
+def net(draft: PlanDraft) -> None:
     """Enter NCCL_NET between nodes, so that NCCL fails where it would fall back to TCP in silence."""
-    found = plugin(book.facts)
-    if not book.several:
-        book.refuse("NCCL_NET", "on one node the plugin costs an allocation and brings nothing (HPE's guide)")
-        book.note("NCCL_NET", "AWS Libfabric", "one node needs no network; pinned between nodes only")
+    found = plugin(draft.facts)
+    if not draft.several:
+        draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
+        draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; pinned between nodes only")
         return
-    pinned = book.given("NCCL_NET_PLUGIN")
+    pinned = draft.given("NCCL_NET_PLUGIN")
     if pinned is not None:
         reason = f"NCCL_NET_PLUGIN={pinned.value} ({pinned.origin}) names the plugin; CSCS: not both"
-        book.note("NCCL_NET", "AWS Libfabric", reason)
+        draft.note("NCCL_NET", "AWS Libfabric", reason)
     else:
-        reason = f"{nics(book.facts)}: with it NCCL stops rather than use TCP; plugin {found or 'not found'}"
-        book.set("NCCL_NET", "AWS Libfabric", reason)
-    if not found and not pinned and book.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
-        book.warnings.append(
+        reason = f"{nics(draft.facts)}: with it NCCL stops rather than use TCP; plugin {found or 'not found'}"
+        draft.set("NCCL_NET", "AWS Libfabric", reason)
+    if not found and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
+        draft.warnings.append(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
             'with "network AWS Libfabric not found"; bind the site\'s plugin and libfabric and put them on '
             "LD_LIBRARY_PATH, or accept TCP (some 20 times slower) with NCCL_NET=Socket"
         )
 
 
-def guard(book: Ledger, expected: str) -> None:
+def guard(draft: PlanDraft, expected: str) -> None:
     """Enter the guard against LL128's wrong sums; an unknown NCCL is taken for an affected one.
 
     `expected` is the recipe's GPU model, which counts where the driver shows none.
     """
-    version = book.facts.nccl
-    seen = next((gpu for gpu in book.facts.gpu_devices if "GH200" in gpu.model), None)
+    version = draft.facts.nccl
+    seen = next((gpu for gpu in draft.facts.gpu_devices if "GH200" in gpu.model), None)
     if seen:
         model = f"/proc/driver/nvidia/gpus/{seen.address}/information: {seen.model}"
-    elif "GH200" in expected and not book.facts.gpu_devices:
+    elif "GH200" in expected and not draft.facts.gpu_devices:
         model = f"the recipe's {expected}"
     else:
         return
-    named = f"{book.facts.nccl_version} ({book.facts.nccl_source})" if version else "of unknown version"
+    named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})" if version else "of unknown version"
     said = f"NCCL {named}, {model}"
     if version is not None and version < CORRUPTS_FROM:
-        book.note("NCCL_PROTO", "^LL128", f"{said}: not affected by NVIDIA/nccl issue 2001 (from 2.27.3 on)")
+        draft.note("NCCL_PROTO", "^LL128", f"{said}: not affected by NVIDIA/nccl issue 2001 (from 2.27.3 on)")
         return
-    book.set(
+    draft.set(
         "NCCL_PROTO", "^LL128", f"{said}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
     )
-    if allows_ll128(book.value("NCCL_PROTO") or "") and book.value("NCCL_LL128_C2C") != "0":
-        book.warnings.append(
-            f"NCCL_PROTO={book.value('NCCL_PROTO')} allows LL128, which gives wrong sums here in silence "
+    if allows_ll128(draft.value("NCCL_PROTO") or "") and draft.value("NCCL_LL128_C2C") != "0":
+        draft.warnings.append(
+            f"NCCL_PROTO={draft.value('NCCL_PROTO')} allows LL128, which gives wrong sums here in silence "
             f"({said}, NVIDIA/nccl issue 2001): unset it, or set NCCL_PROTO=^LL128"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Sequence
 
-from imgkit_entrypoints.fabric.ledger import Ledger
+from imgkit_entrypoints.fabric.precedence import PlanDraft
 from imgkit_entrypoints.facts import HostFacts, Interface
 
 NCCL = "NCCL_SOCKET_IFNAME"
@@ -100,52 +100,52 @@ def matching(text: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...
     return tuple(item for item in interfaces if not words or selected(item.name) != exclude)
 
 
-def decide(book: Ledger, prefer: Sequence[str] = ()) -> Interface | None:
+def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
     """Enter the interface for NCCL's bootstrap and for Gloo; only between nodes is one needed."""
-    refuse_absent(book)
-    found = best(book.facts, book.head, prefer)
+    refuse_absent(draft)
+    found = best(draft.facts, draft.head, prefer)
     if found is None:
         reason = "no interface but lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
-        book.note(NCCL, "", reason)
-        if book.several and book.facts.interfaces:
-            book.blockers.append(f"{reason}: nodes cannot meet; check the container's network option")
+        draft.note(NCCL, "", reason)
+        if draft.several and draft.facts.interfaces:
+            draft.blockers.append(f"{reason}: nodes cannot meet; check the container's network option")
         return None
     item, reason = found
-    if not book.several:
-        book.note(NCCL, spell([item.name], book.facts), f"one node needs none; between nodes: {reason}")
+    if not draft.several:
+        draft.note(NCCL, spell([item.name], draft.facts), f"one node needs none; between nodes: {reason}")
         return item
-    book.set(NCCL, spell([item.name], book.facts), reason)
-    book.set(GLOO, item.name, reason)
+    draft.set(NCCL, spell([item.name], draft.facts), reason)
+    draft.set(GLOO, item.name, reason)
     return item
 
 
-def refuse_absent(book: Ledger) -> None:
+def refuse_absent(draft: PlanDraft) -> None:
     """Leave out a recipe's interface names that this machine does not have: NCCL would not even start."""
     for variable in (NCCL, GLOO):
-        value = book.value(variable)
-        if value and book.facts.interfaces and not matching(value, book.facts.interfaces):
-            names = ", ".join(item.name for item in book.facts.interfaces)
-            book.refuse(variable, f"no such interface here (/sys/class/net: {names})")
+        value = draft.value(variable)
+        if value and draft.facts.interfaces and not matching(value, draft.facts.interfaces):
+            names = ", ".join(item.name for item in draft.facts.interfaces)
+            draft.refuse(variable, f"no such interface here (/sys/class/net: {names})")
 
 
-def threads(book: Ledger, item: Interface | None) -> None:
+def threads(draft: PlanDraft, item: Interface | None) -> None:
     """Enter the socket numbers of NCCL's TCP transport, where its default of one socket is too few."""
-    if item is None or not book.several or item.speed_Mbps is None or item.speed_Mbps < _FAST_Mbps:
+    if item is None or not draft.several or item.speed_Mbps is None or item.speed_Mbps < _FAST_Mbps:
         return
     if item.vendor in _SELF_TUNED:
         path, cloud = f"/sys/class/net/{item.name}/device/vendor", _SELF_TUNED[item.vendor]
         reason = f"{path}: {item.vendor}: NCCL sets it itself for {cloud}"
         for variable in THREADS:
-            book.note(variable, "", reason)
+            draft.note(variable, "", reason)
         return
     reason = (
         f"/sys/class/net/{item.name}/speed: {item.speed_Mbps}; NCCL's user guide: 4 for generic 100G networks"
     )
     for variable in THREADS:
-        book.set(variable, "4", reason)
+        draft.set(variable, "4", reason)
 
 
-def refuse_threads(book: Ledger, kind: str) -> None:
+def refuse_threads(draft: PlanDraft, kind: str) -> None:
     """Leave out a recipe's socket numbers where the data does not go by TCP."""
     for variable in THREADS:
-        book.refuse(variable, f"concerns TCP only, and the data goes by {kind}")
+        draft.refuse(variable, f"concerns TCP only, and the data goes by {kind}")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts import host, network, rdma, software, tree
-from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, root_of
-from imgkit_entrypoints.facts.values import (
+from imgkit_entrypoints.facts import host, network, rdma, saved_tree, software
+from imgkit_entrypoints.facts.host_facts import (
     CxiDevice,
     Gid,
     Gpu,
@@ -27,6 +26,7 @@ from imgkit_entrypoints.facts.values import (
     Route,
     Setting,
 )
+from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, root_of
 
 __all__ = [
     "NOT_FILES",
@@ -44,9 +44,9 @@ __all__ = [
     "Setting",
     "gather",
     "root_of",
+    "saved_tree",
     "snapshot",
     "system_facts",
-    "tree",
 ]
 
 
@@ -62,12 +62,12 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     return _gather(Reader(root=root_of(env) if root is None else root), env)
 
 
-def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[tree.Entry, ...]:
-    """The members of a tree from which `gather` finds the same as here; `tree.write` puts them into a folder.
+def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[saved_tree.Entry, ...]:
+    """Return everything that `gather` reads here, as a tree of files; `saved_tree.write` writes it out.
 
-    Nothing else is in it: no environment, no file that `gather` does not read.
+    The tree holds nothing else: no environment, and no file that `gather` does not read.
     """
-    recorder = tree.Recorder(root=root_of(env) if root is None else root)
+    recorder = saved_tree.Recorder(root=root_of(env) if root is None else root)
     found = _gather(recorder, env)
     devices = {device.verbs: device.verbs_opens for device in found.rdma if device.verbs}
     devices.update({f"/dev/{device.name}": device.opens for device in found.cxi})
@@ -82,7 +82,7 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
         "shm_bytes": found.shm_bytes,
         "closed": sorted(path for path, opens in devices.items() if not opens),
     }
-    return tree.entries(recorder, not_files)
+    return saved_tree.entries(recorder, not_files)
 
 
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from imgkit_entrypoints.facts.host_facts import Gpu, Limit
 from imgkit_entrypoints.facts.reader import Reader
-from imgkit_entrypoints.facts.values import Gpu, Limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.facts.host import pci_path
+from imgkit_entrypoints.facts.host_facts import Interface, Route
 from imgkit_entrypoints.facts.reader import Reader
-from imgkit_entrypoints.facts.values import Interface, Route
 
 
 def interfaces(reader: Reader) -> tuple[Interface, ...]:

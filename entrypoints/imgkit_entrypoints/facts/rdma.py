@@ -9,8 +9,8 @@ import ipaddress
 import os
 
 from imgkit_entrypoints.facts.host import numa_node, pci_path
+from imgkit_entrypoints.facts.host_facts import CxiDevice, Gid, Port, RdmaDevice
 from imgkit_entrypoints.facts.reader import Reader
-from imgkit_entrypoints.facts.values import CxiDevice, Gid, Port, RdmaDevice
 
 SYSFS = "/sys/class/infiniband"
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts.host import driver
+from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
-from imgkit_entrypoints.facts.values import Library, Setting
 
 LIBRARIES = (
     "libibverbs.so.1",

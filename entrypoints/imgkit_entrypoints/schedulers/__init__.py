@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
-from imgkit_entrypoints.schedulers import detect, manual, standalone
-from imgkit_entrypoints.schedulers.detect import BY_NAME, NAMES, Scheduler, claims, unseen
-from imgkit_entrypoints.schedulers.fields import hostname, node_range, number, port_in, short
+from imgkit_entrypoints.schedulers import launchers, manual, standalone
+from imgkit_entrypoints.schedulers.environment import hostname, node_range, number, port_in, short
+from imgkit_entrypoints.schedulers.launchers import BY_NAME, NAMES, Scheduler, claims, unseen
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, Wanted, WrongStart
 
 __all__ = ["NAMES", "Scheduler", "claims", "place", "unseen", "warnings"]
@@ -42,15 +42,15 @@ def place(wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
     _check_flags(wanted)
     _refuse_nesting(env)
     asked = _asked(wanted, env)
-    claimants = detect.claimants(asked)
+    claimants = launchers.claimants(asked)
     if wanted.scheduler:
-        module = detect.named(wanted.scheduler, asked)
+        module = launchers.named(wanted.scheduler, asked)
         found = _place_by(module, wanted, asked, read)
     elif _complete(wanted, asked):
         found = manual.place(asked, read)
         _hold_against(claimants, found, asked, read)
     elif len(claimants) > 1:
-        detect.refuse_two(claimants[:2], asked)
+        launchers.refuse_two(claimants[:2], asked)
     else:
         module = claimants[0] if claimants else manual if manual.claims(asked) else standalone
         found = _place_by(module, wanted, asked, read)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from imgkit_entrypoints.schedulers.fields import present
-from imgkit_entrypoints.schedulers.mpi import Ranks, place_rank
+from imgkit_entrypoints.schedulers.environment import present
+from imgkit_entrypoints.schedulers.mpi import RankVariables, place_rank
 from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "hydra"
 
-FIELDS = Ranks(
+FIELDS = RankVariables(
     rank=("PMI_RANK",),
     world_size=("PMI_SIZE",),
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),

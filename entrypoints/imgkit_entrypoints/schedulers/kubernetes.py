@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.fields import (
+from imgkit_entrypoints.schedulers.environment import (
     first,
     head_of,
     named_hosts,

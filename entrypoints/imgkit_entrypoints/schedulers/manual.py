@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.fields import (
+from imgkit_entrypoints.schedulers.environment import (
     NODES,
     first,
     given_nodes,

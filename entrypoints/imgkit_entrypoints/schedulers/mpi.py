@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.fields import (
+from imgkit_entrypoints.schedulers.environment import (
     NODES,
     first,
     given_nodes,
@@ -32,7 +32,7 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, Wro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankVariables:
     """Field -> variables of one launcher, the first that is set counts."""
 
     rank: tuple[str, ...]
@@ -56,7 +56,7 @@ class Ranks:
         return self.hand_in.format(name=name, value=value)
 
 
-def place_rank(name: str, fields: Ranks, env: Mapping[str, str], read: Read) -> Placement:
+def place_rank(name: str, fields: RankVariables, env: Mapping[str, str], read: Read) -> Placement:
     """The place of a process that launcher `name` started.
 
     Raises
@@ -134,7 +134,7 @@ def _hosts(env: Mapping[str, str], read: Read) -> tuple[tuple[str, ...], str]:
     return (), ""
 
 
-def _local_rank(fields: Ranks, env: Mapping[str, str], local: int) -> int:
+def _local_rank(fields: RankVariables, env: Mapping[str, str], local: int) -> int:
     name = first(env, fields.local_rank)
     if not name and local == 1:
         return 0
@@ -145,7 +145,7 @@ def _local_rank(fields: Ranks, env: Mapping[str, str], local: int) -> int:
 
 
 def _compare(
-    name: str, fields: Ranks, nnodes: int, hosts: tuple[str, ...], hosts_from: str, counted: str
+    name: str, fields: RankVariables, nnodes: int, hosts: tuple[str, ...], hosts_from: str, counted: str
 ) -> None:
     """Hold the number of nodes against the list of hosts, where there is one."""
     if not hosts or len(hosts) == nnodes:
@@ -165,7 +165,7 @@ def _compare(
 
 
 def _node_rank(
-    fields: Ranks, env: Mapping[str, str], rank: int, local_rank: int, local: int, nnodes: int
+    fields: RankVariables, env: Mapping[str, str], rank: int, local_rank: int, local: int, nnodes: int
 ) -> tuple[int, str]:
     if name := first(env, fields.node_rank):
         node = number(env, name)

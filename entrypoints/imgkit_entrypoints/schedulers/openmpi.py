@@ -10,13 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from imgkit_entrypoints.schedulers.fields import present
-from imgkit_entrypoints.schedulers.mpi import Ranks, place_rank
+from imgkit_entrypoints.schedulers.environment import present
+from imgkit_entrypoints.schedulers.mpi import RankVariables, place_rank
 from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "openmpi"
 
-FIELDS = Ranks(
+FIELDS = RankVariables(
     rank=("OMPI_COMM_WORLD_RANK",),
     world_size=("OMPI_COMM_WORLD_SIZE",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),

@@ -12,13 +12,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from imgkit_entrypoints.schedulers.fields import present
-from imgkit_entrypoints.schedulers.mpi import Ranks, place_rank
+from imgkit_entrypoints.schedulers.environment import present
+from imgkit_entrypoints.schedulers.mpi import RankVariables, place_rank
 from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "pals"
 
-FIELDS = Ranks(
+FIELDS = RankVariables(
     rank=("PALS_RANKID",),
     world_size=("PMI_SIZE", "PALS_SIZE"),
     local_rank=("PALS_LOCAL_RANKID",),

@@ -7,7 +7,7 @@ guide, "Troubleshooting", unless a check names another source.
 from __future__ import annotations
 
 from imgkit_entrypoints.doctor.checks import machine, network, software
-from imgkit_entrypoints.doctor.checks.values import Check, Subject, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 
 __all__ = ["CHECKS", "Check", "Subject", "Verdict"]
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from imgkit_entrypoints.doctor.checks.values import Check, Subject
+from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import Limit
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from imgkit_entrypoints.doctor.checks.values import Check, Subject
+from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.fabric import gid, ports, sockets
 from imgkit_entrypoints.facts import RdmaDevice
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from imgkit_entrypoints.fabric.values import Decision
+from imgkit_entrypoints.fabric.fabric_plan import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.system import SystemFacts
 
@@ -22,7 +22,7 @@ class Given:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class PlanDraft:
     """Collects decisions while a fabric is chosen; the only mutable thing here, and it stays inside."""
 
     facts: HostFacts
@@ -119,11 +119,11 @@ class Ledger:
                 self.decisions.append(Decision(variable=setting.name, value=setting.value, reason=reason))
 
 
-def ledger(
+def draft_for(
     facts: HostFacts, system: SystemFacts | None, env: Mapping[str, str], *, nnodes: int, head: str
-) -> Ledger:
+) -> PlanDraft:
     """An empty ledger for this machine."""
-    return Ledger(
+    return PlanDraft(
         facts=facts,
         env=env,
         recipe=system.env if system else {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from imgkit_entrypoints.fabric.values import FabricPlan
+from imgkit_entrypoints.fabric.fabric_plan import FabricPlan
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.system import SystemFacts
 

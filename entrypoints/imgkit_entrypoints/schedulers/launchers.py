@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import hydra, kubernetes, manual, openmpi, pals, pbs, slurm, standalone
-from imgkit_entrypoints.schedulers.fields import present
+from imgkit_entrypoints.schedulers.environment import present
 from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 
