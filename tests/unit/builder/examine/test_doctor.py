@@ -95,17 +95,6 @@ def test_missing_engine_fails_only_builders(runtime: Path, purpose: str, verdict
     assert look(purpose=purpose, machine=Machine(uid=0))["docker"].verdict == verdict
 
 
-@pytest.mark.docker
-@pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("build", "warn"), ("sif", "fail")])
-def test_missing_runtime_fails_only_converters(
-    programs: Path, monkeypatch: pytest.MonkeyPatch, purpose: str, verdict: str
-) -> None:
-    monkeypatch.delenv("DOCKER_HOST")
-    found = look(purpose=purpose)
-    assert found["docker"].verdict == "ok"
-    assert found["singularity"].verdict == verdict
-
-
 def test_runtime_tells_flavour_and_place(runtime: Path) -> None:
     assert look()["singularity"].found.startswith(f"singularity-ce 4.1.0 at {runtime}")
 

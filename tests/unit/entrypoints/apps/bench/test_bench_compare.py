@@ -1,7 +1,7 @@
 """``--compare``: what the launcher starts, what it believes, and what it refuses.
 
 There is no NCCL here: `FakeLauncher` writes the files that its workers would, with a log made up after NCCL's
-sources. The launches themselves are real in tests/lab/test_bench_real.py, on gloo.
+sources. The launches themselves are real in tests/lab/apps/test_bench_real.py, on gloo.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
 FORMS = {"launcher": (), "direct": ("--direct",), "ssh": ("--ssh",)}
 HOSTS = ("--hosts", "node1,node2")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CLUSTER = Path(__file__).resolve().parents[2] / "ci/lab/cluster"
+CLUSTER = Path(__file__).resolve().parents[3] / "ci/lab/cluster"
 
 pytestmark = pytest.mark.cluster
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
 PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 

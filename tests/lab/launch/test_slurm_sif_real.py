@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PER_NODE = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
 TWO = ("--device", "cpu", "--nproc", "2")
 PLACES = [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]

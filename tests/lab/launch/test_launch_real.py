@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
-NODE = ROOT / "tests/unit/launch/node.py"
-SCENARIO = ROOT / "tests/lab/launch_scenario.py"
+NODE = ROOT / "tests/unit/entrypoints/launch/node.py"
+SCENARIO = ROOT / "tests/lab/launch/launch_scenario.py"
 
 PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
 

@@ -17,7 +17,7 @@ import pytest
 from imgkit_entrypoints.apps.bench.measure.collectives import NAMES
 from imgkit_entrypoints.apps.bench.record import json_schema, schema
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
 PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 # Without a network no host name resolves: Gloo finds lo by itself, but warns first.

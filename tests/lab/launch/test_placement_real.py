@@ -13,7 +13,7 @@ import pytest
 
 from imgkit_entrypoints.schedulers.slurm import expand_nodelist
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-LAB = Path(__file__).resolve().parents[2] / "ci/lab"
+LAB = Path(__file__).resolve().parents[3] / "ci/lab"
 
 pytestmark = pytest.mark.docker
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ENGINE = Path(__file__).resolve().parents[2] / "ci/lab/engine"
+ENGINE = Path(__file__).resolve().parents[3] / "ci/lab/engine"
 
 pytestmark = [
     pytest.mark.docker,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
 CPU = ("--device", "cpu", "--nproc", "2")
 COUNT = ("dist-run", *CPU, "--grace", "20", "save_and_resume.py")
@@ -180,7 +180,7 @@ def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) 
 
 
 def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
-    shutil.copy(ROOT / "tests/lab/train_faults.py", site.folder / "faults.py")
+    shutil.copy(ROOT / "tests/lab/apps/train_faults.py", site.folder / "faults.py")
     own = ("--model", "faults.py:model", "--data", "faults.py:data", "--global-batch", "12")
     kept = ("--steps", "150", "--save-every", "10", "--run-dir", "runs/mine")
     train = ("dist-train", "--device", "cpu", "--nproc", "1", *own, *kept)
