@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.archive import streams
-from imgkit_builder.archive.config import ImageConfig, parse_config
 from imgkit_builder.archive.tarstream import HARD_LINK, REGULAR, SYMLINK, TarStream
 from imgkit_builder.base.progress import Reporter
+from imgkit_builder.image.config import ImageConfig, parse_config
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

@@ -19,7 +19,6 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.sif.options import Converted, EngineImage, Options, Source, Stage
     from imgkit_entrypoints.system import SystemFacts
 
@@ -185,31 +184,7 @@ def engine_image(image: str, report: Reporter) -> Iterator[EngineImage]:
         hint = f"{error.hint}\nwithout docker give the archive: imgkit sif {stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
-        yield _image_of(connected, name, engine.inspect(connected, name))
-
-
-def _image_of(connected: Engine, name: str, info: ImageInfo) -> EngineImage:
-    from imgkit_builder import engine
-    from imgkit_builder.archive.config import parse_config
-    from imgkit_builder.engine.config import image_config
-    from imgkit_builder.sif.options import EngineImage
-
-    def other(image_id: str) -> EngineImage | None:
-        found = engine.find(connected, image_id)
-        return _image_of(connected, image_id, found) if found else None
-
-    # By id from here on: a tag that moves meanwhile must not mix two images.
-    return EngineImage(
-        name=info.tag or name,
-        config=parse_config(image_config(connected, info.id), where=name, image_id=info.id),
-        size_bytes=info.size_bytes,
-        save=lambda: engine.save_stream(connected, info.tag or info.id),
-        export=lambda: engine.export_stream(connected, info.id),
-        folders=lambda diff_ids: engine.layer_folders(connected, diff_ids),
-        copied=lambda layers: engine.copied(connected, info.id, layers),
-        fetch=lambda paths, folder: engine.fetch(connected, info.id, paths, folder),
-        other=other,
-    )
+        yield engine.local_image(connected, name)
 
 
 def system_of(image: str) -> SystemFacts | None:

@@ -1,19 +1,18 @@
 """The Docker engine; the only importer of docker, and only once a function needs it.
 
 Read in this order: ``connection``, ``images``, ``base``, ``probing``, ``building``, ``streams``,
-``transfer``, ``storage``, ``copies``.
+``transfer``, ``storage``, ``copies``, ``local_image``.
 """
 
 from imgkit_builder.engine.base import choose_platform, resolve_base
 from imgkit_builder.engine.building import Built, build, default_tag
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.containers import run
-from imgkit_builder.engine.copies import copied, fetch
 from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect
+from imgkit_builder.engine.local_image import LocalImage, local_image
 from imgkit_builder.engine.probing import probe
 from imgkit_builder.engine.shell import shell_argv
 from imgkit_builder.engine.show import ImageFacts, image_facts
-from imgkit_builder.engine.storage import layer_folders
 from imgkit_builder.engine.streams import export_stream, read_file, save_stream
 from imgkit_builder.engine.transfer import add_tag, load, pull, push
 
@@ -22,20 +21,19 @@ __all__ = [
     "Engine",
     "ImageFacts",
     "ImageInfo",
+    "LocalImage",
     "add_tag",
     "build",
     "check_name",
     "choose_platform",
     "connect",
-    "copied",
     "default_tag",
     "export_stream",
-    "fetch",
     "find",
     "image_facts",
     "inspect",
-    "layer_folders",
     "load",
+    "local_image",
     "probe",
     "pull",
     "push",

@@ -13,10 +13,10 @@ from shutil import disk_usage
 
 from imgkit_builder import __version__
 from imgkit_builder.archive import oci_folder, streams
-from imgkit_builder.archive.config import ImageConfig
 from imgkit_builder.base import files
 from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
+from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.sif import check, fast, image, limits
 from imgkit_builder.sif import compression as squash
 from imgkit_builder.sif.compression import Compression

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
-from imgkit_builder.archive.config import ImageConfig
+from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.sif.image import Record
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]
-
-ChunkStream = Callable[[], AbstractContextManager[Iterator[bytes]]]
-LayerFolders = Callable[[Sequence[str]], tuple[Path, ...] | None]
-Copied = Callable[[int], tuple[str, ...] | None]
-Fetch = Callable[[Sequence[str], Path], tuple[Path | None, ...]]
-ImageFinder = Callable[[str], "EngineImage | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,25 +28,39 @@ class OciFolder:
     path: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineImage:
-    """An image of a Docker engine; the functions open its streams, so that nothing here imports docker."""
+@runtime_checkable
+class EngineImage(Protocol):
+    """An image of a Docker engine; ``engine.LocalImage`` is one."""
 
-    name: str
-    config: ImageConfig
-    size_bytes: int
-    save: ChunkStream
-    """``docker save``."""
-    export: ChunkStream
-    """``docker export`` of a container made of it."""
-    folders: LayerFolders
-    """Where the engine keeps the layers of these digests; None where that cannot be read."""
-    copied: Copied
-    """Targets of its last N layers where those only copy; None where they do more."""
-    fetch: Fetch
-    """Tars of paths in it, written into a folder; None for each that it has not."""
-    other: ImageFinder
-    """Another image of the same engine, by its id; None where it has none."""
+    @property
+    def name(self) -> str:
+        """A name for messages: tag or id."""
+
+    @property
+    def config(self) -> ImageConfig:
+        """Its OCI configuration."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its layers, uncompressed."""
+
+    def save(self) -> AbstractContextManager[Iterator[bytes]]:
+        """Stream ``docker save``."""
+
+    def export(self) -> AbstractContextManager[Iterator[bytes]]:
+        """Stream ``docker export`` of a container made of it."""
+
+    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
+        """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
+
+    def copied(self, layers: int) -> tuple[str, ...] | None:
+        """Targets of the last `layers` layers where they only copy; None where they do more."""
+
+    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
+        """Write a tar of each of `paths` into `folder`; None stands for a path that the image lacks."""
+
+    def other(self, image_id: str) -> EngineImage | None:
+        """Find another image of the same engine by its id; None where the engine has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

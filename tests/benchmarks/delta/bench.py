@@ -26,18 +26,20 @@ IMGKIT = (sys.executable, "-m", "imgkit_builder")
 TAG = "imgkit-bench-delta"
 CODE = "/workspace/code/code.py"
 OTHERWISE = """
-import dataclasses, sys
+import sys
 from pathlib import Path
+from unittest.mock import patch
 from imgkit_builder.cli.sif import engine_image
 from imgkit_builder.delta.make import make
+from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif.options import Options
 
 way, tag, base, target = sys.argv[1:]
-with engine_image(tag, Silent()) as image:
-    image = dataclasses.replace(image, folders=lambda _: None)
-    if way == "save":
-        image = dataclasses.replace(image, copied=lambda _: None)
+lost = {"folders": lambda self, ids: None}
+if way == "save":
+    lost["copied"] = lambda self, layers: None
+with engine_image(tag, Silent()) as image, patch.multiple(LocalImage, **lost):
     assert make(image, Path(base), Path(target), Options(), Silent()).way == way
 """
 

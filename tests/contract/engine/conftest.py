@@ -98,7 +98,7 @@ class FakeEngine:
             "Os": "linux",
             "Size": 1000,
             "Config": config,
-            "RootFS": {"Type": "layers", "Layers": ["sha256:1", "sha256:2"]},
+            "RootFS": {"Type": "layers", "Layers": ["sha256:" + "1" * 64, "sha256:" + "2" * 64]},
         }
         return Reply(data=data)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from imgkit_builder.archive import oci_folder
-from imgkit_builder.archive.config import parse_config
 from imgkit_builder.archive.oci_folder import Laid
 from imgkit_builder.base.progress import Silent
+from imgkit_builder.image.config import parse_config
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 Made = Any

@@ -223,23 +223,26 @@ def test_environment_runscript_and_labels_travel(lab: Lab, replaced: Pair, added
 
 
 MAKE_OTHERWISE = """
-import dataclasses, sys
+import sys
 from pathlib import Path
+from unittest.mock import patch
 from imgkit_builder.cli.sif import engine_image
 from imgkit_builder.delta.make import make
+from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif.options import Options
 
 tag, base, target, way = sys.argv[1:]
 with engine_image(tag, Silent()) as image:
     own, folders = tuple(image.config.diff_ids), image.folders
-    if way != "pruned":  # as for whoever is not root
-        image = dataclasses.replace(image, folders=lambda _: None)
+    lost = {"folders": lambda self, ids: None}  # as for an ordinary user
     if way == "pruned":  # the engine no longer has the base's image
-        image = dataclasses.replace(
-            image, other=lambda _: None, folders=lambda ids: folders(ids) if tuple(ids) == own else None
-        )
-    made = make(image, Path(base), Path(target), Options(test=False), Silent())
+        lost = {
+            "other": lambda self, image_id: None,
+            "folders": lambda self, ids: folders(ids) if tuple(ids) == own else None,
+        }
+    with patch.multiple(LocalImage, **lost):
+        made = make(image, Path(base), Path(target), Options(test=False), Silent())
     print(made.way, made.delta.sha256)
 """
 
