@@ -1,10 +1,10 @@
 """The Docker engine; the only importer of docker, and only once a function needs it.
 
-Read in this order: ``connection``, ``images``, ``base``, ``probing``, ``building``, ``streams``,
+Read in this order: ``connection``, ``images``, ``base_image``, ``probing``, ``building``, ``streams``,
 ``transfer``, ``storage``, ``copies``, ``local_image``.
 """
 
-from imgkit_builder.engine.base import choose_platform, resolve_base
+from imgkit_builder.engine.base_image import choose_platform, resolve_base
 from imgkit_builder.engine.building import Built, build, default_tag
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.containers import run

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
+from imgkit_builder.engine.address import address, unreachable
+from imgkit_entrypoints.errors import ToolMissing
 
 if TYPE_CHECKING:
     import docker
 
-DEFAULT_HOST = "unix:///var/run/docker.sock"
 ANSWER_TIMEOUT_S = 120
 """For short questions only: an engine that writes a layer to a slow disk answers late, a dead one never."""
 
@@ -100,73 +97,10 @@ def connect(*, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
         raise ToolMissing(
             f"the Python package docker cannot be imported: {error}", hint="pip install docker"
         ) from error
-    host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    host = address()
     try:
         options = docker.utils.kwargs_from_env()
         options.setdefault("base_url", host)
         return Engine(docker.APIClient(**options, version="auto", timeout=timeout_s), host)  # type: ignore[arg-type]
     except (docker.errors.DockerException, ValueError) as error:
-        raise _why(host, error) from error
-
-
-def _why(host: str, error: Exception) -> ImgkitError:
-    number = _errno(error)
-    if number in (errno.EACCES, errno.EPERM):
-        return ToolMissing(
-            f"no permission for the Docker engine's socket {host.removeprefix('unix://')}",
-            hint="join its group: sudo usermod -aG docker $USER, then log in again (or: newgrp docker); "
-            "or run the command with sudo",
-        )
-    if number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
-        return ToolMissing(f"no Docker engine answers at {host}", where=_stated(), hint=_start_hint(host))
-    text = str(error)
-    if "paramiko" in text:
-        return ToolMissing(
-            f"{host} needs the SSH part of the SDK", where=_stated(), hint="pip install paramiko"
-        )
-    if "timed out" in text.lower():
-        return ToolFailed(
-            f"the Docker engine at {host} took the connection and did not answer",
-            where=_stated(),
-            hint="it hangs: journalctl -u docker -n 50; sudo systemctl restart docker",
-        )
-    if "Invalid bind address" in text or "Invalid host" in text or "protocol" in text.lower():
-        return UsageError(
-            f"not an engine's address: {host!r}",
-            where=_stated(),
-            hint="it looks like unix:///path/docker.sock or tcp://host:2375",
-        )
-    if "NameResolutionError" in text or "Name or service not known" in text:
-        return ToolMissing(
-            f"the host of {host} is not known", where=_stated(), hint="unset DOCKER_HOST, or correct it"
-        )
-    return ToolFailed(f"no usable Docker engine at {host}: {text}", where=_stated(), hint=_start_hint(host))
-
-
-def _stated() -> str | None:
-    return "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else None
-
-
-def _start_hint(host: str) -> str:
-    rootless = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "docker.sock"
-    if rootless.exists() and host != f"unix://{rootless}":
-        return f"a rootless engine is at: export DOCKER_HOST=unix://{rootless}"
-    if os.environ.get("DOCKER_HOST"):
-        return "start the engine there, or: unset DOCKER_HOST"
-    return "start it: sudo systemctl start docker; not installed yet: sudo apt-get install docker.io"
-
-
-def _errno(error: BaseException | None) -> int | None:
-    """The number of the OSError at the bottom: SDK, requests and urllib3 each wrap it once more."""
-    seen: set[int] = set()
-    todo: list[object] = [error]
-    while todo:
-        one = todo.pop()
-        if not isinstance(one, BaseException) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        # requests' own exceptions are OSErrors without a number.
-        if isinstance(one, OSError) and one.errno is not None:
-            return one.errno
-        todo += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
-    return None
+        raise unreachable(host, error) from error

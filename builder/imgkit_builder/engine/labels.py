@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.images import find
+from imgkit_builder.image.quoting import docker_quote
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
@@ -61,14 +62,12 @@ def instruction(values: Mapping[str, str]) -> str:
     -----
     The SDK's ``labels=`` makes a step per label, 65 ms each when one of them changed (docker 20.10).
     """
-    return "LABEL " + " ".join(f"{_quoted(key)}={_quoted(value)}" for key, value in values.items()) + "\n"
+    pairs = (f"{_one_line(key)}={_one_line(value)}" for key, value in values.items())
+    return f"LABEL {' '.join(pairs)}\n"
 
 
-def _quoted(text: str) -> str:
-    # Backslash first: it is the escape character for the other two.
-    for special in ("\\", '"', "$"):
-        text = text.replace(special, "\\" + special)
-    return '"' + " ".join(text.splitlines()) + '"'
+def _one_line(text: str) -> str:
+    return docker_quote(" ".join(text.splitlines()))
 
 
 def with_dockerfile(stream: BinaryIO, text: str) -> BinaryIO:

@@ -18,12 +18,12 @@ from typing import Literal
 from imgkit_builder.base import process
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
-from imgkit_builder.engine import ask
+from imgkit_builder.engine import address, without_sdk
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import runtime
 from imgkit_builder.sif.convert import SPACE_FACTOR
 from imgkit_builder.sif.workspace import tmp_base
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
 
@@ -94,8 +94,8 @@ def _python() -> Check:
 def _engine() -> Check:
     name = "docker"
     try:
-        answer = ask.ask()
-    except (ToolMissing, ToolFailed) as error:
+        answer = without_sdk.query()
+    except ImgkitError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=_context_hint() or error.hint or "")
     found = f"engine {answer.version}, API {answer.api}, {answer.arch}, at {answer.address}"
     if answer.free_bytes is None:
@@ -114,7 +114,7 @@ def _context_hint() -> str:
     argv = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
     shown = process.run(argv, check=False)
     host = shown.output.strip()
-    told = shown.returncode == 0 and "://" in host and host != ask.DEFAULT_HOST
+    told = shown.returncode == 0 and "://" in host and host != address.DEFAULT_HOST
     return f"export DOCKER_HOST={host}" if told else ""
 
 

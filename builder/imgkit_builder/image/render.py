@@ -9,14 +9,14 @@ decoded, but not in RUN. So everything that comes from a recipe is quoted for th
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.image.layers import Layers, layers, refuse
+from imgkit_builder.image.quoting import copy_words, docker_key, docker_quote
 from imgkit_builder.recipe.model import Recipe
 from imgkit_recipes import FOLDER
 
@@ -71,21 +71,6 @@ def origin(text: str, line: int) -> str:
         if found := TRACE.fullmatch(above):
             return found.group(1)
     return ""
-
-
-def docker_quote(value: str) -> str:
-    """Double-quoted for ENV, LABEL and WORKDIR, where ``$`` is a variable unless escaped."""
-    return '"' + re.sub(r'([\\"$])', r"\\\1", value) + '"'
-
-
-def docker_key(value: str) -> str:
-    """Name of a label, bare where it can be."""
-    return value if re.fullmatch(r"[A-Za-z0-9._/-]+", value) else docker_quote(value)
-
-
-def copy_words(words: Sequence[str]) -> str:
-    """JSON form of COPY; the builder expands each word once more after decoding it."""
-    return json.dumps([re.sub(r"""([\\"'$])""", r"\\\1", word) for word in words], ensure_ascii=False)
 
 
 def _fill(template: str, made: Layers) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from imgkit_builder.recipe import secrets
 from imgkit_builder.recipe.nodes import Entry, Items, Node, Scalar, Table, children, kind
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
+from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, KEY_RULES, PLATFORMS, TEXT_RULES, printable
 
 Checked = set[KeyPath]
@@ -271,7 +272,7 @@ def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
     found.lines[file] = lines
     for number, line in enumerate(lines, start=1):
         text = line.strip()
-        if re.match(r"(?:-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/)", text):
+        if names_other_file(line):
             place = Position(file=file, line=number, column=len(line) - len(line.lstrip()) + 1)
             found.error(
                 place, path, f"{text!r} names a file that is not in the image", "write its lines here"

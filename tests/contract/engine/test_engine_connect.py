@@ -14,7 +14,7 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("imgkit_builder.engine.connection.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
+    monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
     monkeypatch.setattr("docker.constants.DEFAULT_UNIX_SOCKET", f"http+unix://{tmp_path}/docker.sock")
     with pytest.raises(ToolMissing, match="no Docker engine answers") as caught:
         engines.connect()

@@ -143,7 +143,7 @@ def test_single_file_keeps_its_name(pack: Pack, code: Path) -> None:
 def test_requirements_go_in_as_they_are(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     file = tmp_path / "r.txt"
     file.write_bytes(
-        b"numpy>=1.26,<2  # why\r\n--extra-index-url https://example.org/x\n-r https://a/b.txt\n"
+        b"numpy>=1.26,<2  # why\r\n--extra-index-url https://example.org/x\nmine @ https://a/b.whl\n"
     )
     recipe = make_recipe(pip=(PipStep(packages=("x",)), PipStep(requirements=file)))
     packed = context.pack(recipe, base=Base(name="b"), platform="linux/amd64", revision="")
@@ -284,7 +284,18 @@ def test_file_of_same_size_refused_too(pack: Pack, code: Path) -> None:
         stream.read()
 
 
-@pytest.mark.parametrize("line", ["-r more.txt", "-c pins.txt", "-e .", "./mine", "--requirement=x.txt"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-r more.txt",
+        "-c pins.txt",
+        "-e .",
+        "./mine",
+        "--requirement=x.txt",
+        "file:./mine",
+        "-r https://a/b.txt",
+    ],
+)
 def test_requirements_naming_files_refused(make_recipe: MakeRecipe, tmp_path: Path, line: str) -> None:
     file = tmp_path / "r.txt"
     file.write_text(f"numpy\n{line}\n")

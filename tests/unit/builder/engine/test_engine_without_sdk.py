@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.engine import ask as daemon
+from imgkit_builder.engine import without_sdk
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 VERSION = {"Version": "27.1.0", "ApiVersion": "1.46", "Arch": "arm64"}
@@ -47,7 +47,7 @@ def engine(folder: Path, answers: dict[str, object], *, status: int = 200) -> It
 
 def test_engine_tells_version_and_space(tmp_path: Path) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": str(tmp_path)}}) as host:
-        answer = daemon.ask(host)
+        answer = without_sdk.query(host)
     assert (answer.version, answer.api, answer.arch) == ("27.1.0", "1.46", "arm64")
     assert answer.free_bytes is not None
     assert answer.free_bytes > 0
@@ -55,19 +55,19 @@ def test_engine_tells_version_and_space(tmp_path: Path) -> None:
 
 def test_images_in_a_virtual_machine_have_no_space(tmp_path: Path) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/nonexistent"}}) as host:
-        assert daemon.ask(host).free_bytes is None
+        assert without_sdk.query(host).free_bytes is None
 
 
 def test_docker_host_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/"}}) as host:
         monkeypatch.setenv("DOCKER_HOST", host)
-        assert daemon.ask().address == host
+        assert without_sdk.query().address == host
 
 
 def test_absent_engine_names_the_start_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="no Docker engine") as caught:
-        daemon.ask(f"unix://{tmp_path}/absent.sock")
+        without_sdk.query(f"unix://{tmp_path}/absent.sock")
     assert "apt-get install docker.io" in str(caught.value.hint)
 
 
@@ -76,24 +76,24 @@ def test_dead_engine_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         listener.bind(str(tmp_path / "s"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/s")
     with pytest.raises(ToolMissing) as caught:
-        daemon.ask()
+        without_sdk.query()
     assert "unset DOCKER_HOST" in str(caught.value.hint)
 
 
 def test_something_else_at_the_socket_is_told(tmp_path: Path) -> None:
     with (
         engine(tmp_path, {"/version": ["hello"]}) as host,
-        pytest.raises(ToolFailed, match="no Docker engine"),
+        pytest.raises(ToolFailed, match="like a Docker engine"),
     ):
-        daemon.ask(host)
+        without_sdk.query(host)
 
 
 def test_failing_engine_is_told(tmp_path: Path) -> None:
     with engine(tmp_path, {}, status=500) as host, pytest.raises(ToolFailed, match="answers 500 to /version"):
-        daemon.ask(host)
+        without_sdk.query(host)
 
 
 @pytest.mark.parametrize("host", ["ssh://user@host", "nonsense", "tcp://"])
 def test_unknown_addresses_are_refused(host: str) -> None:
-    with pytest.raises(ToolFailed, match="cannot be asked"):
-        daemon.ask(host)
+    with pytest.raises(ToolFailed, match="cannot ask an engine"):
+        without_sdk.query(host)

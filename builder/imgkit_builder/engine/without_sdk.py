@@ -1,4 +1,4 @@
-"""Ask the Docker engine over its socket, without the docker SDK: the one-file tool has none."""
+"""The Docker engine over plain HTTP: the one-file tool has no docker SDK."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
+from imgkit_builder.engine.address import address as engine_address
+from imgkit_builder.engine.address import unreachable
+from imgkit_entrypoints.errors import ToolFailed
 
-DEFAULT_HOST = "unix:///var/run/docker.sock"
 TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAnswer:
-    """What an engine says of itself."""
+class EngineFacts:
+    """What an engine reports about itself."""
 
     address: str
     version: str
@@ -32,19 +33,19 @@ class EngineAnswer:
     """Free space where images are kept; None for an engine on another machine."""
 
 
-def ask(host: str | None = None) -> EngineAnswer:
+def query(host: str | None = None) -> EngineFacts:
     """Ask the engine at `host` (default: ``DOCKER_HOST``, else the default socket) for its version.
 
     Raises
     ------
-    ToolMissing : nothing answers there, or this user may not ask.
-    ToolFailed : something answers that is no engine, or the address is of a kind not known here.
+    ToolMissing : nothing answers there, or this user has no permission.
+    ToolFailed : what answers is no engine, or the address is of an unsupported kind.
     """
-    address = host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    address = host or engine_address()
     try:
         version = _get(address, "/version")
         free_bytes = _free(_get(address, "/info")) if address.startswith("unix://") else None
-        return EngineAnswer(
+        return EngineFacts(
             address=address,
             version=str(version["Version"]),
             api=str(version["ApiVersion"]),
@@ -52,10 +53,10 @@ def ask(host: str | None = None) -> EngineAnswer:
             free_bytes=free_bytes,
         )
     except (OSError, http.client.HTTPException) as error:
-        raise _why(address, error) from error
+        raise unreachable(address, error) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ToolFailed(
-            f"what answers at {address} is no Docker engine: {error!r}", hint="correct DOCKER_HOST"
+            f"{address} does not answer like a Docker engine: {error!r}", hint="correct DOCKER_HOST"
         ) from error
 
 
@@ -64,7 +65,7 @@ def _free(info: Any) -> int | None:
     try:
         return shutil.disk_usage(folder).free
     except OSError:
-        return None  # Docker Desktop keeps it inside a virtual machine; or not ours to look into
+        return None  # Docker Desktop keeps it inside a virtual machine; or this user may not read it
 
 
 def _get(address: str, path: str) -> Any:
@@ -91,8 +92,8 @@ def _connection(address: str) -> http.client.HTTPConnection:
             )
         return http.client.HTTPConnection(parts.hostname, parts.port or 2375, timeout=TIMEOUT_S)
     raise ToolFailed(
-        f"the address {address} cannot be asked here",
-        hint="it looks like unix:///path/docker.sock or tcp://host:2375; for ssh:// run: docker version",
+        f"imgkit cannot ask an engine at {address}",
+        hint="write unix:///path/docker.sock or tcp://host:2375; for ssh:// try: docker version",
     )
 
 
@@ -112,20 +113,3 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
-
-
-def _why(address: str, error: Exception) -> ImgkitError:
-    if isinstance(error, PermissionError):
-        return ToolMissing(
-            f"no permission for the engine's socket {address.removeprefix('unix://')}",
-            hint="sudo usermod -aG docker $USER, then log in again (or: newgrp docker)",
-        )
-    if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
-        installed = shutil.which("dockerd") or shutil.which("docker")
-        start = "sudo systemctl start docker" if installed else "sudo apt-get install docker.io"
-        stated = address == os.environ.get("DOCKER_HOST")
-        hint = "start the engine there, or: unset DOCKER_HOST" if stated else start
-        return ToolMissing(f"no Docker engine answers at {address}", hint=hint)
-    if isinstance(error, TimeoutError):
-        return ToolFailed(f"the engine at {address} does not answer", hint="sudo systemctl restart docker")
-    return ToolMissing(f"no Docker engine answers at {address}: {error}", hint="correct or unset DOCKER_HOST")
