@@ -32,7 +32,7 @@ _BLOBS = "blobs/sha256/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class ArchivedLayer:
     """One layer as it lies in the archive."""
 
     name: str
@@ -54,7 +54,7 @@ class ArchivedImage:
     tags: tuple[str, ...]
     diff_ids: tuple[str, ...]
     """As the configuration lists them, lowest first."""
-    layers: tuple[Layer, ...]
+    layers: tuple[ArchivedLayer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +283,7 @@ def _described(
     absent = [name for name in layer_names if name not in members]
     if absent:
         raise _Wrong(f"the layer {absent[0]} is missing")
-    layers = (Layer(name=name, diff_id=_prefixed(members[name].diff_sha256)) for name in layer_names)
+    layers = (ArchivedLayer(name=name, diff_id=_prefixed(members[name].diff_sha256)) for name in layer_names)
     return ArchivedImage(
         stated_id=_prefixed(posixpath.basename(config_name).removesuffix(".json")),
         id=_prefixed(members[config_name].sha256),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.archive import streams
+from imgkit_builder.archive import compressed
 from imgkit_builder.archive.tarstream import HARD_LINK, REGULAR, SYMLINK, TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig, parse_config
@@ -90,7 +90,7 @@ def from_archive(path: Path, folder: Path, report: Reporter) -> Laid:
     ToolMissing : a zstd archive and no ``zstd`` program.
     """
     total = path.stat().st_size
-    source = streams.chunks(path, advance=lambda done: report.advance(done, total))
+    source = compressed.chunks(path, advance=lambda done: report.advance(done, total))
     return from_chunks(source, folder, name=str(path))
 
 
@@ -162,7 +162,7 @@ def empty(config: ImageConfig, folder: Path) -> Path:
 def peek(path: Path) -> ImageConfig | None:
     """The image configuration of a plain archive, without reading its layers; None where it cannot be had."""
     try:
-        if streams.kind(path) != "plain":
+        if compressed.kind(path) != "plain":
             return None
         with tarfile.open(path, "r:") as archive:
 
@@ -308,7 +308,7 @@ def _store(path: Path, digest: str | None, target: Path, *, owned: bool) -> str:
     """Put the uncompressed bytes of `path` at `target`; returns their hex sha256."""
     if not path.exists():
         return "of a file that is not there (or that another layer claimed)"
-    if streams.kind(path) == "plain":
+    if compressed.kind(path) == "plain":
         if digest is None:
             digest = _sha256(path)
         if owned:
@@ -318,7 +318,7 @@ def _store(path: Path, digest: str | None, target: Path, *, owned: bool) -> str:
         return digest
     unpacked = hashlib.sha256()
     with target.open("wb", buffering=0) as out:
-        for chunk in streams.chunks(path):
+        for chunk in compressed.chunks(path):
             unpacked.update(chunk)
             _write_all(out.fileno(), memoryview(chunk))
     return unpacked.hexdigest()
@@ -384,7 +384,7 @@ def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as stream:
-            while chunk := stream.read(streams.CHUNK_BYTES):
+            while chunk := stream.read(compressed.CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:
         raise CheckFailed(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from error

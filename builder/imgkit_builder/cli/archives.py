@@ -27,7 +27,7 @@ SCHEMA = 1
 Baked = TypeVar("Baked")
 
 
-class Compression(str, enum.Enum):
+class ArchiveCompression(str, enum.Enum):
     """How an archive is compressed."""
 
     NONE = "none"
@@ -40,8 +40,8 @@ def verb_save(
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Where to write it; without it NAME.tar here."
     ),
-    compress: Compression = typer.Option(
-        Compression.NONE,
+    compress: ArchiveCompression = typer.Option(
+        ArchiveCompression.NONE,
         "--compress",
         help="zstd is free of cost here and moves a third; gzip is read anywhere.",
     ),
@@ -100,14 +100,16 @@ def _file_stem(tag: str) -> str:
     return name if version in ("", "latest") else f"{name}-{version}"
 
 
-def _planned(info: ImageInfo, target: Path, compress: Compression) -> tuple[str, dict[str, Any]]:
+def _planned(info: ImageInfo, target: Path, compress: ArchiveCompression) -> tuple[str, dict[str, Any]]:
     data = {
         "schema": SCHEMA,
         "dry_run": True,
         "image": {"id": info.id, "tag": info.tag, "platform": info.platform, "size_bytes": info.size_bytes},
         "archive": {"name": str(target), "compress": compress.value},
     }
-    size = f"{info.size_bytes / 1e6:.0f} MB" + ("" if compress is Compression.NONE else " before compression")
+    size = f"{info.size_bytes / 1e6:.0f} MB" + (
+        "" if compress is ArchiveCompression.NONE else " before compression"
+    )
     text = (
         f"would save {info.tag} ({info.platform}, {info.id})\nto {target}, {size}, compress {compress.value}"
     )
@@ -115,7 +117,7 @@ def _planned(info: ImageInfo, target: Path, compress: Compression) -> tuple[str,
 
 
 def _saved(
-    connected: Engine, info: ImageInfo, target: Path, compress: Compression, report: Reporter
+    connected: Engine, info: ImageInfo, target: Path, compress: ArchiveCompression, report: Reporter
 ) -> tuple[Saved, Sidecar]:
     from imgkit_builder import engine
     from imgkit_builder.archive import sidecar, write

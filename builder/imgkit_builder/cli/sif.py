@@ -27,7 +27,7 @@ _ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 _MB = 1e6
 
 
-class Compression(str, enum.Enum):
+class SifCompression(str, enum.Enum):
     """How the .sif is compressed."""
 
     AUTO = "auto"
@@ -58,8 +58,8 @@ def verb_sif(
         help="Where from; without it a file is an archive, and an image is saved from the engine. "
         "daemon: the engine's export straight into the .sif, several times faster.",
     ),
-    compression: Compression = typer.Option(
-        Compression.AUTO, help="auto takes zstd where this machine can make and mount it."
+    compression: SifCompression = typer.Option(
+        SifCompression.AUTO, help="auto takes zstd where this machine can make and mount it."
     ),
     tmpdir: Path | None = typer.Option(
         None,

@@ -1,7 +1,7 @@
 """Delta images: what a new image changes, as one squashfs that a runtime lays over an older .sif.
 
-Read in this order: ``tree`` (layers to the tree that shows, two trees to their difference), the kinds of
-layers (``folders`` overlay2, ``tars`` the engine's save stream, ``grafts`` a copied folder, ``squashfs`` a
-.sif or a delta), ``source`` (which of them), ``squash`` (a tree to a file), ``descriptor`` (what a delta file
-says of itself), ``make``, ``apply`` and ``flatten``.
+Read in this order: ``tree`` (layers become the visible tree; two trees become their difference), the kinds of
+layers (``folders`` reads overlay2, ``tars`` a layer's tar, ``grafts`` a copied folder, ``read_squashfs`` a
+.sif or delta), ``source`` (chooses among them), ``write_squashfs`` (writes a tree to a file), ``descriptor``
+(the description in a delta file), ``make``, ``apply`` and ``flatten``.
 """

@@ -16,13 +16,13 @@ from pathlib import Path
 from imgkit_builder.base import files
 from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta import descriptor, source, squash, tree
-from imgkit_builder.delta.descriptor import Base, Delta, Stack
+from imgkit_builder.delta import descriptor, source, tree, write_squashfs
+from imgkit_builder.delta.descriptor import BaseSif, Delta, Stack
 from imgkit_builder.delta.make import see
-from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.sif import convert, image
-from imgkit_builder.sif.image import ARCHS, Record
-from imgkit_builder.sif.job import Clock, Job
+from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif.image import ARCHS, ImgkitRecord
 from imgkit_builder.sif.options import Options, Stage
 from imgkit_builder.sif.runtime import find_runtime, log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
@@ -65,16 +65,18 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
         raise ToolMissing(
             f"{tool} has no `sif add`", hint=f"without it: singularity exec --overlay {delta_file}:ro {base}"
         )
-    compression = squash.compression(stack.sif, tool)
+    compression = write_squashfs.compression_of(stack.sif, tool)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
-        job = Job(tool=tool, options=options, compression=compression, work=work, clock=clock, log=log)
+        job = ConversionJob(
+            tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
+        )
         clock.stage("compare digests")
         _check_digests(delta, delta_file, stack, clock)
         merged = len(stack.deltas) >= MOST
         if merged:
             clock.stage(f"merge {len(stack.deltas) + 1} deltas")
-            top, delta_file = Squashfs(delta_file), work.folder / "merged"
+            top, delta_file = SquashfsLayer(delta_file), work.folder / "merged"
             delta = _merge(job, delta, top, stack, delta_file)
         clock.stage(f"copy {base.name}")
         clone(base, work.part)
@@ -143,21 +145,21 @@ def _check_digests(delta: Delta, path: Path, stack: Stack, report: Reporter) -> 
         )
 
 
-def _merge(job: Job, delta: Delta, top: Squashfs, stack: Stack, target: Path) -> Delta:
+def _merge(job: ConversionJob, delta: Delta, top: SquashfsLayer, stack: Stack, target: Path) -> Delta:
     """The deltas of `stack` and `delta` as one over the root partition alone."""
     record = stack.sif.record
     assert record is not None  # noqa: S101 - for the type checker: a stack has one
     mounted = source.mounted(stack)
     found = tree.changes(mounted[-1:], (top, *mounted))
-    squash.make(job, target, found.items())
-    alone = Base(image_id=record.image_id, root_sha256=record.root_sha256, deltas=())
+    write_squashfs.make(job, target, found.items())
+    alone = BaseSif(image_id=record.image_id, root_sha256=record.root_sha256, deltas=())
     merged = dataclasses.replace(delta, base=alone, size_bytes=target.stat().st_size)
     merged = descriptor.with_sha256(merged, target)
     descriptor.append(target, merged)
     return merged
 
 
-def _add(job: Job, delta: Delta, delta_file: Path, stack: Stack, *, merged: bool) -> None:
+def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, merged: bool) -> None:
     """Put the delta into the part file and into its record; `merged`: instead of those that are there."""
     part, root, record = job.work.part, stack.sif.root, stack.sif.record
     assert root is not None  # noqa: S101 - for the type checker: a stack has both
@@ -175,7 +177,7 @@ def _add(job: Job, delta: Delta, delta_file: Path, stack: Stack, *, merged: bool
         raise CheckFailed(f"{job.tool} sif add did not write what it was given", where=str(part))
 
 
-def put_record(job: Job, record: Record) -> None:
+def put_record(job: ConversionJob, record: ImgkitRecord) -> None:
     """Make `record` the one of the part file."""
     part = job.work.part
     for one in image.read(part).descriptors:

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class BaseSif:
     """What a delta lies on: told by its content, never by the whole file's digest."""
 
     image_id: str
@@ -56,7 +56,7 @@ class Delta:
     created: str
     source: str
     """Name of the image, for people."""
-    base: Base
+    base: BaseSif
     sha256: str
     """Hex, of the squashfs."""
     size_bytes: int
@@ -73,7 +73,7 @@ class Stack:
     deltas: tuple[Delta, ...]
     partitions: tuple[Descriptor, ...]
     """Of the deltas."""
-    base: Base
+    base: BaseSif
     """What a further delta lies on."""
     diff_ids: tuple[str, ...]
     """Of the image that all of it is together."""
@@ -165,7 +165,7 @@ def stack(path: Path) -> Stack:
         sif=sif,
         deltas=deltas,
         partitions=partitions,
-        base=Base(image_id=top.image_id, root_sha256=record.root_sha256, deltas=record.deltas),
+        base=BaseSif(image_id=top.image_id, root_sha256=record.root_sha256, deltas=record.deltas),
         diff_ids=top.diff_ids,
     )
 
@@ -185,7 +185,7 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
             raise CheckFailed("a delta of a later imgkit", where=str(path), hint="update imgkit")
         base = values.pop("base")
         found = Delta(
-            base=Base(**{**base, "deltas": tuple(base["deltas"])}),
+            base=BaseSif(**{**base, "deltas": tuple(base["deltas"])}),
             **{**values, "diff_ids": tuple(values["diff_ids"])},
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:

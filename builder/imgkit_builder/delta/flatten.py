@@ -11,10 +11,10 @@ from imgkit_builder import __version__
 from imgkit_builder.base import files
 from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta import apply, descriptor, source, squash, tree
-from imgkit_builder.sif import check, convert, fast, image
-from imgkit_builder.sif.image import Record
-from imgkit_builder.sif.job import Clock, Job
+from imgkit_builder.delta import apply, descriptor, source, tree, write_squashfs
+from imgkit_builder.sif import check, convert, export, image
+from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.options import Options, Stage
 from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
@@ -27,7 +27,7 @@ class Flattened:
 
     path: Path
     size_bytes: int
-    record: Record
+    record: ImgkitRecord
     folded: int
     """Deltas that were in it."""
     stages: tuple[Stage, ...]
@@ -51,16 +51,18 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
     if not tool.capabilities.edits_sif:
         raise ToolMissing(f"{tool} has no `sif new` and `sif add`", hint="imgkit flatten where one has")
-    compression = squash.compression(stack.sif, tool)
+    compression = write_squashfs.compression_of(stack.sif, tool)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
-        job = Job(tool=tool, options=options, compression=compression, work=work, clock=clock, log=log)
+        job = ConversionJob(
+            tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
+        )
         clock.stage("squash")
         root = work.folder / "root.sqfs"
-        squash.make(job, root, _entries(stack), created=stack.deltas[-1].created)
+        write_squashfs.make(job, root, _entries(stack), created=stack.deltas[-1].created)
         clock.stage("assemble")
         # Not the base's JSON objects: a runtime would show the base's labels and environment from them.
-        fast.assemble(job, stack.sif, root, stack.sif.arch, kinds=(image.DataType.DEFFILE,))
+        export.assemble(job, stack.sif, root, stack.sif.arch, kinds=(image.DataType.DEFFILE,))
         root.unlink()
         record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
         convert.add_record(job, record)
@@ -80,14 +82,14 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     )
 
 
-def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.Entry]]:
+def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.TreeEntry]]:
     """The whole tree, without the mark of a delta."""
     for path, entry in tree.everything(source.mounted(stack)):
         if path != descriptor.INSIDE:
             yield path, entry
 
 
-def _record(job: Job, stack: descriptor.Stack, root_sha256: str) -> Record:
+def _record(job: ConversionJob, stack: descriptor.Stack, root_sha256: str) -> ImgkitRecord:
     top, record = stack.deltas[-1], stack.sif.record
     assert record is not None  # noqa: S101 - for the type checker: a stack has one
     return dataclasses.replace(

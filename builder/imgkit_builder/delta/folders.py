@@ -7,7 +7,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.delta.tree import Entry, Kind, join
+from imgkit_builder.delta.tree import Kind, TreeEntry, join
 from imgkit_entrypoints.errors import ToolFailed
 
 CHUNK_BYTES = 1 << 20
@@ -37,10 +37,10 @@ class Folder:
     ) -> None:
         self.root = root
         self._owner, self._mtime_s = owner, mtime_s
-        self._listed: dict[str, dict[str, Entry]] = {}
+        self._listed: dict[str, dict[str, TreeEntry]] = {}
         self._links: dict[int, list[str]] | None = None
 
-    def children(self, path: str) -> Mapping[str, Entry]:
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`, which must be in here: an empty answer would delete what is below."""
         if path not in self._listed:
             names = os.listdir(self.root / path)  # noqa: PTH208 - Path.iterdir makes a Path of each
@@ -48,7 +48,7 @@ class Folder:
             self._listed[path] = {name: entry for name, entry in found.items() if entry is not None}
         return self._listed[path]
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """Bytes of a file."""
         with (self.root / str(entry.place)).open("rb", buffering=0) as stream:
             while chunk := stream.read(CHUNK_BYTES):
@@ -69,14 +69,14 @@ class Folder:
             if entry.kind == "dir":
                 self._walk(inside, links)
 
-    def _entry(self, path: str) -> Entry | None:
+    def _entry(self, path: str) -> TreeEntry | None:
         place = self.root / path
         found = place.lstat()
         kind = _KINDS.get(stat.S_IFMT(found.st_mode))
         if kind is None:
             return None  # a socket: no layer has one
         if kind == "char" and found.st_rdev == 0:
-            return Entry(layer=self, kind="whiteout")
+            return TreeEntry(layer=self, kind="whiteout")
         xattrs = {
             name: os.getxattr(place, name, follow_symlinks=False)
             for name in os.listxattr(place, follow_symlinks=False)
@@ -84,7 +84,7 @@ class Folder:
         if any(name in xattrs for name in _PARTIAL):
             raise ToolFailed("the engine's storage keeps parts of files elsewhere", where=str(place))
         uid, gid = self._owner or (found.st_uid, found.st_gid)
-        return Entry(
+        return TreeEntry(
             layer=self,
             kind=kind,
             mode=stat.S_IMODE(found.st_mode),

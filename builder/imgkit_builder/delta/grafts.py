@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.delta.tars import Tar
-from imgkit_builder.delta.tree import Entry, join
+from imgkit_builder.delta.tree import TreeEntry, join
 
 
 class Graft:
@@ -17,7 +17,7 @@ class Graft:
         self._folder, _, self._name = path.rpartition("/")
         self._path, self._tar = path, Tar(tar) if tar else None
 
-    def children(self, path: str) -> Mapping[str, Entry]:
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`."""
         if path == self._folder:
             return {self._name: self._top()}
@@ -26,10 +26,10 @@ class Graft:
             return {name: self._own(entry) for name, entry in self._tar.children(inside).items()}
         if not path or self._folder.startswith(f"{path}/"):
             following = self._folder.removeprefix(path).lstrip("/").partition("/")[0]
-            return {following: Entry(layer=self, kind="dir", mode=0o755, implied=True)}
+            return {following: TreeEntry(layer=self, kind="dir", mode=0o755, implied=True)}
         return {}
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """Bytes of a file."""
         assert self._tar is not None  # noqa: S101 - for the type checker: without it there is no file
         return self._tar.content(entry)
@@ -39,9 +39,9 @@ class Graft:
         assert self._tar is not None  # noqa: S101 - as above
         return [join(self._folder, name) for name in self._tar.names(group)]
 
-    def _top(self) -> Entry:
+    def _top(self) -> TreeEntry:
         entry = self._tar.children("").get(self._name) if self._tar else None
-        return self._own(entry, opaque=True) if entry else Entry(layer=self, kind="whiteout")
+        return self._own(entry, opaque=True) if entry else TreeEntry(layer=self, kind="whiteout")
 
-    def _own(self, entry: Entry, *, opaque: bool = False) -> Entry:
+    def _own(self, entry: TreeEntry, *, opaque: bool = False) -> TreeEntry:
         return dataclasses.replace(entry, layer=self, opaque=opaque and entry.kind == "dir")

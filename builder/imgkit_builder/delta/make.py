@@ -10,12 +10,13 @@ from imgkit_builder import __version__
 from imgkit_builder.base import files
 from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta import descriptor, source, squash, tree
+from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.delta.folders import Folder
-from imgkit_builder.delta.tree import Changes, Entry
-from imgkit_builder.sif import fast
-from imgkit_builder.sif.job import Clock, Job
+from imgkit_builder.delta.tree import Changes, TreeEntry
+from imgkit_builder.image.config import epoch
+from imgkit_builder.sif import export
+from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.options import EngineImage, Options, Stage
 from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
@@ -44,15 +45,17 @@ class Memory:
     def __init__(self, contents: Mapping[str, bytes]) -> None:
         self._contents = contents
 
-    def entry(self, path: str) -> Entry:
+    def entry(self, path: str) -> TreeEntry:
         """A file of root's that all may read."""
-        return Entry(layer=self, kind="file", mode=0o644, size_bytes=len(self._contents[path]), place=path)
+        return TreeEntry(
+            layer=self, kind="file", mode=0o644, size_bytes=len(self._contents[path]), place=path
+        )
 
-    def children(self, path: str) -> Mapping[str, Entry]:
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Not asked for: its entries are taken one by one."""
         return {}
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """The bytes of a file."""
         yield self._contents[str(entry.place)]
 
@@ -75,11 +78,13 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
     stack = descriptor.stack(base.absolute())
     _check_images(image, stack)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    compression = squash.compression(stack.sif, tool)
+    compression = write_squashfs.compression_of(stack.sif, tool)
     tmp = tmp_base(target, options.tmpdir)
     with workspace(target, tmp) as work, log_file(target.stem) as log:
         clock = Clock(report)
-        job = Job(tool=tool, options=options, compression=compression, work=work, clock=clock, log=log)
+        job = ConversionJob(
+            tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
+        )
         trees = source.trees(image, stack, work.folder, clock)
         clock.stage(f"compare with {base.name}")
         found = tree.changes(trees.old, trees.new, skip=trees.skip)
@@ -87,7 +92,7 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
         found |= _runtimes(job, image, stack, trees.new)
         _mark(found, trees.new, image.config.image_id)
         clock.stage("squash")
-        squash.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
+        write_squashfs.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
         delta = _described(image, stack, work.part)
         descriptor.append(work.part, delta)
         if options.test and runs_here(stack.sif.arch):
@@ -118,7 +123,7 @@ def check_target(target: Path) -> None:
         )
 
 
-def see(job: Job, sif: Path, delta: Delta, *, overlay: Path | None = None) -> None:
+def see(job: ConversionJob, sif: Path, delta: Delta, *, overlay: Path | None = None) -> None:
     """Run a program in `sif` as the calling user and see that `delta` shows.
 
     Raises
@@ -156,19 +161,19 @@ def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
         )
 
 
-def _runtimes(job: Job, image: EngineImage, stack: descriptor.Stack, new: tree.Stack) -> Changes:
+def _runtimes(job: ConversionJob, image: EngineImage, stack: descriptor.Stack, new: tree.Stack) -> Changes:
     """Environment, runscript and labels of `image` as the runtime writes them, over those of `stack`.
 
     What `new` has in the same folder stays, as in a conversion.
     """
     job.clock.stage("the runtime's own files")
-    box = Folder(fast.runtime_files(job, image), owner=(0, 0), mtime_s=fast.epoch(image.config.created))
+    box = Folder(export.runtime_files(job, image), owner=(0, 0), mtime_s=epoch(image.config.created))
     shown = tree.children((box, *new), "")
     found: Changes = {}
     for name in source.OWN & shown.keys():
         found[name] = shown[name].entry
         found |= dict(tree.everything(shown[name].layers, name))
-    for path, _ in tree.everything(_below(source.mounted(stack)), fast.META):
+    for path, _ in tree.everything(_below(source.mounted(stack)), export.META):
         # Of another version of the runtime: it would be sourced.
         if path not in found and found.get(path.rpartition("/")[0]) is not None:
             found[path] = None
@@ -176,7 +181,7 @@ def _runtimes(job: Job, image: EngineImage, stack: descriptor.Stack, new: tree.S
 
 
 def _below(stack: tree.Stack) -> tree.Stack:
-    node = tree.find(stack, fast.META)
+    node = tree.find(stack, export.META)
     return node.layers if node else ()
 
 
@@ -189,7 +194,7 @@ def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
         node = tree.find(new, path)
         if node and node.entry.kind != "dir":
             raise CheckFailed(f"/{path} is no folder in the image, and a delta needs /{descriptor.INSIDE}")
-        found[path] = node.entry if node else Entry(layer=mark, kind="dir", mode=0o755)
+        found[path] = node.entry if node else TreeEntry(layer=mark, kind="dir", mode=0o755)
     found[descriptor.INSIDE] = mark.entry(descriptor.INSIDE)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.sif import image
-from imgkit_builder.sif.image import Record
+from imgkit_builder.sif.image import ImgkitRecord
 
 SCHEMA = 1
 _MB, _KB = 1e6, 1e3
@@ -24,7 +24,7 @@ class FileFacts:
     path: str
     size_bytes: int
     arch: str
-    record: Record | None
+    record: ImgkitRecord | None
     deltas: tuple[Delta, ...]
 
     def to_text(self) -> str:

@@ -12,13 +12,13 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, tree
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.grafts import Graft
-from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
-from imgkit_builder.sif import fast
+from imgkit_builder.sif import export
 from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import CheckFailed
 
-OWN = frozenset({fast.META, ".exec", ".run", ".shell", ".test", "environment", "singularity"})
+OWN = frozenset({export.META, ".exec", ".run", ".shell", ".test", "environment", "singularity"})
 """What a runtime adds to every image; a delta gets it from the runtime, not from layers."""
 _ENGINES = frozenset({"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"})
 """What an export of the engine has otherwise than the layers (docs/sif.md)."""
@@ -83,7 +83,7 @@ def mounted(base: descriptor.Stack) -> tree.Stack:
     root = base.sif.root
     assert root is not None  # noqa: S101 - for the type checker: a stack has one
     places = (root.offset, *(partition.offset for partition in base.partitions))
-    return tuple(Squashfs(base.sif.path, offset) for offset in reversed(places))
+    return tuple(SquashfsLayer(base.sif.path, offset) for offset in reversed(places))
 
 
 def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path) -> Trees | None:

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.delta.tree import Entry, Kind, join
+from imgkit_builder.delta.tree import Kind, TreeEntry, join
 from imgkit_entrypoints.errors import CheckFailed
 
 CHUNK_BYTES = 1 << 20
@@ -35,16 +35,16 @@ class Tar:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._tree: dict[str, dict[str, Entry]] | None = None
+        self._tree: dict[str, dict[str, TreeEntry]] | None = None
         self._groups: dict[int, list[str]] = {}
 
-    def children(self, path: str) -> Mapping[str, Entry]:
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`; none where it is not in here."""
         if self._tree is None:
             self._tree = self._read()
         return self._tree.get(path, {})
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """Bytes of a file."""
         left = entry.size_bytes
         with self.path.open("rb", buffering=0) as stream:
@@ -60,7 +60,7 @@ class Tar:
         """Paths of the file whose content begins at `group`."""
         return self._groups.get(group, ())
 
-    def _read(self) -> dict[str, dict[str, Entry]]:
+    def _read(self) -> dict[str, dict[str, TreeEntry]]:
         members: dict[str, tarfile.TarInfo] = {}
         opaque: set[str] = set()
         gone: set[str] = set()
@@ -78,17 +78,17 @@ class Tar:
                         members[path] = member
         except (tarfile.TarError, OSError, ValueError) as error:
             raise CheckFailed(f"a layer that cannot be read: {error}", where=str(self.path)) from error
-        tree: dict[str, dict[str, Entry]] = {"": {}}
+        tree: dict[str, dict[str, TreeEntry]] = {"": {}}
         # What this layer deletes is of the layers below: a name that it has as well is new.
         for path in gone - members.keys():
-            self._put(tree, path, Entry(layer=self, kind="whiteout"))
+            self._put(tree, path, TreeEntry(layer=self, kind="whiteout"))
         for path, entry in self._entries(members, opaque | gone).items():
             self._put(tree, path, entry)
         for path in opaque - members.keys() - {""}:
             self._put(tree, path, self._implied(opaque=True))
         return tree
 
-    def _put(self, tree: dict[str, dict[str, Entry]], path: str, entry: Entry) -> None:
+    def _put(self, tree: dict[str, dict[str, TreeEntry]], path: str, entry: TreeEntry) -> None:
         folder, _, name = path.rpartition("/")
         self._make_folder(tree, folder)
         before = tree[folder].get(name)
@@ -96,7 +96,7 @@ class Tar:
             entry = dataclasses.replace(before, opaque=True)
         tree[folder][name] = entry
 
-    def _make_folder(self, tree: dict[str, dict[str, Entry]], path: str) -> None:
+    def _make_folder(self, tree: dict[str, dict[str, TreeEntry]], path: str) -> None:
         if path in tree:
             return
         above, _, name = path.rpartition("/")
@@ -106,10 +106,12 @@ class Tar:
             tree[above][name] = self._implied(opaque=before is not None)
         tree[path] = {}
 
-    def _implied(self, *, opaque: bool = False) -> Entry:
-        return Entry(layer=self, kind="dir", mode=_IMPLIED_MODE, implied=True, opaque=opaque)
+    def _implied(self, *, opaque: bool = False) -> TreeEntry:
+        return TreeEntry(layer=self, kind="dir", mode=_IMPLIED_MODE, implied=True, opaque=opaque)
 
-    def _entries(self, members: Mapping[str, tarfile.TarInfo], opaque: Collection[str]) -> dict[str, Entry]:
+    def _entries(
+        self, members: Mapping[str, tarfile.TarInfo], opaque: Collection[str]
+    ) -> dict[str, TreeEntry]:
         files: dict[str, list[str]] = {}
         for path, member in members.items():
             if member.islnk() or member.isreg():
@@ -138,9 +140,9 @@ class Tar:
             path = posixpath.normpath(member.linkname.lstrip("/"))
         raise CheckFailed(f"a hard link to {path}, which is not in its layer", where=str(self.path))
 
-    def _entry(self, member: tarfile.TarInfo, *, opaque: bool = False) -> Entry:
+    def _entry(self, member: tarfile.TarInfo, *, opaque: bool = False) -> TreeEntry:
         kind = _KINDS.get(member.type, "file")
-        return Entry(
+        return TreeEntry(
             layer=self,
             kind=kind,
             mode=stat.S_IMODE(member.mode),

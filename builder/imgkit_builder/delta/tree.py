@@ -22,11 +22,11 @@ Kind = Literal["file", "dir", "symlink", "char", "block", "fifo", "whiteout"]
 class Layer(Protocol):
     """A tree that lies over others; paths are relative, the root is the empty text."""
 
-    def children(self, path: str) -> Mapping[str, Entry]:
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
         """What this layer holds in its folder `path`, by name; whiteouts are entries too."""
         ...
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """The bytes of a file of this layer."""
         ...
 
@@ -36,7 +36,7 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entry:
+class TreeEntry:
     """One name in one layer; equal only to itself."""
 
     layer: Layer
@@ -67,21 +67,21 @@ class Entry:
 class Node:
     """An entry that shows, and of a folder the layers that contribute to it, the uppermost first."""
 
-    entry: Entry
+    entry: TreeEntry
     layers: tuple[Layer, ...] = ()
 
 
 Stack = tuple[Layer, ...]
 """Layers, the uppermost first."""
 
-Changes = dict[str, Entry | None]
+Changes = dict[str, TreeEntry | None]
 """Path to what a delta holds there, None for a whiteout; a folder comes before what is in it."""
 
 
 def children(layers: Stack, path: str) -> dict[str, Node]:
     """What shows in the folder `path`, to which `layers` contribute."""
-    tops: dict[str, Entry] = {}
-    implied: dict[str, Entry] = {}
+    tops: dict[str, TreeEntry] = {}
+    implied: dict[str, TreeEntry] = {}
     below: dict[str, list[Layer]] = {}
     closed: set[str] = set()
     for layer in layers:
@@ -129,7 +129,7 @@ def changes(old: Stack, new: Stack, *, skip: Collection[str] = ()) -> Changes:
     return {path: found[path] for path in sorted(found, key=order)}
 
 
-def everything(stack: Stack, path: str = "") -> Iterator[tuple[str, Entry]]:
+def everything(stack: Stack, path: str = "") -> Iterator[tuple[str, TreeEntry]]:
     """Every entry of the tree that `stack` shows in the folder `path`."""
     for name, node in _sorted(children(stack, path)):
         inside = join(path, name)
@@ -149,20 +149,20 @@ class _Links:
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
 
-    def of(self, entry: Entry) -> frozenset[str]:
+    def of(self, entry: TreeEntry) -> frozenset[str]:
         if entry.group is None:
             return frozenset()
         names = (name for name in entry.layer.names(entry.group) if self._shows(name, entry))
         return frozenset(names)
 
-    def _shows(self, name: str, entry: Entry) -> bool:
+    def _shows(self, name: str, entry: TreeEntry) -> bool:
         node = find(self._stack, name)
         return node is not None and (node.entry.layer, node.entry.group) == (entry.layer, entry.group)
 
 
 def _changes(
     old: Stack, new: Stack, path: str, was: _Links, now: _Links, skip: frozenset[str]
-) -> Iterator[tuple[str, Entry | None]]:
+) -> Iterator[tuple[str, TreeEntry | None]]:
     if old == new:
         return
     before, after = children(old, path), children(new, path)
@@ -186,13 +186,13 @@ def _sorted(nodes: Mapping[str, Node]) -> list[tuple[str, Node]]:
     return sorted(nodes.items(), key=lambda item: os.fsencode(item[0]))
 
 
-def _relinked(one: Entry, other: Entry, was: _Links, now: _Links) -> bool:
+def _relinked(one: TreeEntry, other: TreeEntry, was: _Links, now: _Links) -> bool:
     if one is other or (one.group is None and other.group is None):
         return False
     return (len(was.of(one)) > 1 or len(now.of(other)) > 1) and was.of(one) != now.of(other)
 
 
-def _differ(one: Entry, other: Entry) -> bool:
+def _differ(one: TreeEntry, other: TreeEntry) -> bool:
     if one is other:
         return False
     if _about(one) != _about(other) or dict(one.xattrs) != dict(other.xattrs):
@@ -200,13 +200,13 @@ def _differ(one: Entry, other: Entry) -> bool:
     return one.kind == "file" and (one.size_bytes != other.size_bytes or digest(one) != digest(other))
 
 
-def _about(entry: Entry) -> tuple[object, ...]:
+def _about(entry: TreeEntry) -> tuple[object, ...]:
     # Folders: engines and runtimes change their times when they make mount points in them.
     time = entry.mtime_s if entry.kind == "file" else 0
     return entry.kind, entry.mode, entry.uid, entry.gid, time, entry.link, entry.device
 
 
-def digest(entry: Entry) -> bytes:
+def digest(entry: TreeEntry) -> bytes:
     """sha256 of a file's content."""
     found = hashlib.sha256()
     for chunk in entry.layer.content(entry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -57,3 +58,15 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             hint="save it again with another release of docker, or use --from daemon on the build host",
         )
     return config
+
+
+def epoch(created: str) -> int:
+    """Seconds since 1970 of the image's creation; 0 where it has none."""
+    match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
+    if match is None:
+        return 0
+    try:
+        when = datetime.datetime(*map(int, match.groups()), tzinfo=datetime.timezone.utc)  # type: ignore[misc,arg-type]
+    except ValueError:
+        return 0
+    return min(max(int(when.timestamp()), 0), (1 << 32) - 1)

@@ -10,8 +10,8 @@ from typing import Any
 from imgkit_builder.image import manifest
 from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.sif import image
-from imgkit_builder.sif.image import SifImage, Squashfs
-from imgkit_builder.sif.job import Job
+from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.image import SifImage, Superblock
 from imgkit_builder.sif.runtime import exec_arguments
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
@@ -23,7 +23,7 @@ _LEAST_SHARE = 200
 
 def structure(
     path: Path, *, config: ImageConfig | None, layer_bytes: int | None
-) -> tuple[SifImage, Squashfs]:
+) -> tuple[SifImage, Superblock]:
     """Header, root partition, architecture and size, without running anything.
 
     Raises
@@ -50,7 +50,7 @@ def structure(
     return sif, superblock
 
 
-def content(job: Job, config: ImageConfig | None, *, execute: bool) -> None:
+def content(job: ConversionJob, config: ImageConfig | None, *, execute: bool) -> None:
     """Labels, the baked manifest, and that a program in the new .sif runs.
 
     Raises
@@ -77,7 +77,7 @@ def content(job: Job, config: ImageConfig | None, *, execute: bool) -> None:
         _check_manifest(found, labels, path)
 
 
-def _labels(job: Job, path: Path) -> dict[str, Any]:
+def _labels(job: ConversionJob, path: Path) -> dict[str, Any]:
     output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
         # Warnings of the runtime come before, on the same stream.

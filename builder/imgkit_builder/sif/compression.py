@@ -1,22 +1,15 @@
-"""How the root partition is compressed, and the mksquashfs of this machine."""
+"""How the root partition is compressed."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
-from imgkit_builder.base.process import run
+from imgkit_builder.sif import mksquashfs
 from imgkit_builder.sif.limits import Limits
 from imgkit_builder.sif.options import CompressionChoice
 from imgkit_builder.sif.runtime import Capabilities
-from imgkit_entrypoints.errors import ToolMissing, UsageError
-
-_INSTALL = "apt install squashfs-tools (4.5 or later), or take the default way: leave out --from daemon"
-_SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
-"""Where distributions put it and an ordinary user's PATH does not look."""
+from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,37 +64,10 @@ def choose(capabilities: Capabilities, wanted: CompressionChoice, *, direct: boo
 def _zstd_obstacle() -> str:
     if not kernel_reads_zstd():
         return f"this kernel ({os.uname().release}) cannot mount zstd squashfs, that needs 4.14"
-    program = _find()
-    if program is not None and not re.search(r"^\s*zstd\b", _help(program), re.MULTILINE):
+    program = mksquashfs.find()
+    if program is not None and not mksquashfs.knows(program, r"zstd\b"):
         return f"{program} was built without zstd"
     return ""
-
-
-def tar_reader() -> Path:
-    """The mksquashfs that reads a tar from standard input.
-
-    Raises
-    ------
-    ToolMissing : none, or older than 4.5.
-    """
-    program = _find()
-    if program is None:
-        raise ToolMissing(
-            "mksquashfs is not here: the export of the engine goes straight into it", hint=_INSTALL
-        )
-    if not re.search(r"^\s*-tar\b", _help(program), re.MULTILINE):
-        raise ToolMissing(f"{program} cannot read a tar (no -tar in its -help)", hint=_INSTALL)
-    return program
-
-
-def _find() -> Path | None:
-    found = shutil.which("mksquashfs") or shutil.which("mksquashfs", path=os.pathsep.join(_SBIN))
-    return Path(found) if found else None
-
-
-def _help(program: Path) -> str:
-    # Exits 0 or 1, by version.
-    return run([program, "-help"], check=False).output
 
 
 def arguments_for_runtime(compression: Compression, limits: Limits) -> str:

@@ -12,16 +12,15 @@ from pathlib import Path
 from shutil import disk_usage
 
 from imgkit_builder import __version__
-from imgkit_builder.archive import oci_folder, streams
+from imgkit_builder.archive import compressed, oci_folder
 from imgkit_builder.base import files
 from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif import check, fast, image, limits
-from imgkit_builder.sif import compression as squash
+from imgkit_builder.sif import check, compression, export, image, limits, mksquashfs
 from imgkit_builder.sif.compression import Compression
-from imgkit_builder.sif.image import IMGKIT_OBJECT, Record, SifImage
-from imgkit_builder.sif.job import Clock, Job, cache_flags, folder_name
+from imgkit_builder.sif.conversion_job import Clock, ConversionJob, cache_flags, folder_name
+from imgkit_builder.sif.image import IMGKIT_OBJECT, ImgkitRecord, SifImage
 from imgkit_builder.sif.options import Archive, Converted, EngineImage, OciFolder, Options, Registry, Source
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
@@ -59,21 +58,21 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     target = target.absolute()
     check_target(target, force=options.force)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    compression = squash.choose(tool.capabilities, options.compression, direct=options.direct)
+    packing = compression.choose(tool.capabilities, options.compression, direct=options.direct)
     known = _known_config(source)
-    if known and (done := _up_to_date(target, known, tool, compression, options)):
+    if known and (done := _up_to_date(target, known, tool, packing, options)):
         return done
-    if compression.note:
-        report.note(compression.note)
+    if packing.note:
+        report.note(packing.note)
     base = tmp_base(target, options.tmpdir)
     _check_space(source, target, base, direct=options.direct)
     with _no_space(base), workspace(target, base) as work, log_file(target.stem) as log:
-        job = Job(
-            tool=tool, options=options, compression=compression, work=work, clock=Clock(report), log=log
+        job = ConversionJob(
+            tool=tool, options=options, compression=packing, work=work, clock=Clock(report), log=log
         )
         if isinstance(source, EngineImage) and options.direct:
             _tell_arch(source.config, report)
-            fast.make(job, source)
+            export.make(job, source)
             made = _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
         elif isinstance(source, Registry):
             _build(job, _build_source(tool, source))
@@ -81,7 +80,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         else:
             made = _lay_out(source, job)
             config = made.config
-            if config and not known and (done := _up_to_date(target, config, tool, compression, options)):
+            if config and not known and (done := _up_to_date(target, config, tool, packing, options)):
                 return done
             if config:
                 _tell_arch(config, report)
@@ -99,15 +98,17 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     target = target.absolute()
     check_target(target, force=options.force)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    compression = squash.choose(tool.capabilities, options.compression, direct=options.direct)
+    packing = compression.choose(tool.capabilities, options.compression, direct=options.direct)
     part = target.with_name(f".{target.name}.TOKEN.part")
     lines = [f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN"]
     if isinstance(source, EngineImage) and options.direct:
-        squashed = shlex.join(fast.squash_argv(Path("root.sqfs"), compression, source.config.created))
+        squashed = shlex.join(
+            mksquashfs.squash_argv(Path("root.sqfs"), packing.options, source.config.created)
+        )
         lines += [f"docker export CONTAINER-OF-{source.name} | {squashed}"]
         lines += [f"{tool.path} sif new {part}", f"{tool.path} sif add ... {part} root.sqfs"]
     else:
-        words = _build_words(tool, compression, part, _build_source(tool, source))
+        words = _build_words(tool, packing, part, _build_source(tool, source))
         if not isinstance(source, Registry):
             lines.append("# lay out the image as an OCI folder with uncompressed layers")
         lines.append(shlex.join([str(tool.path), *words]))
@@ -116,7 +117,7 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     return (*lines, f"mv {part} {target}")
 
 
-def _lay_out(source: Archive | OciFolder | EngineImage, job: Job) -> _Made:
+def _lay_out(source: Archive | OciFolder | EngineImage, job: ConversionJob) -> _Made:
     """An OCI folder in the workspace, under the name of the image."""
     folder, clock = job.work.folder / "layout", job.clock
     if isinstance(source, Archive):
@@ -143,16 +144,16 @@ def _name(source: Archive | OciFolder | EngineImage, names: tuple[str, ...]) -> 
 
 
 def _build_words(
-    tool: RuntimeTool, compression: Compression, part: Path, source: tuple[str, ...]
+    tool: RuntimeTool, packing: Compression, part: Path, source: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Arguments of the runtime; the last word of `source` is the image, those before are options."""
     options = list(cache_flags(tool))
-    if compression.options:
-        options += ["--mksquashfs-args", squash.arguments_for_runtime(compression, limits.gather())]
+    if packing.options:
+        options += ["--mksquashfs-args", compression.arguments_for_runtime(packing, limits.gather())]
     return ("build", "--force", *options, *source[:-1], str(part), source[-1])
 
 
-def _build(job: Job, source: tuple[str, ...]) -> None:
+def _build(job: ConversionJob, source: tuple[str, ...]) -> None:
     """``singularity build`` into the part file."""
     job.clock.stage(f"build with {job.tool}")
     output = job.run(*_build_words(job.tool, job.compression, job.work.part, source))
@@ -173,7 +174,7 @@ def _build_source(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tup
     return (*(("--no-https",) if plain else ()), f"docker://{source.reference}")
 
 
-def _finish(job: Job, made: _Made, target: Path) -> Converted:
+def _finish(job: ConversionJob, made: _Made, target: Path) -> Converted:
     """Check, describe, publish."""
     part, clock = job.work.part, job.clock
     clock.stage("check")
@@ -198,7 +199,7 @@ def _finish(job: Job, made: _Made, target: Path) -> Converted:
     )
 
 
-def add_record(job: Job, record: Record) -> None:
+def add_record(job: ConversionJob, record: ImgkitRecord) -> None:
     """Add `record` to the part file.
 
     Raises
@@ -212,16 +213,16 @@ def add_record(job: Job, record: Record) -> None:
         raise ToolFailed(f"{job.tool} sif add did not write what it was given", hint="report this, please")
 
 
-def _check_content(job: Job, made: _Made, sif: SifImage) -> None:
+def _check_content(job: ConversionJob, made: _Made, sif: SifImage) -> None:
     executes = runs_here(sif.arch)
     if job.options.test and not executes:
         job.clock.note(f"not executed: the image is {sif.arch}, this machine {host_arch()}")
     check.content(job, made.config, execute=job.options.test and executes)
 
 
-def _record(job: Job, made: _Made, root_sha256: str) -> Record:
+def _record(job: ConversionJob, made: _Made, root_sha256: str) -> ImgkitRecord:
     config = made.config
-    return Record(
+    return ImgkitRecord(
         image_id=config.image_id if config else "",
         diff_ids=config.diff_ids if config else (),
         root_sha256=root_sha256,
@@ -238,7 +239,7 @@ def _route(options: Options) -> str:
 
 
 def _up_to_date(
-    target: Path, config: ImageConfig, tool: RuntimeTool, compression: Compression, options: Options
+    target: Path, config: ImageConfig, tool: RuntimeTool, packing: Compression, options: Options
 ) -> Converted | None:
     """The result without work, where `target` is already what would be made, down to its bytes."""
     if options.force or not image.is_sif(target):
@@ -246,7 +247,7 @@ def _up_to_date(
     try:
         sif = image.read(target)
         record = sif.record
-        wanted = (config.image_id, str(tool), str(compression), _route(options))
+        wanted = (config.image_id, str(tool), str(packing), _route(options))
         if (
             record is None
             or record.deltas
@@ -307,7 +308,7 @@ def source_bytes(source: Source) -> int | None:
         return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
     if isinstance(source, Archive):
         size = source.path.stat().st_size
-        return size if streams.kind(source.path) == "plain" else int(size * _UNPACKED_FACTOR)
+        return size if compressed.kind(source.path) == "plain" else int(size * _UNPACKED_FACTOR)
     return None
 
 

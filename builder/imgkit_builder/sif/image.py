@@ -88,7 +88,7 @@ class Descriptor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Squashfs:
+class Superblock:
     """What the superblock of the root partition says."""
 
     compressor: str
@@ -99,7 +99,7 @@ class Squashfs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ImgkitRecord:
     """The JSON object ``imgkit`` of a .sif: what it was made from and how."""
 
     image_id: str
@@ -131,7 +131,7 @@ class SifImage:
     uuid: str
     descriptors: tuple[Descriptor, ...]
     size_bytes: int
-    record: Record | None
+    record: ImgkitRecord | None
 
     @property
     def root(self) -> Descriptor | None:
@@ -248,7 +248,7 @@ def data(image: SifImage, descriptor: Descriptor) -> bytes:
         return _data(stream, descriptor)
 
 
-def _record(path: Path, raw: bytes) -> Record:
+def _record(path: Path, raw: bytes) -> ImgkitRecord:
     try:
         values = json.loads(raw)
         if values.pop("schema") != 1:
@@ -257,12 +257,12 @@ def _record(path: Path, raw: bytes) -> Record:
             )
         values["diff_ids"] = tuple(values["diff_ids"])
         values["deltas"] = tuple(values.get("deltas", ()))
-        return Record(**values)
+        return ImgkitRecord(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
 
 
-def squashfs(image: SifImage) -> Squashfs | None:
+def squashfs(image: SifImage) -> Superblock | None:
     """Superblock of the root partition; None where there is none or it is no squashfs."""
     root = image.root
     if root is None or root.size_bytes < _SQUASHFS.size:
@@ -274,7 +274,7 @@ def squashfs(image: SifImage) -> Squashfs | None:
         )
     if magic != _SQUASHFS_MAGIC:
         return None
-    return Squashfs(
+    return Superblock(
         compressor=COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown",
         block_bytes=block,
         inodes=inodes,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif.image import Record
+from imgkit_builder.sif.image import ImgkitRecord
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 
@@ -106,7 +106,7 @@ class Converted:
     path: Path
     size_bytes: int
     arch: str
-    record: Record
+    record: ImgkitRecord
     up_to_date: bool
     """Nothing was done: the file that is there is of the same image, runtime and compression."""
     stages: tuple[Stage, ...]

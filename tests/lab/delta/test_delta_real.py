@@ -27,7 +27,7 @@ import pytest
 
 from imgkit_builder.delta import descriptor, source
 from imgkit_builder.delta import tree as tree_of_layers
-from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import Stack
 from imgkit_builder.sif import image
 
@@ -264,10 +264,10 @@ def test_copied_code_without_reading_the_image(lab: Lab, replaced: Pair) -> None
     assert otherwise(tag, replaced.base, target, "copy")[0] == "copy"
 
     def files(path: Path) -> dict[str, Any]:
-        return {name: about for name, about in inside((Squashfs(path),)).items() if about[0] != "dir"}
+        return {name: about for name, about in inside((SquashfsLayer(path),)).items() if about[0] != "dir"}
 
     assert files(target) == files(over)
-    assert Squashfs(target).children("workspace/code")["only-old.py"].kind == "whiteout"
+    assert SquashfsLayer(target).children("workspace/code")["only-old.py"].kind == "whiteout"
     assert over.stat().st_size < 65536
     words = ("singularity", "exec", "--overlay", f"{target}:ro", replaced.base, "python3")
     assert output(*words, "/workspace/code/code.py") == "new\n"

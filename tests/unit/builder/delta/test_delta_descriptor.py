@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import Base, Delta
+from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import container
 from imgkit_builder.job.request import Overlay, Request
 from imgkit_builder.job.resolve import resolve
@@ -24,7 +24,7 @@ KNOWN = Delta(
     arch="amd64",
     created="2026-01-01T00:00:00Z",
     source="mn5:latest",
-    base=Base(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
+    base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
     sha256="",
     size_bytes=4096,
     imgkit="0.1.0",

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.delta import squash, tree
+from imgkit_builder.delta import tree, write_squashfs
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.grafts import Graft
-from imgkit_builder.delta.squashfs import Squashfs
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
-from imgkit_builder.delta.tree import Entry
-from imgkit_builder.sif import superblock
+from imgkit_builder.delta.tree import TreeEntry
+from imgkit_builder.sif import root_inode
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 
@@ -138,15 +138,15 @@ def test_squashfs_gives_back_what_was_put_in(tmp_path: Path, compression: str) -
     ]
     layer = archive(tmp_path / "layer.tar", members)
     entries = dict(tree.everything((layer,)))
-    entries |= {"gone": None, "owned": Entry(
+    entries |= {"gone": None, "owned": TreeEntry(
         layer=layer, kind="char", mode=0o4711, uid=3_000_000, gid=4321, mtime_s=5, device=(300, 70_000),
         xattrs={"user.a": b"\0" * 40, "security.capability": b"\1\0"},
     )}  # fmt: skip
     target = tmp_path / "x.sqfs"
-    packed = b"".join(squash.tar(sorted(entries.items())))
+    packed = b"".join(write_squashfs.tar(sorted(entries.items())))
     words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-comp", compression)
     subprocess.run(words, input=packed, check=True, capture_output=True)
-    read = Squashfs(target)
+    read = SquashfsLayer(target)
     found = dict(tree.everything((read,)))
     assert found.keys() == entries.keys() - {"gone"}
     assert read.children("")["gone"].kind == "whiteout"
@@ -165,10 +165,10 @@ def test_squashfs_gives_back_what_was_put_in(tmp_path: Path, compression: str) -
 def test_damaged_squashfs_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"hsqs" + bytes(20))
     with pytest.raises(CheckFailed, match="damaged"):
-        Squashfs(tmp_path / "x")
+        SquashfsLayer(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"none" + bytes(200))
     with pytest.raises(CheckFailed, match="no squashfs"):
-        Squashfs(tmp_path / "x")
+        SquashfsLayer(tmp_path / "x")
 
 
 def test_compression_nobody_can_undo_refused(tmp_path: Path) -> None:
@@ -176,18 +176,20 @@ def test_compression_nobody_can_undo_refused(tmp_path: Path) -> None:
     header[:4], header[20], header[28] = b"hsqs", 3, 4
     (tmp_path / "x").write_bytes(header)
     with pytest.raises(ToolMissing, match="lzo"):
-        Squashfs(tmp_path / "x")
+        SquashfsLayer(tmp_path / "x")
 
 
 @pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
 def test_root_folder_is_roots_whoever_made_it(tmp_path: Path) -> None:
-    packed = b"".join(squash.tar([("a", Entry(layer=archive(tmp_path / "t", []), kind="fifo", mode=0o600))]))
+    packed = b"".join(
+        write_squashfs.tar([("a", TreeEntry(layer=archive(tmp_path / "t", []), kind="fifo", mode=0o600))])
+    )
     target = tmp_path / "x.sqfs"
     words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-noI")
     as_user = ("-root-uid", "1234", "-root-gid", "1234")
     subprocess.run((*words, *as_user), input=packed, check=True, capture_output=True)
-    assert superblock.set_root(target, 77)
-    root = Squashfs(target).root
+    assert root_inode.set_root(target, 77)
+    root = SquashfsLayer(target).root
     assert (root.uid, root.gid, root.mtime_s) == (0, 0, 77)
 
 

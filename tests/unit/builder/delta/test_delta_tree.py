@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imgkit_builder.delta import tree
-from imgkit_builder.delta.tree import Entry, Stack
+from imgkit_builder.delta.tree import Stack, TreeEntry
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Fake:
     """A layer in memory."""
 
     def __init__(self, items: Mapping[str, Item], contents: Mapping[str, bytes] | None = None) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TreeEntry] = {}
         for path, item in items.items():
-            self.entries[path] = Entry(
+            self.entries[path] = TreeEntry(
                 layer=self,
                 kind=item.kind,  # type: ignore[arg-type]
                 mode=0o755,
@@ -42,14 +42,14 @@ class Fake:
                 place=item.content if item.group is None else item.group,
             )
 
-    def children(self, path: str) -> dict[str, Entry]:
+    def children(self, path: str) -> dict[str, TreeEntry]:
         return {
             posixpath.basename(name): entry
             for name, entry in self.entries.items()
             if posixpath.dirname(name) == path
         }
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         yield bytes([int(entry.place)])
 
     def names(self, group: int) -> list[str]:
@@ -64,15 +64,15 @@ class Laid(Fake):
         super().__init__({})
         for path, entry in changes.items():
             if entry is None:
-                self.entries[path] = Entry(layer=self, kind="whiteout")
+                self.entries[path] = TreeEntry(layer=self, kind="whiteout")
             else:
                 group = None if entry.group is None else hash((id(entry.layer), entry.group))
-                self.entries[path] = Entry(
+                self.entries[path] = TreeEntry(
                     layer=self, kind=entry.kind, mode=entry.mode, size_bytes=entry.size_bytes,
                     link=entry.link, group=group, place=path,
                 )  # fmt: skip
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         known = self._of[str(entry.place)]
         yield from known.layer.content(known)
 

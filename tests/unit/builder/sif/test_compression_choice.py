@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.sif import compression
+from imgkit_builder.sif import compression, mksquashfs
 from imgkit_builder.sif.runtime import Capabilities
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
@@ -14,7 +14,7 @@ NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True, edit
 OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True, edits_sif=True)
 
 
-def mksquashfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A fake that prints `text` as its help, alone on PATH."""
     program = tmp_path / "mksquashfs"
     program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{text}\nEOF\nexit 1\n")
@@ -40,21 +40,21 @@ def test_kernel_release_understood(release: str, reads: bool) -> None:
 
 
 def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mksquashfs(tmp_path, monkeypatch, FULL)
+    install(tmp_path, monkeypatch, FULL)
     assert compression.choose(NEW, "auto", direct=False) == compression.ZSTD
     assert compression.choose(OLD, "auto", direct=True) == compression.ZSTD
     assert compression.choose(NEW, "gzip", direct=False) == compression.GZIP
 
 
 def test_gzip_without_zstd_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mksquashfs(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
+    install(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
     assert compression.choose(NEW, "auto", direct=False) == compression.GZIP
     with pytest.raises(UsageError, match="built without zstd"):
         compression.choose(NEW, "zstd", direct=False)
 
 
 def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mksquashfs(tmp_path, monkeypatch, FULL)
+    install(tmp_path, monkeypatch, FULL)
     monkeypatch.setattr(compression, "kernel_reads_zstd", lambda: False)
     assert compression.choose(NEW, "auto", direct=True) == compression.GZIP
     with pytest.raises(UsageError, match="cannot mount zstd"):
@@ -62,17 +62,17 @@ def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_old_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mksquashfs(tmp_path, monkeypatch, "\t\tgzip (default)\n\t\tzstd")
+    install(tmp_path, monkeypatch, "\t\tgzip (default)\n\t\tzstd")
     with pytest.raises(ToolMissing, match="cannot read a tar") as caught:
-        compression.tar_reader()
+        mksquashfs.tar_reader()
     assert "leave out --from daemon" in str(caught.value.hint)
 
 
 def test_missing_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compression, "_SBIN", (str(tmp_path),))
+    monkeypatch.setattr(mksquashfs, "_SBIN", (str(tmp_path),))
     with pytest.raises(ToolMissing, match="mksquashfs is not here"):
-        compression.tar_reader()
+        mksquashfs.tar_reader()
 
 
 def test_runtime_that_takes_no_options_says_so() -> None:

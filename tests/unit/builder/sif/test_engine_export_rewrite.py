@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.sif.fast import rewrite
+from imgkit_builder.sif.export import rewrite
 from imgkit_entrypoints.errors import CheckFailed
 
 CREATED_S = 1710892800

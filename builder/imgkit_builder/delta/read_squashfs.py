@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.delta.tree import Entry, Kind, join
+from imgkit_builder.delta.tree import Kind, TreeEntry, join
 from imgkit_builder.sif.image import COMPRESSORS
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
@@ -59,7 +59,7 @@ class _Inode:
     fragment: int = _NONE
 
 
-class Squashfs:
+class SquashfsLayer:
     """A layer in `path`, from byte `offset` on.
 
     Raises
@@ -87,14 +87,14 @@ class Squashfs:
         self._xattrs, self._xattr_start = self._xattr_table(xattr_table)
         self._known = {"": self._inode(root)}
         self._links: dict[int, list[str]] | None = None
-        self._listed: dict[str, dict[str, Entry]] = {}
+        self._listed: dict[str, dict[str, TreeEntry]] = {}
 
     @property
-    def root(self) -> Entry:
+    def root(self) -> TreeEntry:
         """The root folder."""
         return self._entry(self._known[""], "", "dir")
 
-    def children(self, path: str) -> Mapping[str, Entry]:
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`; none where it is not in here."""
         if path not in self._listed:
             inode = self._at(path)
@@ -114,7 +114,7 @@ class Squashfs:
             self._walk("")
         return self._links.get(group, ())
 
-    def content(self, entry: Entry) -> Iterator[bytes]:
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """Bytes of a file, a block at a time."""
         inode = self._known[str(entry.place)]
         left, at = inode.size_bytes, inode.start
@@ -141,11 +141,11 @@ class Squashfs:
             self.children(path.rpartition("/")[0])
         return self._known.get(path)
 
-    def _entry(self, inode: _Inode, path: str, kind: Kind) -> Entry:
+    def _entry(self, inode: _Inode, path: str, kind: Kind) -> TreeEntry:
         device = (inode.device & 0xFFF00) >> 8, (inode.device & 0xFF) | ((inode.device >> 12) & 0xFFF00)
         if kind == "char" and device == (0, 0):
             kind = "whiteout"
-        return Entry(
+        return TreeEntry(
             layer=self,
             kind=kind,
             mode=inode.mode,

@@ -51,7 +51,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ConversionJob:
     """One conversion."""
 
     tool: RuntimeTool

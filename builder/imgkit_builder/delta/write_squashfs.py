@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.archive.tarstream import END, pax_header
-from imgkit_builder.delta.tree import Entry, Kind
-from imgkit_builder.sif import compression as squash
-from imgkit_builder.sif import fast, image, superblock
+from imgkit_builder.delta.tree import Kind, TreeEntry
+from imgkit_builder.image.config import epoch
+from imgkit_builder.sif import compression, image, mksquashfs, root_inode
 from imgkit_builder.sif.compression import Compression
+from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.job import Job
 from imgkit_builder.sif.options import CompressionChoice
 from imgkit_builder.sif.runtime import RuntimeTool
 
@@ -27,27 +27,29 @@ _TYPES: Mapping[Kind, bytes] = {
 }
 
 
-def compression(base: SifImage, tool: RuntimeTool) -> Compression:
+def compression_of(base: SifImage, tool: RuntimeTool) -> Compression:
     """That of `base`: where one was mounted the other can be."""
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
-    return squash.choose(tool.capabilities, wanted, direct=True)
+    return compression.choose(tool.capabilities, wanted, direct=True)
 
 
-def make(job: Job, target: Path, entries: Iterable[tuple[str, Entry | None]], *, created: str = "") -> None:
+def make(
+    job: ConversionJob, target: Path, entries: Iterable[tuple[str, TreeEntry | None]], *, created: str = ""
+) -> None:
     """Write `entries` to `target`, folders first; None is a whiteout.
 
     `created` is the time of the squashfs and its root, in RFC 3339; without it 1970.
     """
-    argv = fast.squash_argv(target, job.compression, created)
+    argv = mksquashfs.squash_argv(target, job.compression.options, created)
     job.log.write(f"$ ... | {' '.join(argv)}\n")
-    with fast.squashing(argv, job) as sink:
+    with mksquashfs.squashing(argv, log=job.log, on_line=job.clock.line) as sink:
         for chunk in tar(entries):
             sink.write(chunk)
-    superblock.set_root(target, fast.epoch(created))
+    root_inode.set_root(target, epoch(created))
 
 
-def tar(entries: Iterable[tuple[str, Entry | None]]) -> Iterator[bytes]:
+def tar(entries: Iterable[tuple[str, TreeEntry | None]]) -> Iterator[bytes]:
     """The tar that mksquashfs reads; names of one file become hard links of the first of them."""
     first: dict[tuple[int, int], str] = {}
     for path, entry in entries:
@@ -69,7 +71,7 @@ def tar(entries: Iterable[tuple[str, Entry | None]]) -> Iterator[bytes]:
     yield END
 
 
-def _header(path: str, kind: Kind, entry: Entry | None = None, *, hard_link: str = "") -> bytes:
+def _header(path: str, kind: Kind, entry: TreeEntry | None = None, *, hard_link: str = "") -> bytes:
     info = tarfile.TarInfo(path)
     info.type, info.mode = _TYPES[kind], 0
     if entry is not None:

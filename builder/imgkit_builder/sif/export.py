@@ -12,14 +12,10 @@ the stream; docs/sif.md lists what can differ from the default way.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import os
 import re
 import stat
-import subprocess
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -36,11 +32,10 @@ from imgkit_builder.archive.tarstream import (
     pax_header,
     ustar_header,
 )
-from imgkit_builder.sif import compression as squash
-from imgkit_builder.sif import image, limits, superblock
-from imgkit_builder.sif.compression import Compression
+from imgkit_builder.image.config import epoch
+from imgkit_builder.sif import image, mksquashfs, root_inode
+from imgkit_builder.sif.conversion_job import ConversionJob, cache_flags, folder_name
 from imgkit_builder.sif.image import ARCHS, DataType, SifImage
-from imgkit_builder.sif.job import Job, cache_flags, folder_name
 from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
@@ -58,10 +53,9 @@ _MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July", "August"),
     *("September", "October", "November", "December"),
 )
-_BUFFER_BYTES = 1 << 20
 
 
-def make(job: Job, source: EngineImage) -> None:
+def make(job: ConversionJob, source: EngineImage) -> None:
     """Write the .sif of `source` to the job's part file.
 
     Raises
@@ -73,15 +67,15 @@ def make(job: Job, source: EngineImage) -> None:
         raise ToolMissing(
             f"{job.tool} has no `sif add`, which --from daemon needs", hint="leave out --from daemon"
         )
-    squash.tar_reader()
+    mksquashfs.tar_reader()
     job.clock.stage("prepare the runtime's own files")
     box, skeleton = _prepare(job, source)
     job.clock.stage("export and squash")
     root = job.work.folder / "root.sqfs"
     created_s = epoch(source.config.created)
-    argv = squash_argv(root, job.compression, source.config.created)
+    argv = mksquashfs.squash_argv(root, job.compression.options, source.config.created)
     job.log.write(f"$ docker export | {' '.join(argv)}\n")
-    with squashing(argv, job) as sink, source.export() as chunks:
+    with mksquashfs.squashing(argv, log=job.log, on_line=job.clock.line) as sink, source.export() as chunks:
         rewrite(
             chunks,
             sink,
@@ -89,33 +83,13 @@ def make(job: Job, source: EngineImage) -> None:
             epoch=created_s,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
-    superblock.set_root(root, created_s)
+    root_inode.set_root(root, created_s)
     job.clock.stage("assemble")
     assemble(job, image.read(skeleton), root, source.config.arch)
     root.unlink()
 
 
-def squash_argv(root: Path, compression: Compression, created: str) -> list[str]:
-    """The mksquashfs that reads the stream.
-
-    Raises
-    ------
-    ToolMissing : none here that reads a tar.
-    """
-    created_s = str(epoch(created))
-    return [
-        *(str(squash.tar_reader()), "-", str(root), "-tar", "-noappend", "-quiet", "-no-progress"),
-        *compression.options,
-        *limits.gather().mksquashfs_options(),
-        # A tar has no entry for the root itself: without these / gets mode 0777 and the time of now.
-        *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
-        *("-root-time", created_s, "-mkfs-time", created_s),
-        # Inodes as they are, for squashfs.set_root; costs 0.3 % of size.
-        "-noI",
-    ]
-
-
-def _prepare(job: Job, source: EngineImage) -> tuple[Path, Path]:
+def _prepare(job: ConversionJob, source: EngineImage) -> tuple[Path, Path]:
     """The runtime's files for an image of this configuration: as a folder, and as the objects of a .sif."""
     box, skeleton = runtime_files(job, source), job.work.folder / "skeleton.sif"
     place, name = _empty(job, source)
@@ -123,7 +97,7 @@ def _prepare(job: Job, source: EngineImage) -> tuple[Path, Path]:
     return box, skeleton
 
 
-def runtime_files(job: Job, source: EngineImage) -> Path:
+def runtime_files(job: ConversionJob, source: EngineImage) -> Path:
     """A folder with the files that the runtime adds to an image of this configuration.
 
     Raises
@@ -142,7 +116,7 @@ def runtime_files(job: Job, source: EngineImage) -> Path:
     return box
 
 
-def _empty(job: Job, source: EngineImage) -> tuple[Path, str]:
+def _empty(job: ConversionJob, source: EngineImage) -> tuple[Path, str]:
     """Where the image without files lies; its name as on the default way, it ends in a label."""
     return job.work.folder / "empty", folder_name(source.name)
 
@@ -155,57 +129,6 @@ def _fix_labels(path: Path, source: EngineImage) -> None:
     date = rf'\g<1>"{day}_{when:%H}:{when.minute}:{when.second}_UTC"'
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(r'("org\.label-schema\.build-date": )"[^"]*"', date, text), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def squashing(argv: list[str], job: Job) -> Iterator[IO[bytes]]:
-    """mksquashfs with its standard input open; on leaving it has ended well, or was ended.
-
-    Raises
-    ------
-    ToolFailed : it failed.
-    """
-    # It refuses -mkfs-time beside this variable.
-    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
-    with tempfile.TemporaryFile() as messages:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=messages,
-            stderr=messages,
-            bufsize=_BUFFER_BYTES,
-            env=env,
-            start_new_session=True,
-        )
-        assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
-        with contextlib.suppress(OSError, AttributeError):  # an unprivileged user's limit; not Linux
-            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _BUFFER_BYTES)
-        broken = False
-        try:
-            try:
-                yield process.stdin
-                process.stdin.close()
-            except BrokenPipeError:
-                broken = True
-            code = process.wait()
-        except BaseException:
-            process.kill()
-            process.wait()
-            # Its buffer cannot be written any more, and closing would try to.
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            raise
-        messages.seek(0)
-        text = messages.read().decode("utf-8", "replace").strip()
-    job.log.write(text + "\n")
-    for line in text.splitlines():
-        job.clock.line(line)
-    if code != 0 or broken:
-        job.log.flush()
-        raise ToolFailed(
-            f"mksquashfs failed with exit code {code}",
-            hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {job.log.name}",
-        )
 
 
 def rewrite(
@@ -304,7 +227,7 @@ def _append(sink: IO[bytes], name: str, path: Path, epoch: int) -> None:
 
 
 def assemble(
-    job: Job,
+    job: ConversionJob,
     model: SifImage,
     root: Path,
     arch: str,
@@ -326,15 +249,3 @@ def assemble(
         *("sif", "add", "--datatype", "4", "--parttype", "2", "--partfs", "1"),
         *("--partarch", str(ARCHS.index(arch)), "--groupid", "1", "--filename", "root.sqfs", part, root),
     )
-
-
-def epoch(created: str) -> int:
-    """Seconds since 1970 of the image's creation; 0 where it has none."""
-    match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
-    if match is None:
-        return 0
-    try:
-        when = datetime.datetime(*map(int, match.groups()), tzinfo=datetime.timezone.utc)  # type: ignore[misc,arg-type]
-    except ValueError:
-        return 0
-    return min(max(int(when.timestamp()), 0), (1 << 32) - 1)
