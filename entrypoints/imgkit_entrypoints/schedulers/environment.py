@@ -1,4 +1,4 @@
-"""Values out of an environment, with errors that name the variable."""
+"""Values read from the environment, with errors that name the variable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NODES = "IMGKIT_NODES"
 
 
 def present(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
-    """Those of `names` that are set and not empty: operators send empty ones for "not used"."""
+    """Those of `names` that are set and not empty: training operators set unused ones to the empty string."""
     return tuple(name for name in names if env.get(name))
 
 
@@ -22,7 +22,7 @@ def first(env: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def variable(env: Mapping[str, str], names: Sequence[str]) -> str:
-    """The first of `names` that is set, else the first of all: the one to ask for."""
+    """The first of `names` that is set; if none is, the first of all, for an error message."""
     return first(env, names) or names[0]
 
 
@@ -31,22 +31,22 @@ def number(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
 
     Raises
     ------
-    NoPlan : it is not set, no whole number, or below `least`.
+    NoPlan : the variable is not set, not a whole number, or below `least`.
     """
     text = env.get(name, "").strip()
     if not text:
-        raise NoPlan(f"{name} is not set", where=name, hint="was the container started with --cleanenv?")
+        raise NoPlan(f"{name} is not set", where=name, hint="start the container without --cleanenv")
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
         raise NoPlan(f"{text!r} is not a whole number from {least}", where=name)
     return int(text)
 
 
 def node_range(env: Mapping[str, str], name: str) -> tuple[int | None, int | None]:
-    """MIN and MAX of ``MIN:MAX`` in variable `name`; one number is MAX alone, both are None if it is not set.
+    """MIN and MAX of ``MIN:MAX`` in variable `name`; a single number is MAX, and None means not set.
 
     Raises
     ------
-    NoPlan : it is neither.
+    NoPlan : the text is neither a range nor a number.
     """
     text = env.get(name, "").strip()
     if not text:
@@ -56,15 +56,15 @@ def node_range(env: Mapping[str, str], name: str) -> tuple[int | None, int | Non
     bounds = dict(zip(("MIN", "MAX"), text.split(":", 1), strict=True))
     least, most = (number(bounds, bound, least=1) for bound in ("MIN", "MAX"))
     if least > most:
-        raise NoPlan(f"{text!r} is no range MIN:MAX", where=name)
+        raise NoPlan(f"{text!r} is not a range MIN:MAX", where=name)
     return (least, most) if least < most else (None, most)
 
 
 def given_nodes(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The hosts of IMGKIT_NODES in their order, each once; empty if it is not set.
+    """Hosts of IMGKIT_NODES in their order, each once; empty if it is not set.
 
-    A list with brackets is read as Slurm's compact form. Repeats are dropped, the first place counts: a PBS
-    node file has a line for each of a host's processes.
+    A list with brackets is read as Slurm's compact form. Repeats are dropped: a PBS node file has a line for
+    each process of a host.
     """
     text = env.get(NODES, "")
     if "[" in text or "]" in text:
@@ -78,32 +78,32 @@ def unique(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def short(name: str) -> str:
-    """A host's name without its domain; addresses stay whole."""
+    """A host name without its domain; addresses stay whole."""
     return name if name.replace(".", "").isdigit() or ":" in name else name.split(".", 1)[0]
 
 
 def hostname(read: Read) -> str:
-    """This machine's name; empty where /proc does not say."""
+    """Name of this machine; empty where /proc does not show it."""
     return (read("/proc/sys/kernel/hostname") or "").strip()
 
 
 def named_hosts(
     env: Mapping[str, str], nnodes: int, found: tuple[str, ...], found_from: str
 ) -> tuple[tuple[str, ...], str]:
-    """The hosts and where they come from: IMGKIT_NODES before what the launcher says.
+    """Hosts and where they come from: IMGKIT_NODES wins over the launcher.
 
-    Clusters with a second name for each node on the fast network give those names there.
+    On clusters where each node has a second name on the fast network, IMGKIT_NODES holds those names.
 
     Raises
     ------
-    NoPlan : IMGKIT_NODES has another number of hosts.
+    NoPlan : IMGKIT_NODES has another number of hosts than the launcher started.
     """
     given = given_nodes(env)
     if not given or nnodes == 1:
         return found, found_from
     if len(given) != nnodes:
         raise NoPlan(
-            f"{NODES} has {len(given)} hosts ({', '.join(given[:8])}), the launcher started {nnodes} nodes",
+            f"{NODES} has {len(given)} hosts ({', '.join(given[:8])}), but the launcher started {nnodes}",
             where=NODES,
             hint=f"leave {NODES} out, or list the {nnodes} hosts in the order of their ranks",
         )
@@ -113,10 +113,9 @@ def named_hosts(
 def head_of(
     env: Mapping[str, str], nnodes: int, hosts: tuple[str, ...], hosts_from: str, *others: str
 ) -> tuple[str, str]:
-    """The address of node 0 and where it comes from: IMGKIT_HEAD, the first host, then the variables
-    `others`.
+    """Address of node 0 and where it comes from: IMGKIT_HEAD, the first host, then the variables `others`.
 
-    Both are empty where nothing says it, and on one node.
+    Both are empty where none of them is known, and on one node.
     """
     if nnodes == 1:
         return "", ""
@@ -129,21 +128,25 @@ def head_of(
 
 
 def port_in(env: Mapping[str, str], name: str) -> int | None:
-    """The port in variable `name`; None where it is not set.
+    """Port in variable `name`; None where it is not set.
 
     Raises
     ------
-    NoPlan : it is no number from 1 to 65535.
+    NoPlan : the text is not a number from 1 to 65535.
     """
     if not env.get(name):
         return None
     port = number(env, name, least=1)
     if port > 65535:
-        raise NoPlan(f"{port} is no port: 1 to 65535", where=name)
+        raise NoPlan(f"{port} is not a port number from 1 to 65535", where=name)
     return port
 
 
-def node_file(env: Mapping[str, str], read: Read) -> tuple[str, ...]:
-    """The hosts of PBS' node file, each once; empty where it is not visible, as in most containers."""
+def listed_hosts(env: Mapping[str, str], read: Read) -> tuple[tuple[str, ...], str]:
+    """Hosts of IMGKIT_NODES, else of PBS' node file, with the variable's name; empty if none is visible."""
+    if given := given_nodes(env):
+        return given, NODES
+    # Most containers do not show the file.
     text = read(env["PBS_NODEFILE"]) if env.get("PBS_NODEFILE") else None
-    return unique((text or "").split())
+    found = unique((text or "").split())
+    return (found, "PBS_NODEFILE") if found else ((), "")

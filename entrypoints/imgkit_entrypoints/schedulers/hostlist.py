@@ -1,6 +1,6 @@
 """Slurm's compact lists: ``node-[42,49-51]`` of hosts, ``2(x3),1`` of counts.
 
-Read here since images hold no scontrol, and never with a fallback to this machine alone.
+They are parsed here because images have no scontrol. A malformed list never falls back to this machine alone.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ _COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
 
 
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
-    """The hosts that a compact list names, in its order: neither sorted nor freed of repeats.
+    """Hosts that a compact list names, in its order, unsorted and with repeats.
 
-    Node 0 of a step is the first host of its list. The width of a range's low bound is kept, as Slurm does:
+    Node 0 of a step is the first host of its list. Like Slurm, a range keeps the width of its low bound:
     ``n[098-101]`` is n098 n099 n100 n101, ``n[8-12]`` has no zeros. Several brackets in a name multiply in
-    Slurm's own order (`scontrol show hostnames`, 22.05): the last runs fastest, then the first, the second,
-    ...
+    Slurm's order (`scontrol show hostnames`, 22.05): the last runs fastest, then the first, the second, ...
 
     Raises
     ------
-    NoPlan : the list is empty, malformed or names more than 65536 hosts; the message has a caret under the
-    place.
+    NoPlan : the list is empty, malformed or names more than 65536 hosts; a caret marks the place.
     """
     if text.strip() in ("", "(null)"):
-        raise NoPlan(f"the node list is {text!r}: it names no host", where=where or None)
+        raise NoPlan(f"the node list {text!r} names no host", where=where or None)
     return tuple(_Reader(text, where).hosts())
 
 
 def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
-    """The numbers of a list like ``4(x2),3``, one a node.
+    """Numbers of a list like ``4(x2),3``, one per node.
 
     Raises
     ------
-    NoPlan : it is malformed.
+    NoPlan : the list is malformed.
     """
     counts: list[int] = []
     at = 0
@@ -58,7 +56,7 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
 
 
 class _Reader:
-    """One pass from left to right; `at` is where a refusal points."""
+    """One pass from left to right; a refusal points at `at`."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text = text
@@ -78,7 +76,7 @@ class _Reader:
             self.at += 1  # the comma
 
     def item(self) -> list[str]:
-        """One host, or all that its brackets stand for."""
+        """One host, or all hosts that its brackets stand for."""
         start = self.at
         parts: list[list[str]] = []
         brackets: list[int] = []
@@ -95,8 +93,8 @@ class _Reader:
                 parts.append([self.plain()])
         if self.at == start:
             self.refuse(start, "a host name is missing")
-        # From the slowest to the fastest. Two brackets are as anybody would have them; with more, Slurm
-        # unfolds the part before the last bracket from its right end.
+        # Slowest to fastest. Two brackets expand in reading order; with more, Slurm expands the part before
+        # the last bracket from its right end.
         order = [*reversed(brackets[:-1]), *brackets[-1:]]
         names = []
         for choice in itertools.product(*(parts[index] for index in order)):
@@ -110,7 +108,7 @@ class _Reader:
             if char == "]":
                 self.refuse(self.at, "] without [")
             if char.isspace() or char in "()":
-                self.refuse(self.at, f"{char!r} is in no host name")
+                self.refuse(self.at, f"a host name cannot contain {char!r}")
             self.at += 1
         return self.text[start : self.at]
 
@@ -128,12 +126,12 @@ class _Reader:
             if self.peek() == "":
                 self.refuse(opened, "[ without ]")
             if self.peek() not in (",", "]"):
-                self.refuse(self.at, "only numbers, ranges like 1-5 and commas stand in brackets")
+                self.refuse(self.at, "only numbers, ranges like 1-5 and commas may stand in brackets")
         self.at += 1
         return numbers
 
     def numbers(self) -> list[str]:
-        """One number or range, padded as its low bound is."""
+        """One number or range, padded to the width of its low bound."""
         begun = self.at
         low = self.number()
         if self.peek() != "-":
@@ -166,8 +164,8 @@ class _Reader:
 
 
 def _refuse(text: str, at: int, why: str, where: str) -> NoReturn:
-    # The caret must stand under its place on a terminal: control characters would move it, a long list hide
-    # it.
+    # The caret must stand under its place on a terminal: control characters would move it, and a long list
+    # would hide it.
     shown = "".join(char if char.isprintable() else "?" for char in text)
     left = max(0, at - 50)
     raise NoPlan(f"{why}\n  {shown[left : at + 50]}\n  {' ' * (at - left)}^", where=where or None)

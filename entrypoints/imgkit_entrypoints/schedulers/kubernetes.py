@@ -2,9 +2,9 @@
 
 Notes
 -----
-The same words mean different things. RANK and WORLD_SIZE count pods in operator v1 as the RunAI tutorials
-know it, but WORLD_SIZE is pods x processes in later ones, which also set PET_NNODES and PET_NODE_RANK: PET_*
-win wherever they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Source:
+Operators use the same names with different meanings. RANK and WORLD_SIZE count pods in the operator v1 of the
+RunAI tutorials. In later ones WORLD_SIZE is pods x processes; these also set PET_NNODES and PET_NODE_RANK, so
+PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Source:
 kubeflow/training-operator pkg/controller.v1/pytorch/{envvar,elastic}.go.
 """
 
@@ -36,14 +36,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 OWN: tuple[str, ...] = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
-"""Set by operators alone; RANK and the like are anybody's."""
+"""Variables that only operators set; anybody may set RANK and the like."""
 
 FORWARD: tuple[str, ...] = ()
-"""Variables that a job must hand to the processes: the operator sets all."""
+"""Variables that a job passes to the processes: none, the operator sets them all."""
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that show a pod of a training operator; empty in a worker, which has RANK too."""
+    """Variables that show a pod of a training operator; empty in a worker, which has RANK too."""
     if present(env, "LOCAL_RANK"):
         return ()
     plain = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -51,24 +51,24 @@ def claims(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def place(env: Mapping[str, str], read: Read) -> Placement:
-    """The pod that this process runs in.
+    """Pod that this process runs in.
 
     Raises
     ------
-    NoPlan : the rank is not below the number of pods, or nothing says where the first pod is.
+    NoPlan : the rank is not below the number of pods, or no variable says where the first pod is.
     """
     nnodes_from = first(env, FIELDS["nnodes"])
     least, nnodes = node_range(env, nnodes_from or "PET_NNODES")
     nnodes = number(env, "PET_NNODES") if nnodes is None else nnodes
     wanted = env.get("IMGKIT_NNODES", "")
     if nnodes_from == "WORLD_SIZE" and wanted.isdigit():
-        # The only number here that cannot be taken at its word: pods for one operator, processes for another.
+        # The only ambiguous number: one operator counts pods in it, another counts processes.
         nnodes, nnodes_from = int(wanted), "IMGKIT_NNODES"
     rank_from = first(env, FIELDS["node_rank"])
     node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
         raise NoPlan(
-            f"this is pod {node_rank}, and {nnodes_from} says {nnodes} in all",
+            f"this is pod {node_rank}, but {nnodes_from} allows only pods 0 to {nnodes - 1}",
             where=f"{rank_from}={node_rank}, {nnodes_from}={nnodes}",
             hint="give --nnodes with the number of pods (RunAI: workers + 1)",
         )
@@ -83,9 +83,9 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
             env, port_from = {**env, "PET_RDZV_ENDPOINT": port}, "PET_RDZV_ENDPOINT"
     if nnodes > 1 and not head:
         raise NoPlan(
-            f"{nnodes} pods, and nothing says where the first one is",
+            f"the run has {nnodes} pods, but no variable says where the first one is",
             where=", ".join(FIELDS["head"]),
-            hint="give --head HOST, the first pod as the others reach it",
+            hint="give --head HOST: the first pod, under a name that the others can reach",
         )
     return Placement(
         scheduler=NAME,
@@ -108,10 +108,10 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:
-    """The words of a pod's command: the operator runs them once in each."""
+    """Words of a pod's command, which the operator runs once in each pod."""
     return tuple(command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """The command of a pod."""
+    """Command of a pod."""
     return shlex.join(start_argv(command))

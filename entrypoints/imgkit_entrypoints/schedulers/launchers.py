@@ -1,4 +1,4 @@
-"""Which launcher started this process, by the variables that it sets, and what it means when several show."""
+"""All launchers, which of them started this process by its variables, and what it means when several show."""
 
 from __future__ import annotations
 
@@ -13,59 +13,57 @@ from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 
 class Scheduler(Protocol):
-    """What each module of this package offers; besides, a `start_argv` with what its launcher needs."""
+    """The interface of a launcher's module; each also has a `start_argv` with arguments of its own."""
 
     NAME: str
     FORWARD: tuple[str, ...]
 
     def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
-        """The variables that show this launcher; empty: not mine."""
+        """Variables that show this launcher; empty if it did not start this process."""
 
     def place(self, env: Mapping[str, str], read: Read) -> Placement:
-        """This process' node; WrongStart where only one process of several nodes was started."""
+        """Node of this process; raises WrongStart where only one node of several was started."""
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-        """What to type instead."""
+        """Command that starts one process on each node."""
 
 
 SHOWING: tuple[str, ...] = ("slurm", "pbs")
-"""The recipes' schedulers that show in every job; the others do not in one of a single node."""
+"""Schedulers of recipes that show in every job; the others do not show in a job of one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Two launchers whose variables are seen together for a known reason: the first one places the
-    process.
-    """
+    """Two launchers whose variables appear together for a known reason: the first one places the process."""
 
     first: str
     second: str
     unless: tuple[str, ...] = ()
-    """Any of these set means that the second really is at work too."""
+    """If any of these is set, the second launcher really is at work too."""
 
 
 LAUNCHERS: tuple[Scheduler, ...] = (slurm, pals, pbs, openmpi, hydra, kubernetes)
 BY_NAME: Mapping[str, Scheduler] = {module.NAME: module for module in (*LAUNCHERS, manual, standalone)}
 
-# What recipes and users call them -> the modules that may be meant.
+# Name in recipes and flags -> the modules that it may mean.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "runai": ("kubeflow",),
     "kubernetes": ("kubeflow",),
     "mpi": ("openmpi", "pals", "hydra"),  # PALS sets PMI_* too
 }
 NAMES: tuple[str, ...] = tuple(sorted((*BY_NAME, *ALIASES)))
-"""All that ``--scheduler`` takes."""
+"""All values of ``--scheduler``."""
 
 OVERLAPS: tuple[Overlap, ...] = (
-    # Slurm's Cray plugin sets PALS_*, its pmi2 and pmix plugins PMI_*, in steps of its own.
+    # In its own steps, Slurm's Cray plugin sets PALS_*, and its pmi2 and pmix plugins set PMI_*.
     Overlap(first="slurm", second="pals"),
     Overlap(first="slurm", second="hydra", unless=hydra.OWN),
     Overlap(first="pals", second="hydra", unless=hydra.OWN),
-    # mpiexec inside a PBS job is the right way to start there: it knows of ranks, PBS only of the job.
+    # mpiexec is the right way to start inside a PBS job: it knows the ranks, PBS knows only the job.
     Overlap(first="pals", second="pbs"),
     Overlap(first="openmpi", second="pbs"),
     Overlap(first="hydra", second="pbs"),
-    # RANK, WORLD_SIZE and MASTER_ADDR alone are torch's own names, exported by many a job script.
+    # RANK, WORLD_SIZE and MASTER_ADDR alone are torch's own names, which many job scripts export.
     *(
         Overlap(first=module.NAME, second="kubeflow", unless=kubernetes.OWN)
         for module in (slurm, pals, pbs, openmpi, hydra)
@@ -74,18 +72,18 @@ OVERLAPS: tuple[Overlap, ...] = (
 
 
 def claimants(env: Mapping[str, str]) -> list[Scheduler]:
-    """The launchers that show, without those that a known overlap explains."""
+    """Launchers that show, without those that a known overlap explains."""
     found = [module for module in LAUNCHERS if module.claims(env)]
     names = {module.NAME for module in found}
     explained: set[str] = set()
-    for overlap in OVERLAPS:  # in this order: what is explained away explains nothing further down
+    for overlap in OVERLAPS:  # the order matters: an explained launcher explains no other
         if overlap.first in names - explained and not present(env, *overlap.unless):
             explained.add(overlap.second)
     return [module for module in found if module.NAME not in explained]
 
 
 def named(name: str, env: Mapping[str, str]) -> Scheduler:
-    """The module that ``--scheduler`` means.
+    """Module that ``--scheduler`` names.
 
     Raises
     ------
@@ -100,31 +98,32 @@ def named(name: str, env: Mapping[str, str]) -> Scheduler:
         raise NoPlan(
             f"none of {name}'s variables is set",
             where="--scheduler",
-            hint=f"those of {others} are: leave --scheduler out"
+            hint=f"the variables of {others} are set: leave --scheduler out"
             if others
-            else "was this started by it, and without --cleanenv or --containall?",
+            else f"start it with {name}, and the container without --cleanenv and --containall",
         )
     return claiming[0]
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables by which launchers show, of each launcher one."""
+    """One variable of each launcher that shows."""
     return tuple(shown[0] for module in LAUNCHERS if (shown := module.claims(env)))
 
 
 def unseen(name: str, env: Mapping[str, str]) -> str:
-    """What is odd where `name`, the recipe's scheduler, should show and no launcher does; else empty."""
+    """One clause if `name`, the recipe's scheduler, should show and no launcher does; else empty."""
     if name not in SHOWING or claims(env):
         return ""
-    return f"the recipe says {name}, and no variable of a scheduler is set here"
+    return f"the recipe says {name}, but no scheduler variable is set here"
 
 
 def refuse_two(claimants: Sequence[Scheduler], env: Mapping[str, str]) -> NoReturn:
+    """Raise the NoPlan that names both launchers and the flag that decides."""
     shown = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)
     raise NoPlan(
         f"{' and '.join(shown)} both seem to have started this process",
         where=", ".join(module.claims(env)[0] for module in claimants),
-        hint=f"say which one counts: {flags} (or IMGKIT_SCHEDULER); each alone on its node: --scheduler "
-        f"standalone",
+        hint=f"choose one: {flags} (or set IMGKIT_SCHEDULER). For a separate run on each node: --scheduler "
+        "standalone",
     )

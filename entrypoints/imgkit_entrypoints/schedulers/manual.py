@@ -1,4 +1,4 @@
-"""Nodes started by hand: the same command on each, with its number and the first one's address."""
+"""Nodes started by hand: the same command on each, with its node rank and the address of node 0."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 FORWARD: tuple[str, ...] = (NODES, "IMGKIT_NODE_RANK")
-"""Variables that the one who starts the processes hands to them, unless the flags are given."""
+"""Variables that the user sets on each node, unless the flags are given."""
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables, or flags written as such, that ask for several nodes."""
+    """Variables, or flags written as variables, that ask for several nodes."""
     several = env.get("IMGKIT_NNODES", "1") != "1"
     return (*(("IMGKIT_NNODES",) if several else ()), *present(env, NODES))
 
 
 def place(env: Mapping[str, str], read: Read) -> Placement:
-    """The node that the user says this is.
+    """Node that the user says this is.
 
     Raises
     ------
-    NoPlan : something is missing; all that is missing is named at once.
+    NoPlan : something is missing; the message names everything that is missing.
     """
     hosts = given_nodes(env)
     nnodes_from = first(env, FIELDS["nnodes"])
     nnodes = number(env, nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
     if hosts and len(hosts) != nnodes and nnodes > 1:
-        raise NoPlan(f"--nnodes {nnodes}, and {NODES} lists {len(hosts)} hosts", where=NODES)
+        raise NoPlan(f"--nnodes is {nnodes}, but {NODES} lists {len(hosts)} hosts", where=NODES)
     hosts = hosts if len(hosts) == nnodes else ()
     node_rank, rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
     head, head_from = head_of(env, nnodes, hosts, NODES, "MASTER_ADDR")
@@ -59,17 +59,18 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
         *(["--head HOST"] if nnodes > 1 and not head else []),
     ]
     if node_rank is None or missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise NoPlan(
-            f"{nnodes} nodes, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            f"{' and '.join(missing)} {verb} missing for a run on {nnodes} nodes",
             where=nnodes_from,
-            hint=f"on each node: --nnodes {nnodes} --node-rank RANK --head HOST; RANK is 0 on HOST, up to "
-            f"{nnodes - 1}",
+            hint=f"on each node, give --nnodes {nnodes} --node-rank RANK --head HOST; RANK is 0 on HOST, "
+            f"1 to {nnodes - 1} elsewhere",
         )
     if node_rank >= nnodes:
         raise NoPlan(
             f"--node-rank {node_rank} is not below --nnodes {nnodes}",
             where=rank_from,
-            hint=f"0 to {nnodes - 1}; the head has 0",
+            hint=f"node ranks are 0 to {nnodes - 1}; HOST of --head has 0",
         )
     port = port_in(env, "MASTER_PORT") if head_from == "MASTER_ADDR" else None
     return Placement(
@@ -93,9 +94,7 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 def start_argv(
     command: Sequence[str], *, nnodes: int, node_rank: int | str, head: str, port: int | None = None
 ) -> tuple[str, ...]:
-    """The words for one node. The options follow the command's name: what comes after a script is the
-    script's.
-    """
+    """Words for one node. The options follow the command's name: words after a script are the script's."""
     words = list(command)
     at = next((index for index, word in enumerate(words) if PurePath(word).name.startswith("dist-")), 0)
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
@@ -104,7 +103,7 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """The line for each node; RANK and HOST stand for what only the user knows."""
+    """Line for each node; the user fills in RANK and HOST."""
     head = env.get("IMGKIT_HEAD") or "HOST"
     return shlex.join(start_argv(command, nnodes=nnodes, node_rank="RANK", head=head))
 

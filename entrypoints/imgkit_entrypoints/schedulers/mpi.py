@@ -1,28 +1,28 @@
-"""What the MPI launchers share: they start ranks, and say nothing of nodes beyond how many ranks are here.
+"""The knowledge that the MPI launchers share: their start line, and how a rank finds its node.
 
-With one rank on each node a rank is a node and torchrun starts the workers; with several, every process is
-already a rank (direct mode).
+An MPI launcher starts ranks. It tells a rank how many ranks run on its node, and nothing else about nodes.
+With one rank per node, a rank stands for its node and torchrun starts the workers. With several ranks per
+node, every process already is a rank (direct mode).
 
 Notes
 -----
-No launcher gives a host list or the head's address: IMGKIT_NODES or IMGKIT_HEAD must be handed in, or PBS'
-node file be readable. Binding must be off (``--bind-to none``): by default all workers of a node share one
-core.
+No launcher passes on a host list or the address of node 0. Either IMGKIT_NODES or IMGKIT_HEAD is passed on,
+or PBS' node file is readable. Binding must be off: by default all workers of a node share one core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.environment import (
     NODES,
     first,
-    given_nodes,
     head_of,
     hostname,
-    node_file,
+    listed_hosts,
     number,
     port_in,
     present,
@@ -33,7 +33,7 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, Wro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVariables:
-    """Field -> variables of one launcher, the first that is set counts."""
+    """Variables that one launcher sets for its ranks; in each group the first that is set counts."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -41,97 +41,138 @@ class RankVariables:
     local_world_size: tuple[str, ...]
     node_rank: tuple[str, ...] = ()
     job_id: tuple[str, ...]
-    """Only what every rank gets: the port is computed from it. All that are set make up the id."""
-    hand_in: str
-    """How the launcher sets variable {name} to {value} for its processes."""
+    """Only variables that are equal on every rank: the port is computed from them. The id joins all that are
+    set.
+    """
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """All that a container must be handed."""
+        """All variables that a container must be handed."""
         ranks = (*self.rank, *self.world_size, *self.local_rank, *self.local_world_size)
         return (*ranks, *self.node_rank, *self.job_id)
 
-    def handing(self, name: str, value: str) -> str:
-        """The words that hand a variable to all processes."""
-        return self.hand_in.format(name=name, value=value)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiLauncher:
+    """One MPI launcher: the variables of its ranks, and the words of its start line."""
+
+    name: str
+    fields: RankVariables
+    forward: tuple[str, ...]
+    """Variables that the start line passes on where they are set."""
+    program: str
+    count: str
+    """Option before the number of processes."""
+    once_per_node: tuple[str, ...]
+    """Options that start one process on each node and leave it unbound."""
+    export: tuple[str, ...]
+    """Words that set variable {name} to {value} for the processes."""
+
+    def exporting(self, name: str, value: str) -> tuple[str, ...]:
+        """Words that set variable `name` for all processes."""
+        return tuple(word.format(name=name, value=value) for word in self.export)
+
+    def start_argv(
+        self,
+        command: Sequence[str],
+        *,
+        nnodes: int,
+        forward: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> tuple[str, ...]:
+        """Words that start `command` once on each node, with the variables of `forward` set."""
+        exports = (word for item in (forward or {}).items() for word in self.exporting(*item))
+        return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
+
+    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+        """Line to type instead of a start on one node only."""
+        forward = {name: env[name] for name in present(env, *self.forward)}
+        return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
+
+    def place(self, env: Mapping[str, str], read: Read) -> Placement:
+        """Node that this process runs on; with several processes per node also its rank.
+
+        Raises
+        ------
+        WrongStart : the process was started on one node, but the host list has several.
+        NoPlan : no variable says where node 0 is, or the numbers contradict each other.
+        """
+        hosts, hosts_from = listed_hosts(env, read)
+        rank = _own_rank(self, env, len(hosts))
+        nnodes = rank.world_size // rank.local_world_size
+        _compare(self, env, nnodes, hosts, hosts_from)
+        node_rank, node_rank_from = _node_rank(self.fields, env, rank, nnodes)
+        head, head_from = head_of(env, nnodes, hosts, hosts_from, "MASTER_ADDR")
+        if nnodes > 1 and not head:
+            raise self._no_head(nnodes, hostname(read) if rank.rank == 0 else "")
+        size_from, local_from = _counted_by(self.fields, env)
+        job_id_from = present(env, *self.fields.job_id)
+        port = port_in(env, "MASTER_PORT") if head_from == "MASTER_ADDR" else None
+        source = {
+            "nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from))),
+            "node_rank": node_rank_from,
+            "hosts": hosts_from,
+            "head": head_from,
+            "job_id": ", ".join(job_id_from),
+        }
+        return Placement(
+            scheduler=self.name,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            hosts=hosts,
+            head=head,
+            port=port,
+            job_id=".".join(env[name] for name in job_id_from),
+            source=source if port is None else {**source, "port": "MASTER_PORT"},
+            direct=rank if rank.local_world_size > 1 else None,
+        )
+
+    def typed(self, name: str, value: str) -> str:
+        """Start of a command line that sets variable `name`, for a hint."""
+        return " ".join((self.program, *self.exporting(name, value)))
+
+    def _no_head(self, nnodes: int, own: str) -> NoPlan:
+        return NoPlan(
+            f"the run has {nnodes} nodes, but {self.name} does not say which host has rank 0",
+            where="IMGKIT_HEAD",
+            hint=f"start it with `{self.typed('IMGKIT_HEAD', own or 'HOST')} ...`: the host of rank 0, under "
+            "a name that the other nodes can reach",
+        )
 
 
-def place_rank(name: str, fields: RankVariables, env: Mapping[str, str], read: Read) -> Placement:
-    """The place of a process that launcher `name` started.
+def _counted_by(fields: RankVariables, env: Mapping[str, str]) -> tuple[str, str]:
+    """Variables that give the ranks in all and the ranks of this node; empty where none is set."""
+    return first(env, fields.world_size), first(env, fields.local_world_size)
 
-    Raises
-    ------
-    WrongStart : it was started on one node only of a list of several.
-    NoPlan : nothing says where node 0 is, or the numbers contradict each other.
-    """
-    hosts, hosts_from = _hosts(env, read)
-    size_from, local_from = first(env, fields.world_size), first(env, fields.local_world_size)
+
+def _own_rank(launcher: MpiLauncher, env: Mapping[str, str], hosts: int) -> Direct:
+    """Rank of this process and the sizes, which a list of `hosts` hosts completes where one is not set."""
+    fields = launcher.fields
+    size_from, local_from = _counted_by(fields, env)
     if not hosts and not (size_from and local_from):
         missing = ", ".join(fields.local_world_size if size_from else fields.world_size)
         raise NoPlan(
-            f"none of {missing} is set and no list of hosts, so the number of nodes is unknown",
-            where=name,
-            hint=f"start it with `{fields.handing(NODES, 'HOST,HOST,...')} ...`, in the order of the ranks",
+            f"the number of nodes is unknown: none of {missing} is set, and there is no host list",
+            where=launcher.name,
+            hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the hosts in the order "
+            "of their ranks",
         )
-    local = number(env, local_from, least=1) if local_from else max(1, number(env, size_from) // len(hosts))
-    size = number(env, size_from, least=1) if size_from else local * len(hosts)
+    local = number(env, local_from, least=1) if local_from else max(1, number(env, size_from) // hosts)
+    size = number(env, size_from, least=1) if size_from else local * hosts
     rank_from = variable(env, fields.rank)
     rank, local_rank = number(env, rank_from), _local_rank(fields, env, local)
     if size % local:
         raise NoPlan(
-            f"{size} ranks, {local} of them on this node: nodes have different numbers of ranks",
+            f"the job has {size} ranks, {local} of them on this node: nodes have different numbers of ranks",
             where=", ".join(f"{item}={env[item]}" for item in (size_from, local_from) if item),
-            hint="start the same number on every node, best one: the workers are started here",
+            hint="start the same number of ranks on every node, preferably one: torchrun starts the workers",
         )
-    nnodes = size // local
     if rank >= size:
-        raise NoPlan(f"rank {rank} of {size}", where=f"{rank_from}={rank}, {size_from}={size}")
-    _compare(name, fields, nnodes, hosts, hosts_from, size_from or local_from)
-    direct = (
-        Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local)
-        if local > 1
-        else None
-    )
-    node_rank, node_rank_from = _node_rank(fields, env, rank, local_rank, local, nnodes)
-    head, head_from = head_of(env, nnodes, hosts, hosts_from, "MASTER_ADDR")
-    if nnodes > 1 and not head:
-        known = hostname(read) if rank == 0 else ""
         raise NoPlan(
-            f"{nnodes} nodes, and {name} does not say which host has rank 0",
-            where="IMGKIT_HEAD",
-            hint=f"add {fields.handing('IMGKIT_HEAD', known or 'HOST')}: the host of rank 0 as the others "
-            f"reach it",
+            f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
+            where=", ".join(f"{item}={env[item]}" for item in (rank_from, size_from) if item),
         )
-    names = present(env, *fields.job_id)
-    source = {
-        "nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from))),
-        "node_rank": node_rank_from,
-        "hosts": hosts_from,
-        "head": head_from,
-        "job_id": ", ".join(names),
-    }
-    port = port_in(env, "MASTER_PORT") if head_from == "MASTER_ADDR" else None
-    if port is not None:
-        source["port"] = "MASTER_PORT"
-    return Placement(
-        scheduler=name,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        hosts=hosts,
-        head=head,
-        port=port,
-        job_id=".".join(env[name] for name in names),
-        source=source,
-        direct=direct,
-    )
-
-
-def _hosts(env: Mapping[str, str], read: Read) -> tuple[tuple[str, ...], str]:
-    if given := given_nodes(env):
-        return given, NODES
-    if found := node_file(env, read):
-        return found, "PBS_NODEFILE"
-    return (), ""
+    return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local)
 
 
 def _local_rank(fields: RankVariables, env: Mapping[str, str], local: int) -> int:
@@ -140,39 +181,40 @@ def _local_rank(fields: RankVariables, env: Mapping[str, str], local: int) -> in
         return 0
     rank = number(env, name or fields.local_rank[0])
     if rank >= local:
-        raise NoPlan(f"local rank {rank} of {local} ranks on this node", where=name)
+        raise NoPlan(f"this is local rank {rank}, but the node has only ranks 0 to {local - 1}", where=name)
     return rank
 
 
 def _compare(
-    name: str, fields: RankVariables, nnodes: int, hosts: tuple[str, ...], hosts_from: str, counted: str
+    launcher: MpiLauncher, env: Mapping[str, str], nnodes: int, hosts: tuple[str, ...], hosts_from: str
 ) -> None:
-    """Hold the number of nodes against the list of hosts, where there is one."""
+    """Refuse a host list of another length than the number of nodes that were started."""
     if not hosts or len(hosts) == nnodes:
         return
+    size_from, local_from = _counted_by(launcher.fields, env)
+    where = f"{hosts_from}, {size_from or local_from}"
+    listed = ", ".join(hosts[:8])
     if nnodes == 1:
-        raise WrongStart(
-            f"{name} started this on 1 node, the job has {len(hosts)} ({', '.join(hosts[:8])})",
-            where=f"{hosts_from}, {counted}",
-            nnodes=len(hosts),
-        )
+        what = f"{launcher.name} started this on 1 node, but the job has {len(hosts)} ({listed})"
+        raise WrongStart(what, where=where, nnodes=len(hosts))
     raise NoPlan(
-        f"{name} started {nnodes} nodes, {hosts_from} lists {len(hosts)}: {', '.join(hosts[:8])}",
-        where=f"{hosts_from}, {counted}",
-        hint=f"add {fields.handing(NODES, 'HOST,HOST,...')} with the {nnodes} hosts, in the order of the "
-        f"ranks",
+        f"{launcher.name} started {nnodes} nodes, but {hosts_from} lists {len(hosts)}: {listed}",
+        where=where,
+        hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the {nnodes} hosts in the "
+        "order of their ranks",
     )
 
 
-def _node_rank(
-    fields: RankVariables, env: Mapping[str, str], rank: int, local_rank: int, local: int, nnodes: int
-) -> tuple[int, str]:
+def _node_rank(fields: RankVariables, env: Mapping[str, str], own: Direct, nnodes: int) -> tuple[int, str]:
+    """Rank of this node, and the variable that it comes from."""
     if name := first(env, fields.node_rank):
         node = number(env, name)
         if node >= nnodes:
-            raise NoPlan(f"node {node} of {nnodes}", where=f"{name}={node}")
+            what = f"this is node {node}, but the job has only nodes 0 to {nnodes - 1}"
+            raise NoPlan(what, where=f"{name}={node}")
         return node, name
     name = first(env, fields.rank)
-    if rank % local != local_rank and rank // nnodes == local_rank:
-        return rank % nnodes, name  # ranks were dealt out round the nodes
-    return rank // local, name  # ranks fill a node before the next
+    fills_nodes = own.rank % own.local_world_size == own.local_rank
+    if not fills_nodes and own.rank // nnodes == own.local_rank:
+        return own.rank % nnodes, name  # consecutive ranks are on different nodes
+    return own.rank // own.local_world_size, name  # consecutive ranks fill a node before the next

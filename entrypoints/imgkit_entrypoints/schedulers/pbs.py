@@ -1,16 +1,15 @@
-"""PBS (OpenPBS): one process per node by ``mpiexec``, ``pbsdsh`` or ssh, and how it finds its place.
+"""PBS (OpenPBS): ``mpiexec``, ``pbsdsh`` or ssh start one process per node, and the process finds its place.
 
 Notes
 -----
-* PBS runs the job script on the first host only; the others start nothing until asked. A launcher started
-  once in the script waits for agents that nobody starts.
-* PBS_NODEFILE has a line for each chunk x mpiprocs, and its path is in PBS' spool: not visible in a
-  container. So the job script hands the list in as IMGKIT_NODES, order kept: its first line is where the
-  script runs.
+* PBS runs the job script on the first host only, and starts nothing on the others by itself. A launcher
+  started once in the script would wait for agents that nobody starts.
+* PBS_NODEFILE has a line for each chunk x mpiprocs. Its path is in PBS' spool, which a container does not
+  show. So the job script passes the list on as IMGKIT_NODES, in its order: the script runs on the first host.
 * A task that pbsdsh starts gets PBS_NODENUM, its host's index, and none of the script's exports. PBS_TASKNUM
-  is decimal in the script and 8 hexadecimal digits in a task: it tells the two apart, and is never a rank.
+  is decimal in the script and 8 hexadecimal digits in a task. It distinguishes the two and is never a rank.
 * pbsdsh starts one task for each LINE of the node file: with mpiprocs=2 two on a host, hence ``-n INDEX``.
-* pbsdsh ends with 0 whatever became of its tasks, and what they print does not pass through it.
+* pbsdsh ends with 0 even if its tasks fail, and their output does not pass through it.
 
 Source: openpbs src/resmom/start_exec.c, mom_comm.c, src/cmds/pbsdsh.c.
 """
@@ -25,10 +24,9 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.environment import (
     NODES,
     first,
-    given_nodes,
     head_of,
     hostname,
-    node_file,
+    listed_hosts,
     number,
     present,
     short,
@@ -44,7 +42,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 FORWARD: tuple[str, ...] = (NODES,)
-"""Variables that a job script must hand to the processes."""
+"""Variables that a job script passes to the processes."""
 
 _SPAWNED = re.compile("[0-9A-Fa-f]{8}")
 _UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
@@ -52,41 +50,42 @@ _FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that show a PBS job."""
+    """Variables that show a PBS job."""
     return present(env, "PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
 def place(env: Mapping[str, str], read: Read) -> Placement:
-    """The host of a PBS job that this process was started on.
+    """Host of a PBS job that this process was started on.
 
     Raises
     ------
-    WrongStart : this is the job script itself, and the job has several hosts.
-    NoPlan : nothing says which hosts the job has.
+    WrongStart : this is the job script itself, but the job has several hosts.
+    NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
-    hosts, hosts_from = _hosts(env, read)
+    hosts, hosts_from = listed_hosts(env, read)
     if env.get("IMGKIT_NNODES") == "1" and not hosts:
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
     elif not hosts:
         raise NoPlan(
-            "this is a PBS job, and which hosts it has is not visible here",
+            "this is a PBS job, but its host list is not visible here",
             where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
-            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and hand it '
-            f'into the container (--env {NODES}="${NODES}"); for this host alone: --nnodes 1',
+            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it into '
+            f'the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
         )
     else:
         nnodes, nnodes_from = len(hosts), hosts_from
     if nnodes > 1 and _is_script(env):
         raise WrongStart(
-            f"the job has {nnodes} hosts ({', '.join(hosts[:8])}) and this is the job script's process: "
-            "PBS starts nothing on the others",
+            f"the job has {nnodes} hosts ({', '.join(hosts[:8])}), but this is the job script's process: PBS "
+            "starts nothing on the others",
             where=f"{hosts_from}, {first(env, ('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
     node_rank, node_rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
     if node_rank >= nnodes:
         raise NoPlan(
-            f"this is host {node_rank} of the job, {hosts_from} lists {nnodes}: {', '.join(hosts[:8])}",
+            f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}: "
+            f"{', '.join(hosts[:8])}",
             where=f"{node_rank_from}={node_rank}",
         )
     head, head_from = head_of(env, nnodes, hosts, hosts_from)
@@ -109,19 +108,18 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
-    """The words that start `command` through pbsdsh on the host of the node file's line `line`, from 0.
+    """Words that start `command` through pbsdsh on the host of line `line` of the node file, from 0.
 
-    The command must bring what it needs: no variable, module or folder of the job script is there. pbsdsh
-    itself ends with 0 in any case; ``-v`` has it print the task's exit status.
+    The command sees no variable, module or folder of the job script. pbsdsh itself always ends with 0;
+    ``-v`` makes it print the task's exit status.
     """
     return ("pbsdsh", "-v", "-n", line, "--", *command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """The lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
+    """Lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
     words = shlex.join(command)
-    # \" ends and resumes nothing: the script is one double-quoted word, the command inside keeps its own
-    # quotes.
+    # The script is one double-quoted word, so the command inside keeps its own quotes as \".
     inner = re.sub(r'(["\\$`])', r"\\\1", words)
     return "\n     ".join(
         (
@@ -136,16 +134,8 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, s
     )
 
 
-def _hosts(env: Mapping[str, str], read: Read) -> tuple[tuple[str, ...], str]:
-    if given := given_nodes(env):
-        return given, NODES
-    if found := node_file(env, read):
-        return found, "PBS_NODEFILE"
-    return (), ""
-
-
 def _is_script(env: Mapping[str, str]) -> bool:
-    """Whether PBS started this through the job script, and not as a task on a host."""
+    """True if PBS started this process through the job script, and not as a task on a host."""
     if present(env, "PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
@@ -160,8 +150,9 @@ def _node_rank(env: Mapping[str, str], read: Read, hosts: tuple[str, ...]) -> tu
     places = [index for index, host in enumerate(hosts) if short(host) == own]
     if len(places) != 1:
         raise NoPlan(
-            f"which of the hosts is this? {own or 'its name'} is not one of {', '.join(hosts[:8])}",
+            f"this host is not in the job's host list: {own or 'its name'} is not one of "
+            f"{', '.join(hosts[:8])}",
             where="PBS_NODENUM",
-            hint="start it by mpiexec or pbsdsh, or give --node-rank",
+            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
         )
     return places[0], "hostname"

@@ -1,4 +1,4 @@
-"""Where this process stands among the nodes of its job, as one value, and the requests that shape it."""
+"""The place of this process among the nodes of its job, as one value, and the request that shapes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from imgkit_entrypoints.errors import NoPlan
 
 Read = Callable[[str], "str | None"]
-"""Content of a file by its absolute path; None where it cannot be read."""
+"""Function from an absolute path to the file's content; None where it cannot be read."""
 
 FIRST_PORT = 15000
 PORTS = 16000
@@ -17,9 +17,7 @@ PORTS = 16000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """This process is itself one rank: the launcher started all of a node's, and torchrun has nothing to
-    do.
-    """
+    """One rank: the launcher started every rank of the node itself, and torchrun has nothing to do."""
 
     rank: int
     local_rank: int
@@ -29,20 +27,20 @@ class Direct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One node of a job. Counts nodes, never processes: `direct` alone knows of ranks."""
+    """One node of a job. It counts nodes, never processes; only `direct` counts ranks."""
 
     scheduler: str
-    """Name of the module that decided: slurm, pbs, pals, openmpi, hydra, kubeflow, manual or standalone."""
+    """Module that placed the process: slurm, pbs, pals, openmpi, hydra, kubeflow, manual or standalone."""
     nnodes: int
     node_rank: int
     hosts: tuple[str, ...]
-    """In the order of the node ranks; empty where the launcher hides them."""
+    """Hosts in the order of the node ranks; empty where the launcher does not give them."""
     head: str
-    """Name or address of node 0 as the others reach it; empty on one node."""
+    """Name or address of node 0 that the others can reach; empty on one node."""
     port: int | None
-    """As the scheduler or the user gave it; None leaves it to `job_port`."""
+    """Port that the scheduler or the user gave; None leaves it to `job_port`."""
     job_id: str
-    """The same text on every node, another one for every start; empty where the launcher has none."""
+    """A text that is equal on all nodes and differs between starts; empty where the launcher has none."""
     source: Mapping[str, str]
     """Field -> the variables or the flag that it came from."""
     direct: Direct | None = None
@@ -51,15 +49,13 @@ class Placement:
 
     @property
     def base_port(self) -> int:
-        """The given port, else the one that the job id yields: equal on all nodes without a word
-        exchanged.
-        """
+        """The given port, else the port computed from the job id: all nodes agree without a message."""
         return job_port(self.job_id) if self.port is None else self.port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What flags and ``IMGKIT_*`` variables ask for; None leaves it to the scheduler."""
+    """The request of flags and ``IMGKIT_*`` variables; None leaves a field to the scheduler."""
 
     scheduler: str | None = None
     nnodes: int | None = None
@@ -70,11 +66,11 @@ class Wanted:
     port: int | None = None
     direct: bool | None = None
     command: tuple[str, ...] = ("dist-run",)
-    """The words of this very command, for the errors that show how to start it right."""
+    """Words of this command, for the errors that show how to start it."""
 
 
 class WrongStart(NoPlan):
-    """The allocation has several nodes and nothing but this one process was started on them.
+    """The allocation has several nodes, but only this one process was started on them.
 
     Parameters
     ----------
@@ -87,9 +83,9 @@ class WrongStart(NoPlan):
 
 
 def job_port(job_id: str) -> int:
-    """A port from 15000 to 30999, equal wherever it is computed for the same job.
+    """A port from 15000 to 30999 that is equal wherever it is computed for the same job.
 
-    Below 32768, where Linux begins to hand out ports for outgoing connections: a port from that range is
-    taken by chance, once in a while. crc32 since Python's own hash of a text differs from process to process.
+    From 32768 on, Linux hands out ports for outgoing connections, so such a port is sometimes taken. crc32 is
+    used because Python's own hash of a text differs between processes.
     """
     return FIRST_PORT + zlib.crc32(job_id.encode()) % PORTS

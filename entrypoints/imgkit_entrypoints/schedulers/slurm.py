@@ -1,14 +1,14 @@
-"""Slurm: one process per node by ``srun``, and how that process finds its place.
+"""Slurm: ``srun`` starts one process per node, and the process finds its place.
 
 Notes
 -----
-Variables as set in Slurm's src/common/env.c, seen on 22.05:
+The variables follow Slurm's src/common/env.c and were seen on 22.05:
 
-* A batch script has SLURM_PROCID=0 and SLURM_NODEID=0 too: they do not prove that srun started this process.
-  SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do, only srun sets them. SLURM_STEP_ID does not: the batch
-  script (-5) and salloc's interactive shell (-6) have one as well.
-* SLURM_LAUNCH_NODE_IPADDR is where srun ran, under salloc a login node: never the head.
-* srun stopped inheriting --cpus-per-task in 22.05 (again does since 23.11): it is always written out.
+* A batch script has SLURM_PROCID=0 and SLURM_NODEID=0 too, so they do not prove that srun started this
+  process. SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do: only srun sets them. SLURM_STEP_ID does not: the
+  batch script (-5) and salloc's interactive shell (-6) have one as well.
+* SLURM_LAUNCH_NODE_IPADDR is the node where srun ran. Under salloc that is a login node, never the head.
+* srun stopped inheriting --cpus-per-task in 22.05 and does so again since 23.11: it is always written out.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 FORWARD: tuple[str, ...] = ()
-"""Variables that a job script must hand to the processes: srun passes the whole environment on."""
+"""Variables that a job script passes to the processes: none, srun passes the whole environment on."""
 
-# Not any *_PACK_GROUP_*: 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
+# Not every *_PACK_GROUP_*: 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that show a Slurm job; empty outside of one."""
+    """Variables that show a Slurm job; empty outside a job."""
     known = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
-    # salloc's shell of a heterogeneous job has none of these, only the lists of its components.
+    # The salloc shell of a heterogeneous job has none of these, only the lists of its components.
     return (*present(env, *known), *_components(env))
 
 
 def place(env: Mapping[str, str], read: Read) -> Placement:
-    """The node of a step that this process was started on.
+    """Node of a step that this process was started on.
 
     Raises
     ------
-    WrongStart : the batch script's shell or salloc's, on an allocation of several nodes.
+    WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
     NoPlan : a heterogeneous job, or variables that contradict each other.
     """
     _refuse_heterogeneous(env)
@@ -92,24 +92,27 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
     job_nodes, job_nodes_from = _job_nodes(env)
     if nnodes < job_nodes and _is_shell(env):
         raise WrongStart(
-            f"this shell is salloc's, on 1 of the job's {job_nodes} nodes",
+            f"this is the shell of salloc, on 1 of the job's {job_nodes} nodes: srun has started nothing on "
+            "the others",
             where=f"{job_nodes_from}={env[job_nodes_from]}",
             nnodes=job_nodes,
         )
     if hosts and len(hosts) != nnodes:
         raise NoPlan(
-            f"{env[hosts_from]} has {len(hosts)} hosts, {nnodes_from} says {nnodes}", where=hosts_from
+            f"{env[hosts_from]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}", where=hosts_from
         )
     rank_from = variable(env, FIELDS["node_rank"])
     node_rank = number(env, rank_from) if nnodes > 1 else 0
     if node_rank >= nnodes:
-        raise NoPlan(f"{rank_from}={node_rank} on a step of {nnodes} nodes", where=rank_from)
+        raise NoPlan(
+            f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}", where=rank_from
+        )
     node = env.get("SLURMD_NODENAME", "")
     if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
         raise NoPlan(
-            f"{rank_from}={node_rank} is {hosts[node_rank]} in {env[hosts_from]}, this is {node}",
+            f"{rank_from}={node_rank} is {hosts[node_rank]} in {env[hosts_from]}, but this node is {node}",
             where="SLURMD_NODENAME",
-            hint="was the environment of another task handed on?",
+            hint="check whether the job script passes the environment of one task on to another",
         )
     source = {"nnodes": nnodes_from or hosts_from, "node_rank": rank_from}
     hosts, source["hosts"] = named_hosts(env, nnodes, hosts, hosts_from)
@@ -131,9 +134,9 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 def start_argv(
     command: Sequence[str], *, nnodes: int | None, cpus: int | None = None, options: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
+    """Words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
 
-    Without `nnodes`, on all nodes that the job was given.
+    If `nnodes` is None, the command runs on all nodes of the job.
     """
     counts = () if nnodes is None else (f"--nodes={nnodes}", f"--ntasks={nnodes}")
     return (
@@ -144,7 +147,7 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """The line to type instead, inside the same allocation, with all CPUs that the job has on each node."""
+    """Line to type instead, in the same allocation, with all CPUs that the job has on each node."""
     cpus = None
     if counts := env.get("SLURM_JOB_CPUS_PER_NODE"):
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
@@ -159,8 +162,7 @@ def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
             where=", ".join(f"{name}={env[name]}" for name in found[:2]),
-            hint="ask for all nodes in one component, without `:` in the request and without `#SBATCH "
-            "hetjob`",
+            hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
         )
 
 
@@ -169,7 +171,7 @@ def _components(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _job_nodes(env: Mapping[str, str]) -> tuple[int, str]:
-    """Nodes of the allocation and the variable that says so; 0 where none does."""
+    """Nodes of the allocation and the variable that gives them; 0 where none does."""
     if name := first(env, JOB_FIELDS["nnodes"]):
         return number(env, name, least=1), name
     if name := first(env, JOB_FIELDS["hosts"]):
@@ -178,34 +180,33 @@ def _job_nodes(env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _is_shell(env: Mapping[str, str]) -> bool:
-    """Whether the step is a shell of Slurm's own: ids -5 and -6, which some versions print without sign."""
+    """True if the step is a shell of Slurm's own: ids -5 and -6, which some versions print unsigned."""
     text = env.get(first(env, FIELDS["step_id"]), "")
     return text.startswith("-") or (text.isdigit() and int(text) >= 0xFFFFFFF0)
 
 
 def _outside_a_step(env: Mapping[str, str], read: Read) -> Placement:
-    """A process that srun has not started: right only on a job of one node, and on that node."""
+    """A process that srun has not started: right only in a job of one node, and on that node."""
     nnodes, nnodes_from = _job_nodes(env)
     hosts_from = first(env, JOB_FIELDS["hosts"])
     hosts = expand_nodelist(env[hosts_from], where=hosts_from) if hosts_from else ()
-    on_node = bool(
-        first(env, FIELDS["node_rank"])
-    )  # a batch script has it, a salloc shell on the login node has not
+    # A batch script has the variable, a salloc shell on the login node does not.
+    on_node = bool(first(env, FIELDS["node_rank"]))
     if nnodes > 1:
         shell = (
-            f"the batch script's, on 1 of the job's {nnodes} nodes"
+            f"of the batch script, on 1 of the job's {nnodes} nodes"
             if on_node
-            else "salloc's, outside of the job"
+            else f"of salloc, outside the job of {nnodes} nodes"
         )
         raise WrongStart(
-            f"this shell is {shell}: srun has started nothing on the others",
+            f"this is the shell {shell}: srun has started nothing on the others",
             where=f"{nnodes_from}={env[nnodes_from]}",
             nnodes=nnodes,
         )
     own = hostname(read)
     if not on_node and hosts and own and short(own) != short(hosts[0]):
         raise WrongStart(
-            f"this shell runs on {own}, the job's node is {hosts[0]}",
+            f"this shell runs on {own}, but the job's node is {hosts[0]}",
             where=f"{hosts_from}={env[hosts_from]}",
             nnodes=1,
         )
@@ -223,23 +224,24 @@ def _outside_a_step(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def _job_id(env: Mapping[str, str]) -> tuple[str, str]:
-    """Job and step: two steps of one job may share a node."""
+    """Ids of job and step, since two steps of one job may share a node, and their variables."""
     names = tuple(name for name in (first(env, FIELDS["job_id"]), first(env, FIELDS["step_id"])) if name)
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
 def _direct(env: Mapping[str, str], nnodes: int, node_rank: int) -> Direct | None:
-    """The rank of a task where a node has several of them."""
+    """Rank of this task where a node has several tasks."""
     name = first(env, FIELDS["tasks"])
     if name:
         counts = expand_counts(env[name], where=name)
         if len(counts) != nnodes:
-            raise NoPlan(f"{env[name]} is for {len(counts)} nodes, the step has {nnodes}", where=name)
+            raise NoPlan(f"{env[name]} is for {len(counts)} nodes, but the step has {nnodes}", where=name)
     else:
         tasks = first(env, FIELDS["world_size"])
         total = number(env, tasks, least=1) if tasks else nnodes
         if total % nnodes:
-            raise NoPlan(f"{total} tasks on {nnodes} nodes, and nothing says how many are where", where=tasks)
+            what = f"the step has {total} tasks on {nnodes} nodes, but no variable says how many run on each"
+            raise NoPlan(what, where=tasks)
         counts = (total // nnodes,) * nnodes
     if max(counts) == 1:
         return None

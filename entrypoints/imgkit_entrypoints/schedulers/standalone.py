@@ -15,7 +15,7 @@ FORWARD: tuple[str, ...] = ()
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Nothing shows it: it is what remains."""
+    """No variable shows it: it remains where no launcher shows."""
     return ()
 
 
@@ -24,8 +24,7 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
     Raises
     ------
-    NoPlan : the process is already one rank of several, or a launcher that is not known here has several
-    hosts.
+    NoPlan : the process is already one rank of several, or an unsupported launcher has several hosts.
     """
     direct = None
     if present(env, *WORKER) == WORKER and number(env, "WORLD_SIZE", least=1) > 1:
@@ -33,24 +32,23 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
     hosts = unique((read(env["LSB_DJOB_HOSTFILE"]) or "").split()) if env.get("LSB_DJOB_HOSTFILE") else ()
     if len(hosts) > 1 and direct is None:
         raise NoPlan(
-            f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}), and LSF is not known here",
+            f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
             where="LSB_DJOB_HOSTFILE",
-            hint=f"on each host: --nnodes {len(hosts)} --node-rank RANK --head {hosts[0]}; for this one "
-            f"alone: "
-            "--scheduler standalone",
+            hint=f"on each host, give --nnodes {len(hosts)} --node-rank RANK --head {hosts[0]}. To use this "
+            "host alone: --scheduler standalone",
         )
     return alone() if direct is None else _ranks(direct, env)
 
 
 def alone() -> Placement:
-    """One node, nobody else to find."""
+    """One node, with no other node to find."""
     return Placement(
         scheduler=NAME, nnodes=1, node_rank=0, hosts=(), head="", port=None, job_id="", source={}
     )
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:
-    """The words themselves."""
+    """Words of the command itself."""
     return tuple(command)
 
 
@@ -60,19 +58,17 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, s
 
 
 def _worker(env: Mapping[str, str]) -> Direct:
-    """The rank that somebody else's launcher gave; to be used only if --direct says so."""
+    """Rank that an unknown launcher gave; it is used only with --direct."""
     where = ", ".join(f"{name}={env[name]}" for name in WORKER)
     if env.get("IMGKIT_DIRECT") != "1":
         raise NoPlan(
-            "this process is already one rank of several: a launcher here would start workers for each of "
-            "them",
+            "this process is already one rank of several: a launcher here would start workers for each rank",
             where=where,
-            hint="start the command once per node; to run the program as this rank: --direct; if the "
-            "variables are "
-            f"left over: unset {' '.join(WORKER)}",
+            hint="start the command once per node. To run the program as this rank: --direct. If the "
+            f"variables are left over: unset {' '.join(WORKER)}",
         )
     if not present(env, "LOCAL_WORLD_SIZE"):
-        raise NoPlan("--direct needs LOCAL_WORLD_SIZE as well", where=where)
+        raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)
     ranks = Direct(
         rank=number(env, "RANK"),
         local_rank=number(env, "LOCAL_RANK"),
@@ -80,17 +76,17 @@ def _worker(env: Mapping[str, str]) -> Direct:
         local_world_size=number(env, "LOCAL_WORLD_SIZE", least=1),
     )
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
-        raise NoPlan("a rank is not below its size", where=where)
+        raise NoPlan("RANK must be below WORLD_SIZE, and LOCAL_RANK below LOCAL_WORLD_SIZE", where=where)
     return ranks
 
 
 def _ranks(direct: Direct, env: Mapping[str, str]) -> Placement:
-    """The node that a rank is on, where every node has the same number of them."""
+    """Node of a rank, where every node has the same number of ranks."""
     nnodes, uneven = divmod(direct.world_size, direct.local_world_size)
     head = env.get("MASTER_ADDR", "") if nnodes > 1 else ""
     if uneven or (nnodes > 1 and not head):
         raise NoPlan(
-            "--direct needs the same number of ranks on every node, and MASTER_ADDR where there are several",
+            "--direct needs the same number of ranks on every node, and MASTER_ADDR on several nodes",
             where=f"WORLD_SIZE={direct.world_size}, LOCAL_WORLD_SIZE={direct.local_world_size}",
         )
     return Placement(

@@ -232,7 +232,7 @@ def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None
     (exported,) = re.findall(r"export IMGKIT_NODES=.*\"(?=, and hand)", refused)
     code, refused = pbs.script(*TUTORIAL, exported, once)
     assert code == 5, refused
-    assert "the job has 2 hosts (node1, node2) and this is the job script's process" in refused
+    assert "the job has 2 hosts (node1, node2), but this is the job script's process" in refused
     (typed,) = re.findall(r"^ +(mpiexec -n 2 .*)$", refused, re.MULTILINE)
     code, output = pbs.script(*TUTORIAL, exported, typed)
     assert code == 0, output

@@ -87,7 +87,7 @@ def test_tasks_of_uneven_nodes_are_ranks(state: Path) -> None:
 def test_batch_script_is_refused_and_its_hint_works(state: Path) -> None:
     command = " ".join(show(state))
     refused = batch(state, command)
-    assert refused[0].startswith("5 SLURM_JOB_NUM_NODES=2: this shell is the batch script's")
+    assert refused[0].startswith("5 SLURM_JOB_NUM_NODES=2: this is the shell of the batch script")
     typed = next(line.strip() for line in refused if line.strip().startswith("srun "))
     assert sorted(batch(state, typed)) == [f"place slurm {node}/2 node1,node2 node1 -" for node in (0, 1)]
 
@@ -103,8 +103,8 @@ def test_batch_script_on_one_node_is_placed(state: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-N2",), "salloc's, outside of the job"),
-        (("-N1",), "runs on login, the job's node is node1"),
+        (("-N2",), "salloc, outside the job of 2 nodes"),
+        (("-N1",), "runs on login, but the job's node is node1"),
         (("-N1", ":", "-N1"), "heterogeneous"),
     ],
     ids=" ".join,

@@ -1,4 +1,4 @@
-"""Slurm's compact lists: against an independent expander, and the refusals with a caret under the place."""
+"""Slurm's compact lists: checked by an independent expander, and refused with a caret under the place."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ MALFORMED = {
     "n[0-99999999999]": (2, "more than 65536 hosts"),
     "n[1-300]m[1-300]": (9, "more than 65536 hosts"),
     "n[0-65535],m": (11, "more than 65536 hosts"),
-    "a b": (1, "in no host name"),
-    "a,(null)": (2, "in no host name"),
+    "a b": (1, "a host name cannot contain"),
+    "a,(null)": (2, "a host name cannot contain"),
 }
 
 
@@ -91,7 +91,7 @@ def test_caret_of_long_list_stays_in_view() -> None:
 
 
 def split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Items between the commas outside brackets."""
     items, depth = [""], 0
     for char in text:
         depth += {"[": 1, "]": -1}.get(char, 0)

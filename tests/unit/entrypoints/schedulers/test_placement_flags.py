@@ -49,12 +49,12 @@ def test_flag_beats_its_variable() -> None:
 
 
 def test_other_number_of_nodes_is_refused() -> None:
-    with pytest.raises(NoPlan, match="--nnodes 3, and slurm started 2"):
+    with pytest.raises(NoPlan, match="--nnodes is 3, but slurm started 2"):
         place(STEP, nnodes=3)
 
 
 def test_one_node_flag_in_a_step_of_two_is_refused() -> None:
-    with pytest.raises(NoPlan, match="--nnodes 1, and slurm started 2") as caught:
+    with pytest.raises(NoPlan, match="--nnodes is 1, but slurm started 2") as caught:
         place(STEP, nnodes=1)
     assert "--scheduler standalone" in (caught.value.hint or "")
 
@@ -75,36 +75,36 @@ def test_one_node_flag_allows_an_unseen_node_file() -> None:
 
 
 def test_number_of_pods_can_be_set_right() -> None:
-    """WORLD_SIZE counts pods for one operator and processes for another; only the latter's PET_NNODES is
-    sure.
-    """
+    """WORLD_SIZE counts pods or processes, depending on the operator; only PET_NNODES is certain."""
     pod = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     assert place(pod, nnodes=2).nnodes == 2
-    with pytest.raises(NoPlan, match="--nnodes 2, and kubeflow started 4"):
+    with pytest.raises(NoPlan, match="--nnodes is 2, but kubeflow started 4"):
         place({**pod, "PET_NNODES": "4"}, nnodes=2)
 
 
 def test_range_takes_what_was_started() -> None:
     found = place(STEP, min_nnodes=1, nnodes=4)
     assert (found.nnodes, found.min_nnodes) == (2, 1)
-    with pytest.raises(NoPlan, match="--nnodes 3:4, and slurm started 2"):
+    with pytest.raises(NoPlan, match="--nnodes is 3:4, but slurm started 2"):
         place(STEP, min_nnodes=3, nnodes=4)
 
 
 def test_rank_filled_in_by_the_script_is_caught() -> None:
     """`srun dist-run --node-rank $SLURM_NODEID` in a batch script gives 0 to every node, and hangs."""
-    with pytest.raises(NoPlan, match="says 0, slurm says 1") as caught:
+    with pytest.raises(
+        NoPlan, match=r"--node-rank is 0, but slurm says that this is node 1 \(SLURM_NODEID\)"
+    ) as caught:
         place(STEP, **HAND)
     assert "--scheduler manual" in (caught.value.hint or "")
-    with pytest.raises(NoPlan, match="--node-rank 0, and by slurm this is node 1"):
+    with pytest.raises(NoPlan, match="--node-rank is 0, but slurm says that this is node 1"):
         place(STEP, node_rank=0)
 
 
 def test_rank_filled_in_by_a_pbs_script_is_caught() -> None:
     task = {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000003", "IMGKIT_NODES": "n1,n2"}
-    with pytest.raises(NoPlan, match="says 0, pbs says 1"):
+    with pytest.raises(NoPlan, match=r"--node-rank is 0, but pbs says that this is node 1 \(PBS_NODENUM\)"):
         place(task, **HAND)
-    with pytest.raises(NoPlan, match="--node-rank 0, and by pbs this is node 1"):
+    with pytest.raises(NoPlan, match="--node-rank is 0, but pbs says that this is node 1"):
         place(task, node_rank=0)
 
 
@@ -114,7 +114,7 @@ def test_insisting_flags_win_over_a_launcher() -> None:
 
 
 def test_complete_flags_place_past_the_launcher() -> None:
-    """Started by ssh out of a batch script: the script's shell is all that Slurm knows."""
+    """ssh in a batch script started the node: Slurm knows only the script's shell."""
     found = place(BATCH, nnodes=2, node_rank=1, head="n1")
     assert (found.scheduler, found.nnodes, found.node_rank) == ("manual", 2, 1)
 
@@ -145,12 +145,12 @@ def test_incomplete_flags_are_named(flags: dict[str, Any], missing: str) -> None
 
 
 def test_list_of_other_length_is_refused_by_hand() -> None:
-    with pytest.raises(NoPlan, match="--nnodes 2, and IMGKIT_NODES lists 3 hosts"):
+    with pytest.raises(NoPlan, match="--nnodes is 2, but IMGKIT_NODES lists 3 hosts"):
         place({"IMGKIT_NODES": "a,b,c"}, **HAND)
 
 
 def test_list_of_other_length_is_refused_in_a_step() -> None:
-    with pytest.raises(NoPlan, match=r"IMGKIT_NODES has 3 hosts \(a, b, c\), the launcher started 2"):
+    with pytest.raises(NoPlan, match=r"IMGKIT_NODES has 3 hosts \(a, b, c\), but the launcher started 2"):
         place({**STEP, "IMGKIT_NODES": "a,b,c"})
 
 
@@ -178,7 +178,7 @@ def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, 
 @pytest.mark.parametrize("recipe", ["slurm", "pbs"])
 def test_hidden_job_is_a_warning(recipe: str) -> None:
     (text,) = odd({"HOME": "/root"}, recipe)
-    assert text.startswith(f"the recipe says {recipe}, and no variable of a scheduler is set")
+    assert text.startswith(f"the recipe says {recipe}, but no scheduler variable is set")
     assert "--cleanenv" in text
 
 

@@ -35,7 +35,7 @@ def place(
 
 
 def slurm_job(nodes: int, nodelist: str, **more: str) -> Env:
-    """What every process of a job has, the batch script and the steps alike."""
+    """Variables that every process of a job has, in the batch script and in steps."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_JOBID": "7",
@@ -63,7 +63,7 @@ def slurm_step(nodelist: str, node: int, nodes: int, per_node: str = "", **more:
         "SLURM_PROCID": str(node),
         "SLURM_LOCALID": "0",
         "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-        # Set in every step of a batch script by 22.05, and no sign of a heterogeneous job.
+        # 22.05 sets it in every step of a batch script; it is no sign of a heterogeneous job.
         "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "80",
         **more,
     }
@@ -124,7 +124,7 @@ def hydra(rank: int, size: int, local: int = 1, **more: str) -> Env:
 
 
 def pod(rank: int, world: int, **more: str) -> Env:
-    """As the first operators set it: pods are counted."""
+    """The environment of the first operators, which count pods."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -356,42 +356,42 @@ def test_several_ranks_a_node_are_direct(name: str) -> None:
     assert found.direct == expected
 
 
-# environment, files -> what the message must say, what the hint must tell to type
+# environment, files -> words of the message, words of the command in the hint
 WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "slurm batch script of 2": (
         slurm_batch(2, "n[1-2]"),
         NOTHING,
-        "the batch script's, on 1 of the job's 2 nodes",
+        "the batch script, on 1 of the job's 2 nodes",
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=80 --kill-on-bad-exit=1 dist-run",
     ),
     "slurm batch script whose id looks like a step's": (
         slurm_batch(2, "n[1-2]", SLURM_STEP_ID="-5"),
         NOTHING,
-        "the batch script's",
+        "the batch script",
         "srun --nodes=2",
     ),
     "slurm salloc on the login node": (
         slurm_job(2, "n[1-2]"),
         NOTHING,
-        "salloc's, outside of the job",
+        "salloc, outside the job of 2 nodes",
         "srun --nodes=2",
     ),
     "slurm salloc of 1 on the login node": (
         slurm_job(1, "n1"),
         files(hostname="login"),
-        "runs on login, the job's node is n1",
+        "runs on login, but the job's node is n1",
         "srun --nodes=1",
     ),
     "slurm salloc's interactive step": (
         {**slurm_step("n1", 0, 1, SLURM_STEP_ID="4294967290"), **slurm_job(2, "n[1-2]")},
         NOTHING,
-        "salloc's, on 1 of the job's 2 nodes",
+        "salloc, on 1 of the job's 2 nodes",
         "srun --nodes=2",
     ),
     "slurm salloc's interactive step, signed": (
         {**slurm_step("n1", 0, 1, SLURM_STEP_ID="-6"), **slurm_job(2, "n[1-2]")},
         NOTHING,
-        "salloc's, on 1 of the job's 2 nodes",
+        "salloc, on 1 of the job's 2 nodes",
         "srun --nodes=2",
     ),
     "slurm heterogeneous step": (
@@ -420,17 +420,22 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
         "'0' is not a whole number from 1",
         "",
     ),
-    "slurm node number too high": (slurm_step("n[1-2]", 2, 2), NOTHING, "SLURM_NODEID=2", ""),
+    "slurm node number too high": (
+        slurm_step("n[1-2]", 2, 2),
+        NOTHING,
+        "SLURM_NODEID is 2, but the step has only nodes 0 to 1",
+        "",
+    ),
     "slurm environment of another task": (
         slurm_step("n[1-2]", 0, 2, SLURMD_NODENAME="n2"),
         NOTHING,
-        "SLURM_NODEID=0 is n1 in .*, this is n2",
+        "SLURM_NODEID=0 is n1 in .*, but this node is n2",
         "",
     ),
     "pbs script of 2": (
         PBS_SCRIPT,
         NODEFILE,
-        r"2 hosts \(x9.cl, x10.cl\) and this is the job script's process",
+        r"2 hosts \(x9.cl, x10.cl\), but this is the job script's process",
         "mpiexec -n 2 --ppn 1 --cpu-bind none dist-run",
     ),
     "pbs script of 2, list handed in": (
@@ -451,26 +456,26 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "pbs list that was sorted": (
         pbs_task(0, IMGKIT_NODES="x10,x9"),
         files(hostname="x9\n"),
-        "node 0 by PBS_NODENUM, and x9 is host 1 of IMGKIT_NODES",
+        "node 0 according to PBS_NODENUM, but x9 is host 1 of IMGKIT_NODES",
         "sort does not",
     ),
     "pals on 1 of 2": (
         pals(0, 1),
         NODEFILE,
-        "started this on 1 node, the job has 2",
+        "started this on 1 node, but the job has 2",
         "mpiexec -n 2 --ppn 1 --cpu-bind none dist-run",
     ),
     "pals on 2 of 3": (
         pals(0, 2, IMGKIT_NODES="a,b,c"),
         NOTHING,
-        "started 2 nodes, IMGKIT_NODES lists 3",
+        "started 2 nodes, but IMGKIT_NODES lists 3",
         "--env IMGKIT_NODES=",
     ),
     "openmpi without a head": (openmpi(0, 2), files(hostname="x9"), "host has rank 0", "-x IMGKIT_HEAD=x9"),
     "openmpi on 1 of 2": (
         openmpi(0, 1, IMGKIT_NODES="x9,x10"),
         NOTHING,
-        "on 1 node, the job has 2",
+        "on 1 node, but the job has 2",
         "mpirun -np 2 --map-by ppr:1:node --bind-to none -x IMGKIT_NODES=x9,x10 dist-run",
     ),
     "openmpi with uneven nodes": (openmpi(0, 3, 2), NOTHING, "different numbers of ranks", "same number"),
@@ -478,12 +483,22 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "hydra on 1 of 2": (
         hydra(0, 1, IMGKIT_NODES="x9,x10"),
         NOTHING,
-        "on 1 node, the job has 2",
+        "on 1 node, but the job has 2",
         "mpiexec -n 2 -ppn 1 -bind-to none -genv IMGKIT_NODES x9,x10 dist-run",
     ),
-    "hydra rank beyond the size": (hydra(2, 2, IMGKIT_HEAD="x9"), NOTHING, "rank 2 of 2", ""),
+    "hydra rank beyond the size": (
+        hydra(2, 2, IMGKIT_HEAD="x9"),
+        NOTHING,
+        "rank 2, but the job has only ranks 0 to 1",
+        "",
+    ),
     "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, NOTHING, "number of nodes is unknown", "IMGKIT_NODES"),
-    "pod beyond the number": (pod(3, 3), NOTHING, "pod 3, and WORLD_SIZE says 3", "--nnodes"),
+    "pod beyond the number": (
+        pod(3, 3),
+        NOTHING,
+        "pod 3, but WORLD_SIZE allows only pods 0 to 2",
+        "--nnodes",
+    ),
     "pods without a first one": (
         {"PET_NNODES": "2", "PET_NODE_RANK": "1"},
         NOTHING,
@@ -511,13 +526,13 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "torchrun worker": (
         {"TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
         NOTHING,
-        "torchrun worker already",
+        "already a torchrun worker",
         "env -u TORCHELASTIC_RUN_ID",
     ),
     "torchrun worker in a slurm step": (
         slurm_step("n[1-2]", 1, 2, TORCHELASTIC_RUN_ID="7"),
         NOTHING,
-        "torchrun worker already",
+        "already a torchrun worker",
         "env -u",
     ),
     "lsf job of 2": (

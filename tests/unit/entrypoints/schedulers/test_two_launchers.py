@@ -1,4 +1,4 @@
-"""Two launchers that both show: known pairs are decided, the others refused with both names and the flag."""
+"""Two launchers show: known pairs are decided, others are refused with both names and the flag."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ def test_exported_torch_variables_are_no_launcher(name: str) -> None:
 
 
 def test_mpirun_in_batch_script_is_refused_on_both_nodes() -> None:
-    """Node 0 of such a start sees the batch script's variables, node 1 those of the step that carries
-    mpirun.
-    """
+    """Node 0 of such a start sees the batch script's variables, node 1 those of mpirun's own step."""
     batch = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NUM_NODES": "2",
@@ -146,5 +144,5 @@ def test_unknown_scheduler_lists_the_known_ones() -> None:
 
 def test_nesting_is_refused_whatever_the_flag() -> None:
     for name in (None, "slurm", "standalone"):
-        with pytest.raises(NoPlan, match="torchrun worker already"):
+        with pytest.raises(NoPlan, match="already a torchrun worker"):
             place(LAUNCHERS["slurm"] | {"TORCHELASTIC_RUN_ID": "7"}, scheduler=name)
