@@ -1,0 +1,52 @@
+"""Sphinx configuration of the documentation site; `ci/docs` builds it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+import generated  # noqa: E402  (needs the line above)
+
+from imgkit_builder import __version__  # noqa: E402
+
+project = "imgkit"
+copyright = "the imgkit authors, Apache-2.0"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build", "_ext", "_static"]
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence", "deflist"]
+nitpicky = True
+nitpick_ignore_regex = [
+    # Annotations name modules of the standard library and private aliases: there is no page to link to.
+    ("py:.*", r"(collections|pathlib|typing|types|enum|argparse|os|_io)\..*"),
+    ("py:.*", r"(Path|Mapping|Sequence|Callable|Iterable|Iterator|Any|Literal|NoneType|optional|default.*)"),
+    ("py:class", r"tuple\[.*|.*\]"),
+]
+suppress_warnings = ["myst.xref_ambiguous"]
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+
+html_theme = "furo"
+html_title = f"imgkit {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["reference/generated/schemas"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {
+    "source_repository": "",
+    "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},
+    "dark_css_variables": {"color-brand-primary": "#7db4f0", "color-brand-content": "#7db4f0"},
+}
+
+
+def setup(app: object) -> None:
+    """Write the pages that are generated from the code before Sphinx looks for pages."""
+    generated.write(HERE / "reference/generated")
