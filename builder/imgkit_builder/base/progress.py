@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Reporter(Protocol):
-    """Receives progress; implementations are in ``cli/reporter.py``."""
+    """Receives progress; implementations are in ``cli/progress.py``."""
 
     def stage(self, text: str) -> None:
         """A new stage begins, for example ``squash``; the one before is over."""

@@ -18,7 +18,7 @@ VERBS: dict[str, str] = {
     "check": "recipes",
     "schema": "recipes",
     "render": "render",
-    "build": "images",
+    "build": "build",
     "test": "images",
     "shell": "images",
     "push": "images",
@@ -34,8 +34,8 @@ VERBS: dict[str, str] = {
     "status": "jobs",
     "logs": "jobs",
     "cancel": "jobs",
-    "doctor": "tools",
-    "bundle": "tools",
+    "doctor": "doctor",
+    "bundle": "bundle",
 }
 """Verb to the module in ``cli`` that holds its function ``verb_<name>``, in the order of ``--help``."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from imgkit_builder.cli.reporter import reporter
+from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:

@@ -1,30 +1,34 @@
-"""The steps of ``imgkit build``: the whole line from a recipe to a tested image, or only what it would be."""
+"""``imgkit build``: from a recipe to a tested image, or only what it would be."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.base import checks
-from imgkit_builder.base.platform import host_platform
-from imgkit_builder.image import smoke
-from imgkit_entrypoints.errors import CheckFailed
+import typer
+
+from imgkit_builder.cli.progress import reporter
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.engine import Built, Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
-    from imgkit_builder.image.manifest import Base
+    from imgkit_builder.image.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
+_JSON = typer.Option(
+    False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
+)
+_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show everything the engine says.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class BuildOptions:
     """The options of ``imgkit build``; None is "as the recipe says"."""
 
     tag: str | None
@@ -43,20 +47,63 @@ class Outcome:
     data: dict[str, Any]
 
 
-def plan(recipe: Recipe, wanted: Wanted) -> Outcome:
+def verb_build(
+    recipe: str = typer.Argument(
+        metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file."
+    ),
+    tag: str | None = typer.Option(None, help="Name of the image; without it RECIPE:latest."),
+    base: str | None = typer.Option(
+        None, metavar="REF", help="Build on this image, not on the recipe's base."
+    ),
+    platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64, where the recipe has both."),
+    no_cache: bool = typer.Option(False, "--no-cache", help="Run every step again."),
+    pull: bool = typer.Option(False, "--pull", help="Fetch the base even if it is here."),
+    no_test: bool = typer.Option(False, "--no-test", help="Skip the smoke test."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be built; needs no engine."),
+    as_json: bool = _JSON,
+    verbose: bool = _VERBOSE,
+) -> None:
+    """Build the image of a recipe, then test it.
+
+    A base that is already here is used without any network. The image gets its
+    name last: a build that fails leaves the old image as it was. The full log and
+    the Dockerfile stay under $XDG_STATE_HOME/imgkit/builds.
+
+    \b
+    Examples:
+      imgkit build mn5
+      imgkit build ./mine.yaml --tag group/mine:1
+      imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
+      imgkit build olivia --dry-run                        (needs no engine)
+    """
+    from imgkit_builder.recipe.load import load
+
+    loaded = load(recipe)
+    options = BuildOptions(
+        tag=tag, base=base, platform=platform, pull=pull, no_cache=no_cache, no_test=no_test
+    )
+    with reporter(as_json=as_json, verbose=verbose) as report:
+        for problem in loaded.warnings:
+            report.note(f"warning: {problem}")
+        outcome = plan(loaded, options) if dry_run else make(loaded, recipe, options, report)
+    print(json.dumps(outcome.data, indent=2) if as_json else outcome.text)
+
+
+def plan(recipe: Recipe, options: BuildOptions) -> Outcome:
     """What would be built, found out without an engine."""
+    from imgkit_builder.base.platform import host_platform
     from imgkit_builder.engine import check_name, choose_platform, default_tag
     from imgkit_builder.image.context import pack, revision
-    from imgkit_builder.image.manifest import Base
+    from imgkit_builder.image.manifest import BaseImage
 
-    target = choose_platform(recipe, wanted=wanted.platform, host=host_platform())
-    base = wanted.base or recipe.image.base
-    tag = wanted.tag or default_tag(recipe)
+    target = choose_platform(recipe, wanted=options.platform, host=host_platform())
+    base = options.base or recipe.image.base
+    tag = options.tag or default_tag(recipe)
     check_name(base, where="--base")
     check_name(tag, where="--tag")
     context = pack(
         recipe,
-        base=Base(name=base, platform=target),
+        base=BaseImage(name=base, platform=target),
         platform=target,
         revision=revision(recipe.file.parent),
     )
@@ -81,17 +128,17 @@ def plan(recipe: Recipe, wanted: Wanted) -> Outcome:
     return Outcome(text=head + context.dockerfile.rstrip("\n"), data=data)
 
 
-def make(recipe: Recipe, typed: str, wanted: Wanted, report: Reporter) -> Outcome:
+def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) -> Outcome:
     """Build and test the image of `recipe`, which the user called `typed`."""
     from imgkit_builder import engine as engines
     from imgkit_builder.image import context as contexts
 
-    tag = wanted.tag or engines.default_tag(recipe)
+    tag = options.tag or engines.default_tag(recipe)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
-        report.stage(f"base {wanted.base or recipe.image.base}")
+        report.stage(f"base {options.base or recipe.image.base}")
         base = engines.resolve_base(
-            engine, recipe, override=wanted.base, platform=wanted.platform, pull=wanted.pull, report=report
+            engine, recipe, override=options.base, platform=options.platform, pull=options.pull, report=report
         )
         probe = engines.probe(engine, base)
         if probe.skipped:
@@ -104,18 +151,21 @@ def make(recipe: Recipe, typed: str, wanted: Wanted, report: Reporter) -> Outcom
         tested: list[Check] = []
 
         def accept(image: ImageInfo) -> None:
-            if not wanted.no_test:
+            if not options.no_test:
                 tested.extend(_smoke(engine, image, context, report))
 
         built = engines.build(
-            engine, context, tag=tag, report=report, no_cache=wanted.no_cache, accept=accept
+            engine, context, tag=tag, report=report, no_cache=options.no_cache, accept=accept
         )
     # What was typed is what the next command takes too, unless the image has a name of its own.
-    return _outcome(built, base, tested, again=wanted.tag or typed)
+    return _outcome(built, base, tested, again=options.tag or typed)
 
 
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
     from imgkit_builder import engine as engines
+    from imgkit_builder.base import checks
+    from imgkit_builder.image import smoke
+    from imgkit_entrypoints.errors import CheckFailed
 
     if smoke.passed_before(image.id):
         report.note("smoke test: this very image passed before")
@@ -136,7 +186,9 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
     return results
 
 
-def _outcome(built: Built, base: Base, tested: Sequence[Check], *, again: str) -> Outcome:
+def _outcome(built: Built, base: BaseImage, tested: Sequence[Check], *, again: str) -> Outcome:
+    from imgkit_builder.base import checks
+
     image = built.image
     lines = [
         f"{built.tag}  {image.id}  {image.size_bytes / 1e6:.1f} MB  {image.platform}",

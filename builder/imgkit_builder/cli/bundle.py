@@ -1,243 +1,44 @@
-"""The one-file tool: a zip that any Python >= 3.10 runs, with nothing installed and no network.
-
-It holds imgkit's own packages and the pure-Python distributions that its verbs need, copied from what is
-installed here, with their licences. Compiled modules are refused: the file must run on every architecture.
-"""
+"""``imgkit bundle``: the one-file tool for clusters without internet."""
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib
-import importlib.metadata as metadata
-import io
-import sys
-import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+import dataclasses
+import json
+from pathlib import Path
 
-from imgkit_builder import __version__
-from imgkit_builder.base import files, process
-from imgkit_builder.cli.app import BUNDLE_VERBS
-from imgkit_builder.recipe import targets
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+import typer
 
-ROOTS = ("typer", "rich", "spython")
-"""Distributions that the verbs import; what these require comes along."""
+from imgkit_builder.cli.progress import reporter
 
-PACKAGES = ("imgkit_builder", "imgkit_entrypoints", "imgkit_recipes")
-
-FLOOR = (3, 10)
-"""The oldest Python that must run the file."""
-_NEWEST_MINOR = 15
-"""Conditions on the Python version are judged for 3.10 up to this."""
-
-_COMPILED = (".so", ".pyd", ".dylib")
-_LICENCES = ("licen", "copying", "notice", "authors")
-
-_OMITTED = ("/tests/", "pygments/lexers/", "pygments/formatters/", "pygments/styles/")
-"""Never imported here and most of the size; the files below are."""
-_KEPT = ("__init__.py", "_mapping.py")
-
-_MAIN = """\
-import sys
-
-if sys.version_info < (3, {minor}):
-    this = "%d.%d" % sys.version_info[:2]
-    sys.exit("imgkit: needs Python 3.{minor} or newer, this is " + this + "; try: module avail python")
-
-import os
-
-# Only the standard library and this file: a login node's PYTHONPATH and site-packages hold other versions.
-foreign = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-sites = ("site-packages", "dist-packages")
-sys.path[1:] = [
-    part for part in sys.path[1:] if os.path.abspath(part) not in foreign and not part.endswith(sites)
-]
-
-from imgkit_builder.cli.app import BUNDLE_VERBS, main
-
-main(BUNDLE_VERBS)
-"""
+SCHEMA = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    """A one-file tool that ran."""
+def verb_bundle(
+    output: Path = typer.Option(
+        Path("imgkit.pyz"), "--output", "-o", metavar="FILE", help="Where to write it."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
+) -> None:
+    """Write a one-file imgkit for a cluster without internet.
 
-    path: Path
-    size_bytes: int
-    sha256: str
-    distributions: tuple[str, ...]
-    """``rich 15.0.0``, sorted; without imgkit itself."""
+    It runs test, sif, verify and doctor with any Python 3.10 or newer on any architecture,
+    with nothing installed. Copy it beside the archive.
 
-
-def bundle(target: Path) -> Bundle:
-    """Write the one-file tool to `target`; the same installation gives the same bytes.
-
-    Raises
-    ------
-    UsageError : a distribution that is needed is compiled, too new for Python 3.10, or not installed.
-    ToolFailed : the file does not run on a bare interpreter.
+    \b
+    Examples:
+      imgkit bundle
+      rsync -P imgkit.pyz mn5.tar USER@CLUSTER:
+      python3 imgkit.pyz sif mn5.tar       # on the cluster
     """
-    if not target.parent.is_dir():
-        raise UsageError("there is no such folder", where=str(target.parent))
-    chosen = _closure()
-    members = {
-        "__main__.py": _MAIN.format(minor=FLOOR[1]).encode(),
-        f"imgkit_builder/{targets.SYSTEMS_JSON}": targets.to_json(targets.shipped()).encode(),
-    }
-    for package in PACKAGES:
-        members |= dict(_own(package))
-    members |= dict(_licences(metadata.distribution("imgkit-hpc")))
-    for distribution in chosen.values():
-        members |= dict(_copied(distribution))
-    for name, data in members.items():
-        _refuse_newer(name, data)
-    data = _zipped(members)
-    with files.replacing(target) as temporary:
-        temporary.write_bytes(data)
-        temporary.chmod(0o755)
-        _try(temporary)
-    return Bundle(
-        path=target,
-        size_bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-        distributions=tuple(sorted(f"{one.name} {one.version}" for one in chosen.values())),
-    )
+    from imgkit_builder.cli import zipapp
 
-
-def _closure() -> dict[str, metadata.Distribution]:
-    """The distributions of `ROOTS` and all that they require on Linux, under their normalised names."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    found: dict[str, metadata.Distribution] = {}
-    todo = [(root, "imgkit") for root in ROOTS]
-    while todo:
-        name, wanted_by = todo.pop()
-        key = canonicalize_name(name)
-        if key in found:
-            continue
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError as error:
-            raise UsageError(
-                f"{name}, needed by {wanted_by}, is not installed", hint=f"pip install {name}"
-            ) from error
-        _refuse_compiled(distribution, wanted_by)
-        found[key] = distribution
-        for text in distribution.requires or ():
-            requirement = Requirement(text)
-            if requirement.marker is None or any(map(requirement.marker.evaluate, _environments())):
-                todo.append((requirement.name, f"{distribution.name} {distribution.version}"))
-    return dict(sorted(found.items()))
-
-
-def _environments() -> list[dict[str, str]]:
-    return [
-        {
-            "python_version": f"3.{minor}",
-            "python_full_version": f"3.{minor}.0",
-            "sys_platform": "linux",
-            "platform_system": "Linux",
-            "os_name": "posix",
-            "extra": "",
-        }
-        for minor in range(FLOOR[1], _NEWEST_MINOR + 1)
-    ]
-
-
-def _refuse_compiled(distribution: metadata.Distribution, wanted_by: str) -> None:
-    for path in distribution.files or ():
-        if path.suffix in _COMPILED:
-            raise UsageError(
-                f"{distribution.name} {distribution.version}, needed by {wanted_by}, is compiled ({path})",
-                hint=f"install a version of {wanted_by.partition(' ')[0]} that does without it: "
-                "pip install --upgrade imgkit-hpc",
-            )
-
-
-def _refuse_newer(name: str, data: bytes) -> None:
-    """Refuse syntax that `FLOOR` cannot read.
-
-    ``Requires-Python`` is not asked: it states what a project still supports, and has excluded 3.10 for a
-    release without any change in the code.
-    """
-    if not name.endswith(".py"):
-        return
-    try:
-        ast.parse(data, filename=name, feature_version=FLOOR)
-    except SyntaxError as error:
-        raise UsageError(
-            f"{name}:{error.lineno} is not Python {FLOOR[0]}.{FLOOR[1]}: {error.msg}",
-            hint=f"install an older version of {name.partition('/')[0]}",
-        ) from error
-
-
-def _own(package: str) -> Iterator[tuple[str, bytes]]:
-    """Files of one of imgkit's packages; of the recipes only the module, as `targets` carries their facts."""
-    folder = Path(importlib.import_module(package).__path__[0])
-    for path in folder.rglob("*"):
-        name = PurePosixPath(package, path.relative_to(folder).as_posix())
-        only_code = package == "imgkit_recipes"
-        if path.is_file() and _wanted(str(name)) and (path.suffix == ".py" or not only_code):
-            yield str(name), path.read_bytes()
-
-
-def _copied(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
-    """Modules, data and licence of a distribution."""
-    if not distribution.files:
-        raise UsageError(
-            f"{distribution.name} is installed without a list of its files",
-            hint=f"pip install --force-reinstall {distribution.name}",
-        )
-    for path in distribution.files:
-        # Scripts lie outside, at ../../../bin.
-        if path.parts[0] == ".." or path.parts[0].endswith(".dist-info"):
-            continue
-        if _wanted(str(path)):
-            yield str(path), path.read_binary()
-    yield from _licences(distribution)
-
-
-def _licences(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
-    """Licence texts and METADATA, under ``NAME-VERSION.dist-info``."""
-    for path in distribution.files or ():
-        if not path.parts[0].endswith(".dist-info"):
-            continue
-        if path.name == "METADATA" or path.name.lower().startswith(_LICENCES) or "licenses" in path.parts:
-            yield str(path), path.read_binary()
-
-
-def _wanted(name: str) -> bool:
-    if "__pycache__" in name or name.endswith((".pyc", ".pyi", "py.typed")):
-        return False
-    if any(part in name for part in _OMITTED):
-        return PurePosixPath(name).name in _KEPT
-    return True
-
-
-def _zipped(members: dict[str, bytes]) -> bytes:
-    """A zip with a first line for the kernel; sorted, with fixed times and modes."""
-    stream = io.BytesIO()
-    stream.write(b"#!/usr/bin/env python3\n")
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name in sorted(members):
-            info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            info.create_system, info.external_attr = 3, 0o100644 << 16  # Unix, whatever made it
-            info.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(info, members[name])
-    return stream.getvalue()
-
-
-def _try(path: Path) -> None:
-    """Run it without anything installed; every start imports all verbs, a help text all of typer and rich."""
-    for words in (["--version"], [BUNDLE_VERBS[0], "--help"]):
-        done = process.run([sys.executable, "-I", "-S", path, *words], check=False)
-        if done.returncode != 0:
-            raise ToolFailed(
-                f"the one-file tool does not run: {' '.join(words)}",
-                hint=f"imgkit {__version__} on Python {sys.version.split()[0]} said:\n{done.tail()}",
-            )
+    with reporter(as_json=as_json) as report:
+        report.stage(f"bundle {output}")
+        made = zipapp.bundle(output.absolute())
+    if as_json:
+        found = dataclasses.asdict(made) | {"path": str(output)}
+        print(json.dumps({"schema": SCHEMA, **found}, indent=2))
+    else:
+        print(f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}")
+        print(f"holds {', '.join(made.distributions)}")
+        print(f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.reporter import reporter
+from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.sif import (
     engine_image,
     module_line,

@@ -1,4 +1,4 @@
-"""Images: build, test, shell, push, pull."""
+"""Images that exist: test, shell, push, pull."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.reporter import reporter
+from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
@@ -22,51 +22,10 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
-_RECIPE = typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file.")
 _JSON = typer.Option(
     False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
 )
 _VERBOSE = typer.Option(False, "--verbose", "-v", help="Show everything the engine says.")
-
-
-def verb_build(
-    recipe: str = _RECIPE,
-    tag: str | None = typer.Option(None, help="Name of the image; without it RECIPE:latest."),
-    base: str | None = typer.Option(
-        None, metavar="REF", help="Build on this image, not on the recipe's base."
-    ),
-    platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64, where the recipe has both."),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Run every step again."),
-    pull: bool = typer.Option(False, "--pull", help="Fetch the base even if it is here."),
-    no_test: bool = typer.Option(False, "--no-test", help="Skip the smoke test."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be built; needs no engine."),
-    as_json: bool = _JSON,
-    verbose: bool = _VERBOSE,
-) -> None:
-    """Build the image of a recipe, then test it.
-
-    A base that is already here is used without any network. The image gets its
-    name last: a build that fails leaves the old image as it was. The full log and
-    the Dockerfile stay under $XDG_STATE_HOME/imgkit/builds.
-
-    \b
-    Examples:
-      imgkit build mn5
-      imgkit build ./mine.yaml --tag group/mine:1
-      imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
-      imgkit build olivia --dry-run                        (needs no engine)
-    """
-    from imgkit_builder.recipe.load import load
-
-    loaded = load(recipe)
-    from imgkit_builder.cli.build import Wanted, make, plan
-
-    wanted = Wanted(tag=tag, base=base, platform=platform, pull=pull, no_cache=no_cache, no_test=no_test)
-    with reporter(as_json=as_json, verbose=verbose) as report:
-        for problem in loaded.warnings:
-            report.note(f"warning: {problem}")
-        outcome = plan(loaded, wanted) if dry_run else make(loaded, recipe, wanted, report)
-    print(json.dumps(outcome.data, indent=2) if as_json else outcome.text)
 
 
 def verb_test(

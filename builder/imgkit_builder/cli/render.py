@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 
-class Format(str, enum.Enum):
+class RenderFormat(str, enum.Enum):
     """What a recipe can be rendered to."""
 
     DOCKERFILE = "dockerfile"
@@ -18,8 +18,10 @@ class Format(str, enum.Enum):
 
 def verb_render(
     recipe: str = typer.Argument(help="A shipped recipe's name, or a path: mn5, ./mine.yaml."),
-    form: Format = typer.Option(
-        Format.DOCKERFILE, "--format", help="A Dockerfile, or a definition file of singularity and apptainer."
+    form: RenderFormat = typer.Option(
+        RenderFormat.DOCKERFILE,
+        "--format",
+        help="A Dockerfile, or a definition file of singularity and apptainer.",
     ),
     base: str | None = typer.Option(
         None, "--base", metavar="REF", help="Base image instead of the recipe's."
@@ -51,15 +53,15 @@ def verb_render(
     from imgkit_builder.image import render
 
     loaded = load_recipe(recipe)
-    make = render.dockerfile if form is Format.DOCKERFILE else render.definition
+    make = render.dockerfile if form is RenderFormat.DOCKERFILE else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:
         from imgkit_builder.image.context import pack, revision
-        from imgkit_builder.image.manifest import Base
+        from imgkit_builder.image.manifest import BaseImage
 
         found = pack(
             loaded,
-            base=Base(name=base or loaded.image.base),
+            base=BaseImage(name=base or loaded.image.base),
             platform=platform or loaded.image.platforms[0],
             revision=revision(loaded.file.parent),
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.reporter import reporter
+from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 if TYPE_CHECKING:

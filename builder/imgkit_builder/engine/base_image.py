@@ -11,7 +11,7 @@ from imgkit_builder.engine.errors import translated
 from imgkit_builder.engine.images import ImageInfo, check_name, find
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_builder.engine.transfer import pull as fetch
-from imgkit_builder.image.manifest import STANDIN_LABEL, Base
+from imgkit_builder.image.manifest import STANDIN_LABEL, BaseImage
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def resolve_base(
     platform: str | None = None,
     pull: bool = False,
     report: Reporter | None = None,
-) -> Base:
+) -> BaseImage:
     """The base to build on, local afterwards, of the right architecture.
 
     Parameters
@@ -72,7 +72,7 @@ def resolve_base(
             "the real one",
         )
     _can_run(engine, target)
-    return Base(
+    return BaseImage(
         name=name,
         id=image.id,
         digest=image.digest,

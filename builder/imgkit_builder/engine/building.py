@@ -77,7 +77,9 @@ def build(
     files.write_text(folder / "Dockerfile", dockerfile)
     log = folder / "build.log"
     with log.open("w", encoding="utf-8") as stream:
-        watch = _Watch(stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report)
+        watch = _BuildFollower(
+            stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report
+        )
         image_id = _run(engine, context, dockerfile, watch, no_cache=no_cache)
     image = inspect(engine, image_id)
     if image.platform != context.manifest.platform:
@@ -91,7 +93,9 @@ def build(
     return Built(image=inspect(engine, tag), tag=tag, log=log)
 
 
-def _run(engine: Engine, context: BuildContext, dockerfile: str, watch: _Watch, *, no_cache: bool) -> str:
+def _run(
+    engine: Engine, context: BuildContext, dockerfile: str, watch: _BuildFollower, *, no_cache: bool
+) -> str:
     """Have the engine build; returns the image id.
 
     Notes
@@ -126,7 +130,7 @@ def _run(engine: Engine, context: BuildContext, dockerfile: str, watch: _Watch, 
 
 
 @contextlib.contextmanager
-def _no_container_left(engine: Engine, watch: _Watch) -> Iterator[None]:
+def _no_container_left(engine: Engine, watch: _BuildFollower) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -137,7 +141,7 @@ def _no_container_left(engine: Engine, watch: _Watch) -> Iterator[None]:
         raise
 
 
-class _Watch:
+class _BuildFollower:
     """Follows one build: knows the step, the running container and the last lines."""
 
     def __init__(self, log: TextIO, dockerfile: str, *, base: str, log_path: Path, report: Reporter) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
-from imgkit_builder.recipe.reference import BadReference, parse
+from imgkit_builder.recipe.image_reference import BadReference, parse
 from imgkit_entrypoints.errors import UsageError
 
 

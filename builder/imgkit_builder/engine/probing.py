@@ -10,12 +10,12 @@ from imgkit_builder.base import files
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import inside
-from imgkit_builder.image.manifest import Base, Probe
+from imgkit_builder.image.manifest import BaseImage, Probe
 
 SCHEMA = 1
 
 
-def probe(engine: Engine, base: Base) -> Probe:
+def probe(engine: Engine, base: BaseImage) -> Probe:
     """What runs in `base`; `Probe.skipped` says why where nothing could be run.
 
     Notes
@@ -43,7 +43,7 @@ def probe(engine: Engine, base: Base) -> Probe:
     return found
 
 
-def _why_not(engine: Engine, base: Base, returncode: int, output: str) -> str:
+def _why_not(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():

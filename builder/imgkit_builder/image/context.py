@@ -25,7 +25,7 @@ from imgkit_builder import __version__
 from imgkit_builder.base import process
 from imgkit_builder.image import layers, render
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import Base, Manifest
+from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.recipe.model import CopyStep, Recipe
 from imgkit_builder.recipe.requirements import names_other_file
@@ -41,7 +41,7 @@ ALWAYS_IGNORED = frozenset({".git", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class TarMember:
     """One entry of the tar: bytes at hand, a file on disk, a folder or a link."""
 
     name: str
@@ -60,7 +60,7 @@ class BuildContext:
 
     dockerfile: str
     manifest: Manifest
-    members: tuple[Member, ...]
+    members: tuple[TarMember, ...]
     sha256: str
     """Of the whole tar."""
     size_bytes: int
@@ -87,7 +87,7 @@ class BuildContext:
             yield chunk
 
 
-def pack(recipe: Recipe, *, base: Base, platform: str, revision: str) -> BuildContext:
+def pack(recipe: Recipe, *, base: BaseImage, platform: str, revision: str) -> BuildContext:
     """Collect what the image is built from; reads every copied file once.
 
     Raises
@@ -148,15 +148,15 @@ def revision(folder: Path) -> str:
     return commit.group() + ("-dirty" if changed.output else "")
 
 
-def _bytes(name: str, data: bytes) -> Member:
-    return Member(name=name, data=data, size_bytes=len(data))
+def _bytes(name: str, data: bytes) -> TarMember:
+    return TarMember(name=name, data=data, size_bytes=len(data))
 
 
-def _folder(name: str) -> Member:
-    return Member(name=name, kind=tarfile.DIRTYPE, mode=0o755)
+def _folder(name: str) -> TarMember:
+    return TarMember(name=name, kind=tarfile.DIRTYPE, mode=0o755)
 
 
-def _requirements(recipe: Recipe) -> Iterator[Member]:
+def _requirements(recipe: Recipe) -> Iterator[TarMember]:
     for number, step in enumerate(recipe.image.pip):
         if step.requirements is None:
             continue
@@ -174,7 +174,7 @@ def _requirements(recipe: Recipe) -> Iterator[Member]:
         yield _bytes(layers.requirements_member(number), data)
 
 
-def _copied(step: CopyStep, prefix: str, where: str) -> Iterator[Member]:
+def _copied(step: CopyStep, prefix: str, where: str) -> Iterator[TarMember]:
     """What one copy step takes from disk: the content of a folder, or one file under its name."""
     yield _folder(prefix)
     with _readable(step.source, where, "name another source"):
@@ -187,7 +187,7 @@ def _copied(step: CopyStep, prefix: str, where: str) -> Iterator[Member]:
 
 def _walk(
     folder: Path, prefix: str, below: str, *, root: Path, ignored: Callable[[str], bool]
-) -> Iterator[Member]:
+) -> Iterator[TarMember]:
     """Everything in `folder`; `below` is its path below the source, empty or with a slash at its end."""
     with _readable(folder), os.scandir(folder) as scan:
         entries = list(scan)
@@ -208,10 +208,10 @@ def _walk(
             yield _entry(path, name, status)
 
 
-def _entry(path: Path, name: str, status: os.stat_result) -> Member:
+def _entry(path: Path, name: str, status: os.stat_result) -> TarMember:
     if not stat.S_ISREG(status.st_mode):
         raise UsageError("not a file, folder or link", where=str(path), hint=_ignore_hint(path))
-    return Member(
+    return TarMember(
         name=name,
         mode=0o755 if status.st_mode & stat.S_IXUSR else 0o644,
         size_bytes=status.st_size,
@@ -219,7 +219,7 @@ def _entry(path: Path, name: str, status: os.stat_result) -> Member:
     )
 
 
-def _link(path: Path, name: str, root: Path) -> Member:
+def _link(path: Path, name: str, root: Path) -> TarMember:
     target = path.readlink()
     # Judged by where it really leads: "a/../x" leaves the folder if a is itself a link to somewhere deeper.
     inside = not target.is_absolute() and Path(os.path.realpath(path)).is_relative_to(root)
@@ -230,7 +230,7 @@ def _link(path: Path, name: str, root: Path) -> Member:
             hint=f"make it a relative link to something inside {root}, copy what it names, or "
             + _ignore_hint(path),
         )
-    return Member(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
+    return TarMember(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
 
 
 def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
@@ -259,7 +259,7 @@ def _ignore_hint(path: Path) -> str:
     return f"add {path.name!r} to this copy's `ignore`"
 
 
-def _tar(members: list[Member] | tuple[Member, ...]) -> Iterator[bytes]:
+def _tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
     """The archive, a chunk at a time; its end is the object `_END`."""
     for member in members:
         yield _header(member)
@@ -271,7 +271,7 @@ def _tar(members: list[Member] | tuple[Member, ...]) -> Iterator[bytes]:
 _END = bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _header(member: Member) -> bytes:
+def _header(member: TarMember) -> bytes:
     info = tarfile.TarInfo(member.name)
     info.type, info.mode, info.linkname = member.kind, member.mode, member.link
     info.size, info.mtime = member.size_bytes, MTIME_S
@@ -279,7 +279,7 @@ def _header(member: Member) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-def _content(member: Member) -> Iterator[bytes]:
+def _content(member: TarMember) -> Iterator[bytes]:
     if member.source is None:
         yield member.data
         return

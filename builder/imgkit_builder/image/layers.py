@@ -84,7 +84,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class KeyValue:
     """A variable or a label."""
 
     key: str
@@ -96,7 +96,7 @@ class Block:
     """Variables or labels that make one layer together."""
 
     origin: str
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyValue, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,8 +320,8 @@ def _labels(recipe: Recipe) -> Block:
     return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))
 
 
-def _entries(pairs: Mapping[str, str]) -> tuple[Entry, ...]:
-    return tuple(Entry(key=key, value=value) for key, value in pairs.items())
+def _entries(pairs: Mapping[str, str]) -> tuple[KeyValue, ...]:
+    return tuple(KeyValue(key=key, value=value) for key, value in pairs.items())
 
 
 def _stated(recipe: Recipe, *path: str | int) -> str:

@@ -31,7 +31,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class BaseImage:
     """The base image as the engine shows it."""
 
     name: str
@@ -53,7 +53,7 @@ class Manifest:
     imgkit: str
     recipe: str
     recipe_sha256: str
-    base: Base
+    base: BaseImage
     platform: str
     wheel_sha256: str
     """Of the imgkit_entrypoints wheel inside."""
@@ -80,6 +80,6 @@ def from_json(text: str) -> Manifest:
         base = dict(data.pop("base"))
         probe = dict(base.pop("probe"))
         probe["pip_conflicts"] = tuple(probe["pip_conflicts"])
-        return Manifest(base=Base(probe=Probe(**probe), **base), **data)
+        return Manifest(base=BaseImage(probe=Probe(**probe), **base), **data)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"not an imgkit manifest: {error}") from error

@@ -57,7 +57,7 @@ class Wheel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
+class _WheelFile:
     name: str
     data: bytes
     executable: bool = False
@@ -87,36 +87,36 @@ def entrypoints_wheel() -> Wheel:
     return Wheel(name=file_name(), data=data, sha256=hashlib.sha256(data).hexdigest())
 
 
-def _modules(folder: Traversable, prefix: str) -> Iterator[_Member]:
+def _modules(folder: Traversable, prefix: str) -> Iterator[_WheelFile]:
     for entry in folder.iterdir():
         if entry.is_dir():
             if entry.name not in _LEFT_OUT:
                 yield from _modules(entry, f"{prefix}/{entry.name}")
         else:
-            yield _Member(name=f"{prefix}/{entry.name}", data=entry.read_bytes())
+            yield _WheelFile(name=f"{prefix}/{entry.name}", data=entry.read_bytes())
 
 
-def _shims() -> Iterator[_Member]:
+def _shims() -> Iterator[_WheelFile]:
     from imgkit_entrypoints.cli.commands import COMMANDS, shim
 
     for command in COMMANDS:
-        yield _Member(
+        yield _WheelFile(
             name=f"{PACKAGE}-{__version__}.data/scripts/{command.name}",
             data=shim(command).encode(),
             executable=True,
         )
 
 
-def _dist_info() -> Iterator[_Member]:
+def _dist_info() -> Iterator[_WheelFile]:
     for name, text in (("METADATA", _METADATA), ("WHEEL", _WHEEL)):
-        yield _Member(name=f"{PACKAGE}-{__version__}.dist-info/{name}", data=text.encode())
+        yield _WheelFile(name=f"{PACKAGE}-{__version__}.dist-info/{name}", data=text.encode())
 
 
-def _record(members: list[_Member]) -> _Member:
+def _record(members: list[_WheelFile]) -> _WheelFile:
     """The list of members with their hashes, itself without one, as the wheel format has it (PEP 427)."""
     name = f"{PACKAGE}-{__version__}.dist-info/RECORD"
     lines = []
     for member in members:
         digest = base64.urlsafe_b64encode(hashlib.sha256(member.data).digest()).rstrip(b"=").decode()
         lines.append(f"{member.name},sha256={digest},{len(member.data)}\n")
-    return _Member(name=name, data=("".join(lines) + f"{name},,\n").encode())
+    return _WheelFile(name=name, data=("".join(lines) + f"{name},,\n").encode())

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_builder.recipe import secrets
-from imgkit_builder.recipe.nodes import Entry, Items, Node, Scalar, Table, children, kind
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, KEY_RULES, PLATFORMS, TEXT_RULES, printable
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode, children, kind
 
 Checked = set[KeyPath]
 """Places that have a problem already: the type check says nothing about them again."""
@@ -23,7 +23,7 @@ def normalise(tree: Table, found: Collector) -> Table:
     image = tree.entries.get("image")
     if image is None or not isinstance(image.value, Table):
         return tree
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TableEntry] = {}
     for key, entry in image.value.entries.items():
         path: KeyPath = ("image", key)
         if key == "platforms":
@@ -31,31 +31,31 @@ def normalise(tree: Table, found: Collector) -> Table:
                 entry.key, ("image", "platform"), "is called `platform`", "one name or a list of them"
             )
         elif key == "platform":
-            entries["platforms"] = Entry(key=entry.key, value=_platforms(entry.value))
+            entries["platforms"] = TableEntry(key=entry.key, value=_platforms(entry.value))
         elif key == "constraints":
             value = _constraints(entry.value, found, path)
             if value is not None:
-                entries[key] = Entry(key=entry.key, value=value)
+                entries[key] = TableEntry(key=entry.key, value=value)
         else:
             entries[key] = entry
-    whole = Entry(key=image.key, value=Table(position=image.value.position, entries=entries))
+    whole = TableEntry(key=image.key, value=Table(position=image.value.position, entries=entries))
     return Table(position=tree.position, entries={**tree.entries, "image": whole})
 
 
-def _platforms(value: Node) -> Node:
+def _platforms(value: YamlNode) -> YamlNode:
     items = value.items if isinstance(value, Items) else (value,)
     return Items(position=value.position, items=tuple(_platform(item) for item in items))
 
 
-def _platform(value: Node) -> Node:
+def _platform(value: YamlNode) -> YamlNode:
     if isinstance(value, Scalar) and value.type == "text" and f"linux/{value.text}" in PLATFORMS:
         return Scalar(position=value.position, text=f"linux/{value.text}")
     return value
 
 
-def _constraints(value: Node, found: Collector, path: KeyPath) -> Node | None:
+def _constraints(value: YamlNode, found: Collector, path: KeyPath) -> YamlNode | None:
     if isinstance(value, Scalar) and value.text in ("keep", "ignore"):
-        return Table(position=value.position, entries={"policy": Entry(key=value.position, value=value)})
+        return Table(position=value.position, entries={"policy": TableEntry(key=value.position, value=value)})
     allowed = "allowed: keep, ignore, {drop: [NAME, ...]}"
     if not isinstance(value, Table):
         said = f"{value.text!r} is not a policy" if isinstance(value, Scalar) else f"not {kind(value)}"
@@ -73,7 +73,7 @@ def _constraints(value: Node, found: Collector, path: KeyPath) -> Node | None:
     policy = Scalar(position=value.position, text="drop")
     return Table(
         position=value.position,
-        entries={"policy": Entry(key=value.position, value=policy), "drop": drop},
+        entries={"policy": TableEntry(key=value.position, value=policy), "drop": drop},
     )
 
 
@@ -89,7 +89,7 @@ def check(tree: Table, found: Collector) -> Checked:
     return bad
 
 
-def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node, Position | None]]:
+def walk(node: YamlNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode, Position | None]]:
     """Every node below `node` with its path, and the position of its key where it has one."""
     for part, child in children(node):
         below = (*path, part)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.recipe.nodes import Entry, Items, Node, Scalar, Table, kind, parse
 from imgkit_builder.recipe.problems import Collector, KeyPath, choices, nearest, shown
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode, kind, parse
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import recipe_names, recipe_path
 
@@ -106,7 +106,7 @@ def resolve(file: Path, found: Collector) -> Resolved:
     return Resolved(tree=merged, whole=whole)
 
 
-def _parent(ref: Node, folder: Path, files: list[Path], found: Collector) -> Path | None:
+def _parent(ref: YamlNode, folder: Path, files: list[Path], found: Collector) -> Path | None:
     """The file that `ref` names, noted in `files`; None after a problem was noted."""
     path: KeyPath = ("extends",)
     if not isinstance(ref, Scalar) or ref.type != "text":
@@ -133,7 +133,7 @@ def _without(tree: Table, key: str) -> Table:
     )
 
 
-def merge(parent: Node, child: Node, path: KeyPath) -> Node:
+def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
     """`child` laid over `parent`: mappings merge, lists of `APPENDED` append, everything else overrides."""
     if isinstance(parent, Table) and isinstance(child, Table) and path not in ATOMIC:
         return _merge_tables(parent, child, path)
@@ -147,5 +147,5 @@ def _merge_tables(parent: Table, child: Table, path: KeyPath) -> Table:
     for key, entry in child.entries.items():
         below = entries.get(key)
         value = entry.value if below is None else merge(below.value, entry.value, (*path, key))
-        entries[key] = Entry(key=entry.key, value=value)
+        entries[key] = TableEntry(key=entry.key, value=value)
     return Table(position=child.position, entries=entries)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from imgkit_builder.recipe.image_reference import BadReference, parse
 from imgkit_builder.recipe.problems import choices
-from imgkit_builder.recipe.reference import BadReference, parse
 
 Fault = tuple[str, str]
 Rule = Callable[[str], Iterator[Fault]]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from imgkit_builder.recipe.check import Checked
 from imgkit_builder.recipe.model import STRICT, Image
-from imgkit_builder.recipe.nodes import Items, Node, Scalar, Table, deepest, kind
 from imgkit_builder.recipe.problems import YAML_NAMES, Collector, KeyPath, choices, key_text, nearest
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, deepest, kind
 from imgkit_entrypoints.system import SystemFacts
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _adapter() -> TypeAdapter[Document]:
     return TypeAdapter(Document)
 
 
-def _data(node: Node) -> Any:
+def _data(node: YamlNode) -> Any:
     """JSON data; what YAML takes for something it is not becomes a number that no field accepts."""
     if isinstance(node, Table):
         return {key: _data(entry.value) for key, entry in node.entries.items()}
@@ -141,7 +141,7 @@ def _became(node: Scalar) -> str:
     return kind(node) if said == node.text or node.type == "date" else f"the {node.type} {said}"
 
 
-def _wrong_type(node: Node, error_type: str, message: str) -> tuple[str, str]:
+def _wrong_type(node: YamlNode, error_type: str, message: str) -> tuple[str, str]:
     wanted = {
         "string_type": ("text", ""),
         "path_type": ("a path", ""),

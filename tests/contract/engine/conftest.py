@@ -20,7 +20,7 @@ import pytest
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
 from imgkit_builder.image.context import BuildContext, pack
-from imgkit_builder.image.manifest import Base
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
 
@@ -240,12 +240,12 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.fixture
-def base() -> Base:
+def base() -> BaseImage:
     """The recipe's base as it would be resolved."""
-    return Base(name="registry.test/base:1", id="sha256:" + "b" * 64, platform="linux/amd64")
+    return BaseImage(name="registry.test/base:1", id="sha256:" + "b" * 64, platform="linux/amd64")
 
 
 @pytest.fixture
-def context(recipe: Recipe, base: Base) -> BuildContext:
+def context(recipe: Recipe, base: BaseImage) -> BuildContext:
     """What would be sent for the recipe."""
     return pack(recipe, base=base, platform="linux/amd64", revision="")

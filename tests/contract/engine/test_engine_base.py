@@ -10,7 +10,7 @@ import pytest
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
-from imgkit_builder.image.manifest import Base
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe import Recipe
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
@@ -142,7 +142,7 @@ SEEN = (
 
 
 def test_probe_runs_the_base_once(
-    fake: Any, engine: Engine, base: Base, container_says: Callable[[str, int], None]
+    fake: Any, engine: Engine, base: BaseImage, container_says: Callable[[str, int], None]
 ) -> None:
     container_says(SEEN, 0)
     first = engines.probe(engine, base)
@@ -160,7 +160,7 @@ def test_probe_runs_the_base_once(
 
 
 def test_base_that_cannot_run_is_said(
-    fake: Any, engine: Engine, base: Base, container_says: Callable[[str, int], None]
+    fake: Any, engine: Engine, base: BaseImage, container_says: Callable[[str, int], None]
 ) -> None:
     container_says("exec /usr/bin/python3: exec format error\n", 1)
     assert "no emulator" in engines.probe(engine, base).skipped
@@ -168,7 +168,7 @@ def test_base_that_cannot_run_is_said(
     assert engines.probe(engine, base).torch == "2.3.0a0"
 
 
-def test_base_without_python_is_said(fake: Any, engine: Engine, base: Base) -> None:
+def test_base_without_python_is_said(fake: Any, engine: Engine, base: BaseImage) -> None:
     message = 'OCI runtime create failed: exec: "python3": executable file not found in $PATH'
     fake.on("POST", "/containers/.+/start", fake.refused(400, message))
     assert engines.probe(engine, base).skipped == "the base has no python3"

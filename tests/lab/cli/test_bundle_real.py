@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.cli import bundle
+from imgkit_builder.cli import zipapp
 from imgkit_builder.cli.app import BUNDLE_VERBS
 
 TAG = "imgkit-test-bundle:1"
@@ -36,8 +36,8 @@ def _interpreters() -> dict[tuple[int, int], str]:
 
 
 INTERPRETERS = _interpreters()
-ABLE = [path for version, path in sorted(INTERPRETERS.items()) if version >= bundle.FLOOR]
-OLD = [path for version, path in sorted(INTERPRETERS.items()) if version < bundle.FLOOR]
+ABLE = [path for version, path in sorted(INTERPRETERS.items()) if version >= zipapp.FLOOR]
+OLD = [path for version, path in sorted(INTERPRETERS.items()) if version < zipapp.FLOOR]
 OLDEST = (ABLE or [sys.executable])[0]
 
 able = pytest.mark.parametrize("python", ABLE or [sys.executable], ids=lambda path: Path(path).name)
@@ -45,7 +45,7 @@ able = pytest.mark.parametrize("python", ABLE or [sys.executable], ids=lambda pa
 
 @pytest.fixture(scope="module")
 def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundle.bundle(tmp_path_factory.mktemp("bundle") / "imgkit.pyz").path
+    return zipapp.bundle(tmp_path_factory.mktemp("bundle") / "imgkit.pyz").path
 
 
 def bare(python: str, pyz: Path, *words: object, **env: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from imgkit_builder.image import context
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.manifest import Base
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.system import SystemFacts
@@ -77,7 +77,7 @@ def recipe(standin: str, code: Path, **image: object) -> Recipe:
 
 
 def packed(recipe: Recipe) -> BuildContext:
-    base = Base(name=recipe.image.base, standin=True)
+    base = BaseImage(name=recipe.image.base, standin=True)
     return context.pack(recipe, base=base, platform="linux/amd64", revision="")
 
 

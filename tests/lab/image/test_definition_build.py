@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import context, render
-from imgkit_builder.image.manifest import Base
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
 from imgkit_entrypoints.system import SystemFacts
 
@@ -42,7 +42,7 @@ def test_values_files_and_labels_are_exact(tmp_path: Path) -> None:
         sha256="0" * 64,
         positions={},
     )
-    packed = context.pack(recipe, base=Base(name="b:1"), platform="linux/amd64", revision="")
+    packed = context.pack(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
     with packed.open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extractall(tmp_path / "context")  # noqa: S202 - made one line above; Python 3.11.2 has no filter
     (tmp_path / "root" / "bin").mkdir(parents=True)

@@ -9,7 +9,7 @@ import pytest
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
-from imgkit_builder.image.manifest import Base, Manifest, Probe
+from imgkit_builder.image.manifest import BaseImage, Manifest, Probe
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import Queue, Runtime, SystemFacts
 
@@ -29,7 +29,7 @@ FULL = Sidecar(
         imgkit="0.1.0",
         recipe="mn5",
         recipe_sha256="4" * 64,
-        base=Base(name="base:1", env={"A": "1"}, probe=Probe(pip_conflicts=("one",))),
+        base=BaseImage(name="base:1", env={"A": "1"}, probe=Probe(pip_conflicts=("one",))),
         platform="linux/amd64",
         wheel_sha256="5" * 64,
     ),

@@ -18,7 +18,7 @@ import pytest
 
 from imgkit_builder.image import context, manifest
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.manifest import Base
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, PipStep, Recipe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
@@ -44,7 +44,7 @@ def pack(make_recipe: MakeRecipe, code: Path) -> Pack:
 
     def packed(**step: object) -> BuildContext:
         recipe = make_recipe(copy=(CopyStep(**{"source": code, **step}),))  # type: ignore[arg-type]
-        return context.pack(recipe, base=Base(name="base:1"), platform="linux/amd64", revision="")
+        return context.pack(recipe, base=BaseImage(name="base:1"), platform="linux/amd64", revision="")
 
     return packed
 
@@ -100,7 +100,7 @@ def test_content_and_executable_bit_show(pack: Pack, code: Path) -> None:
 
 def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe()
-    base = Base(name="base:1", id="sha256:1", platform="linux/arm64")
+    base = BaseImage(name="base:1", id="sha256:1", platform="linux/arm64")
     packed = context.pack(recipe, base=base, platform="linux/arm64", revision="abc-dirty")
     with packed.open() as stream, tarfile.open(fileobj=io.BytesIO(stream.read())) as archive:
         texts = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ def test_requirements_go_in_as_they_are(make_recipe: MakeRecipe, tmp_path: Path)
         b"numpy>=1.26,<2  # why\r\n--extra-index-url https://example.org/x\nmine @ https://a/b.whl\n"
     )
     recipe = make_recipe(pip=(PipStep(packages=("x",)), PipStep(requirements=file)))
-    packed = context.pack(recipe, base=Base(name="b"), platform="linux/amd64", revision="")
+    packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
     assert "imgkit/requirements-1.txt" in names(packed)
 
 
@@ -177,13 +177,13 @@ def test_large_source_is_streamed(make_recipe: MakeRecipe, tmp_path: Path) -> No
 import resource
 from pathlib import Path
 from imgkit_builder.image.context import pack
-from imgkit_builder.image.manifest import Base
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
 from imgkit_entrypoints.system import SystemFacts
 def made(*copy):
     recipe = Recipe(name="x", image=Image(base="b:1", copy=copy), system=SystemFacts(), file=Path("/x.yaml"),
                     sha256="", positions={{}})
-    return pack(recipe, base=Base(name="b:1"), platform="linux/amd64", revision="")
+    return pack(recipe, base=BaseImage(name="b:1"), platform="linux/amd64", revision="")
 made()  # everything is imported now
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
@@ -301,7 +301,7 @@ def test_requirements_naming_files_refused(make_recipe: MakeRecipe, tmp_path: Pa
     file.write_text(f"numpy\n{line}\n")
     recipe = make_recipe(pip=(PipStep(requirements=file),))
     with pytest.raises(UsageError, match="names another file") as caught:
-        context.pack(recipe, base=Base(name="b"), platform="linux/amd64", revision="")
+        context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
     assert caught.value.where == f"{file}:2"
 
 

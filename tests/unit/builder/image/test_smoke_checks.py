@@ -15,7 +15,7 @@ from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, smoke
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import MANIFEST_JSON, Base, Manifest, Probe
+from imgkit_builder.image.manifest import MANIFEST_JSON, BaseImage, Manifest, Probe
 from imgkit_entrypoints import system
 
 PROBE = Probe(
@@ -25,7 +25,7 @@ MANIFEST = Manifest(
     imgkit="0.1.0",
     recipe="mn5",
     recipe_sha256="1" * 64,
-    base=Base(name="base:1", platform="linux/amd64", probe=PROBE),
+    base=BaseImage(name="base:1", platform="linux/amd64", probe=PROBE),
     platform="linux/amd64",
     wheel_sha256="2" * 64,
 )
@@ -109,7 +109,7 @@ def test_baked_manifest_is_the_measure_without_one() -> None:
 
 
 def test_image_without_torch_is_skipped() -> None:
-    bare = dataclasses.replace(MANIFEST, base=Base(name="debian", probe=Probe(python="3.11.2")))
+    bare = dataclasses.replace(MANIFEST, base=BaseImage(name="debian", probe=Probe(python="3.11.2")))
     files = {**GOOD["files"], MANIFEST_JSON: manifests.to_json(bare)}
     found = checks(manifest=bare, torch="", cuda="", nccl="", pip_conflicts=[], files=files)
     assert (found["torch"].verdict, found["nccl"].verdict) == ("skip", "skip")

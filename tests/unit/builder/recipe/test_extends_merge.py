@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 from imgkit_builder.recipe.extends import APPENDED, ATOMIC, merge
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.nodes import Entry, Items, Node, Scalar, Table
 from imgkit_builder.recipe.problems import KeyPath, Position, RecipeErrors
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode
 
 Write = Callable[..., Path]
 HERE = Position(file=Path("x.yaml"), line=1, column=1)
 
 
-def tree(data: Any, place: Position = HERE) -> Node:
+def tree(data: Any, place: Position = HERE) -> YamlNode:
     if isinstance(data, dict):
         return Table(
             position=place,
-            entries={key: Entry(key=place, value=tree(value, place)) for key, value in data.items()},
+            entries={key: TableEntry(key=place, value=tree(value, place)) for key, value in data.items()},
         )
     if isinstance(data, list):
         return Items(position=place, items=tuple(tree(item, place) for item in data))
     return Scalar(position=place, text=data)
 
 
-def plain(node: Node) -> Any:
+def plain(node: YamlNode) -> Any:
     if isinstance(node, Table):
         return {key: plain(entry.value) for key, entry in node.entries.items()}
     return [plain(item) for item in node.items] if isinstance(node, Items) else node.text
@@ -96,7 +96,7 @@ def test_every_value_keeps_the_place_that_states_it(parent: Any, child: Any) -> 
     old, new = Position(file=Path("old"), line=1, column=1), Position(file=Path("new"), line=1, column=1)
     merged = merge(tree(parent, old), tree(child, new), ())
 
-    def scalars(node: Node) -> list[tuple[str, str]]:
+    def scalars(node: YamlNode) -> list[tuple[str, str]]:
         if isinstance(node, Scalar):
             return [(node.text, node.position.file.name)]
         below = node.items if isinstance(node, Items) else [entry.value for entry in node.entries.values()]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from imgkit_builder.recipe.reference import BadReference, Reference, parse
+from imgkit_builder.recipe.image_reference import BadReference, ImageReference, parse
 
 SHA = "sha256:" + "0" * 64
 
@@ -26,7 +26,7 @@ SHA = "sha256:" + "0" * 64
 )
 def test_good_reference_comes_apart(text: str, parts: tuple[str, str, str, str]) -> None:
     registry, repository, tag, digest = parts
-    assert parse(text) == Reference(registry=registry, repository=repository, tag=tag, digest=digest)
+    assert parse(text) == ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Constraints, PipStep
-from imgkit_builder.recipe.nodes import MAX_BYTES
 from imgkit_builder.recipe.problems import RecipeErrors
+from imgkit_builder.recipe.yaml_tree import MAX_BYTES
 from imgkit_entrypoints.errors import UsageError
 
 Write = Callable[..., Path]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 
 
-def reporter(*, as_json: bool = False, verbose: bool = False) -> _Base:
+def reporter(*, as_json: bool = False, verbose: bool = False) -> _ContextReporter:
     """Choose the reporter that fits stderr and the flags; use it as a context manager."""
     if as_json:
         return JsonReporter()
@@ -25,8 +25,8 @@ def reporter(*, as_json: bool = False, verbose: bool = False) -> _Base:
     return PlainReporter(verbose=verbose)
 
 
-class _Base(Reporter):
-    def __enter__(self) -> _Base:
+class _ContextReporter(Reporter):
+    def __enter__(self) -> _ContextReporter:
         return self
 
     def __exit__(
@@ -35,7 +35,7 @@ class _Base(Reporter):
         return None
 
 
-class PlainReporter(_Base):
+class PlainReporter(_ContextReporter):
     """One line per stage; bytes at most every five seconds; tool output only with ``-v``."""
 
     def __init__(self, *, verbose: bool) -> None:
@@ -73,7 +73,7 @@ class PlainReporter(_Base):
         print(f"imgkit: {text}", file=sys.stderr, flush=True)
 
 
-class JsonReporter(_Base):
+class JsonReporter(_ContextReporter):
     """One JSON object per event on stderr; stdout is left to the result."""
 
     def stage(self, text: str) -> None:
@@ -92,7 +92,7 @@ class JsonReporter(_Base):
         print(json.dumps(event), file=sys.stderr, flush=True)
 
 
-class LiveReporter(_Base):
+class LiveReporter(_ContextReporter):
     """A bar or spinner per stage, by rich."""
 
     _progress: Progress

@@ -27,7 +27,7 @@ class BadReference(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class ImageReference:
     """``registry/repository:tag@digest``; absent parts are empty."""
 
     registry: str
@@ -36,7 +36,7 @@ class Reference:
     digest: str
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ImageReference:
     """Take an image reference apart.
 
     Raises
@@ -78,7 +78,7 @@ def parse(text: str) -> Reference:
         raise BadReference(
             what=f"the name has {len(name)} characters", hint=f"at most {MAX_NAME} are allowed"
         )
-    return Reference(registry=registry, repository=repository, tag=tag, digest=digest)
+    return ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
 
 
 def _check_component(component: str, repository: str) -> None:

@@ -62,15 +62,15 @@ class Items:
     """A list."""
 
     position: Position
-    items: tuple[Node, ...]
+    items: tuple[YamlNode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TableEntry:
     """A key's place and its value."""
 
     key: Position
-    value: Node
+    value: YamlNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,13 @@ class Table:
     """A mapping, in the order of the file."""
 
     position: Position
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TableEntry]
 
 
-Node = Scalar | Items | Table
+YamlNode = Scalar | Items | Table
 
 
-def children(node: Node) -> tuple[tuple[str | int, Node], ...]:
+def children(node: YamlNode) -> tuple[tuple[str | int, YamlNode], ...]:
     """The parts of a list or table with their keys; none of a scalar."""
     if isinstance(node, Items):
         return tuple(enumerate(node.items))
@@ -93,7 +93,7 @@ def children(node: Node) -> tuple[tuple[str | int, Node], ...]:
     return ()
 
 
-def deepest(root: Node, path: KeyPath) -> tuple[Node, KeyPath]:
+def deepest(root: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
     """The node at `path`, or the last one above it that exists; with the path that was reached."""
     node, reached = root, 0
     for part in path:
@@ -140,7 +140,7 @@ def parse(file: Path, found: Collector) -> Table | None:
     return tree
 
 
-def kind(node: Node) -> str:
+def kind(node: YamlNode) -> str:
     """What `node` is, in the words of messages."""
     if isinstance(node, Scalar):
         article = {"text": "text", "nothing": "empty", "integer": "an integer"}
@@ -219,7 +219,7 @@ class _Converter:
         self._count = 0
         self._open: set[int] = set()
 
-    def convert(self, node: yaml.Node, path: KeyPath) -> Node | None:
+    def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
         """Our node, or None after a problem was noted."""
         self._count += 1
         if self._count > MAX_NODES:
@@ -246,10 +246,10 @@ class _Converter:
         )
         return None
 
-    def _entries(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Entry]:
-        stated: dict[str, Entry] = {}
+    def _entries(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, TableEntry]:
+        stated: dict[str, TableEntry] = {}
         seen: dict[str, int] = {}
-        merged: dict[str, Entry] = {}
+        merged: dict[str, TableEntry] = {}
         for key, value in node.value:
             place = self._position(key)
             if key.tag == _MERGE:
@@ -269,11 +269,11 @@ class _Converter:
                 if child == Scalar(position=child.position, text="", type="nothing"):
                     # YAML puts an absent value onto whatever follows; its key is where the user looks.
                     child = Scalar(position=place, text="", type="nothing")
-                stated[key.value] = Entry(key=place, value=child)
+                stated[key.value] = TableEntry(key=place, value=child)
         # Explicit keys win over merged ones wherever the merge key stands.
         return {**{key: entry for key, entry in merged.items() if key not in seen}, **stated}
 
-    def _merge(self, value: yaml.Node, path: KeyPath, merged: dict[str, Entry]) -> None:
+    def _merge(self, value: yaml.Node, path: KeyPath, merged: dict[str, TableEntry]) -> None:
         """A ``<<`` key: one mapping or a list of them, the first having precedence."""
         for source in value.value if isinstance(value, yaml.SequenceNode) else (value,):
             table = self.convert(source, path)

@@ -1,8 +1,7 @@
-"""What this machine can do, and the one-file tool: ``imgkit doctor``, ``imgkit bundle``."""
+"""``imgkit doctor``: what this machine, or the hosts of a job, have and lack."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
 from pathlib import Path
@@ -10,14 +9,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.reporter import reporter
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.targets import Target
-
-SCHEMA = 1
 
 
 class Purpose(str, enum.Enum):
@@ -97,34 +93,3 @@ def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tupl
         image=image or f"{target.name}:latest",
         gpus=target.system.node.gpus > 0,
     )
-
-
-def verb_bundle(
-    output: Path = typer.Option(
-        Path("imgkit.pyz"), "--output", "-o", metavar="FILE", help="Where to write it."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
-) -> None:
-    """Write a one-file imgkit for a cluster without internet.
-
-    It runs test, sif, verify and doctor with any Python 3.10 or newer on any architecture,
-    with nothing installed. Copy it beside the archive.
-
-    \b
-    Examples:
-      imgkit bundle
-      rsync -P imgkit.pyz mn5.tar USER@CLUSTER:
-      python3 imgkit.pyz sif mn5.tar       # on the cluster
-    """
-    from imgkit_builder.cli import bundle
-
-    with reporter(as_json=as_json) as report:
-        report.stage(f"bundle {output}")
-        made = bundle.bundle(output.absolute())
-    if as_json:
-        found = dataclasses.asdict(made) | {"path": str(output)}
-        print(json.dumps({"schema": SCHEMA, **found}, indent=2))
-    else:
-        print(f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}")
-        print(f"holds {', '.join(made.distributions)}")
-        print(f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif")
