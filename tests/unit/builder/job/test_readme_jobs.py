@@ -1,4 +1,4 @@
-"""The README's job lines render as they stand there."""
+"""The job lines of README and of the documentation render as they stand there."""
 
 from __future__ import annotations
 
@@ -11,25 +11,54 @@ from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
 
-README = Path(__file__).resolve().parents[4] / "README.md"
+ROOT = Path(__file__).resolve().parents[4]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+
+def job_lines(page: Path) -> list[str]:
+    """The `imgkit job` and `imgkit submit` commands of a page; one with ` ... ` is not a whole command."""
+    return [
+        part.strip()
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("    imgkit ") and " ... " not in line
+        for part in re.split(r"&&|>", line.partition(" #")[0])
+        if re.match(r"\s*imgkit (?:submit|job) ", part)
+    ]
+
+
 LINES = [
-    part.strip()
-    for line in README.read_text(encoding="utf-8").splitlines()
-    if line.startswith("    imgkit ")
-    for part in re.split(r"&&", line.partition(" #")[0])
-    if re.match(r"\s*imgkit (?:submit|job) ", part)
+    pytest.param(line, id=f"{page.relative_to(ROOT)}: {line}")
+    for page in PAGES
+    if "generated" not in page.parts
+    for line in dict.fromkeys(job_lines(page))
 ]
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the README's recipe mine.yaml, where the commands are typed."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    (tmp_path / "src").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("line", LINES)
-def test_line_of_the_readme_renders(line: str) -> None:
-    done = CliRunner().invoke(
-        build_app(("job", "list")), ["job", *shlex.split(line)[2:]], catch_exceptions=False
-    )
+def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
+    words = shlex.split(line)[2:]
+    if "--delta" in words:  # a file of the example: tests/lab makes a real one
+        del words[words.index("--delta") : words.index("--delta") + 2]
+    done = CliRunner().invoke(build_app(("job", "list")), ["job", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 
 
 def test_readme_has_a_line_for_every_scheduler() -> None:
-    recipes = {shlex.split(line)[2] for line in LINES}
+    recipes = {shlex.split(str(line.values[0]))[2] for line in LINES}
     assert {"mn5", "olivia", "olivia-eap", "rcp", "lambda", "cpu"} <= recipes
+
+
+def test_readme_itself_submits_on_a_laptop_and_on_a_cluster() -> None:
+    recipes = {shlex.split(line)[2] for line in job_lines(ROOT / "README.md")}
+    assert {"cpu", "mn5"} <= recipes

@@ -1,0 +1,200 @@
+"""Documents agree with the code: titles of error pages, variables, exit codes, links, generated tables."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TROUBLE = sorted(path for path in (DOCS / "trouble").glob("*.md") if path.name != "index.md")
+PLACE = "…"
+"""Stands in a title for what the code puts into the message."""
+
+
+def load(name: str) -> ModuleType:
+    """A module of the site's own tools."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "_ext" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sources() -> Iterator[Path]:
+    for folder in ("builder", "entrypoints"):
+        yield from (ROOT / folder).rglob("*.py")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Every string of a module; an f-string with `PLACE` for each of its values."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else PLACE for part in node.values
+            )
+
+
+def says(title: str, known: str) -> bool:
+    """Whether the code's text `known` contains `title`."""
+    return " ".join(title.split()) in " ".join(known.split())
+
+
+def title_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[str]:
+    return [text for path in sources() for text in texts(path) if len(text) > 10]
+
+
+def test_there_are_25_error_pages() -> None:
+    assert len(TROUBLE) == 25
+
+
+@pytest.mark.parametrize("page", TROUBLE, ids=lambda page: page.stem)
+def test_title_of_an_error_page_is_a_message_of_the_code(page: Path, messages: list[str]) -> None:
+    title = title_of(page)
+    # Nothing but placeholders would match anything.
+    assert len(title.replace(PLACE, "").replace(" ", "")) >= 6, title
+    assert any(says(title, known) for known in messages), f"no message says: {title}"
+
+
+@pytest.mark.parametrize(
+    ("title", "code", "same"),
+    [
+        ("no image …", 'f"no image {path}"', True),
+        ("no image …", 'f"no file {path}"', False),
+        ("a: … of …", '(f"a: {x} "\nf"of {y}, b")', True),
+        ("a GPU's memory is full", '"a GPU\'s memory is full"', True),
+    ],
+)
+def test_placeholders_stand_for_values(tmp_path: Path, title: str, code: str, same: bool) -> None:
+    (tmp_path / "code.py").write_text(f"x = {code}\n")
+    assert any(says(title, known) for known in texts(tmp_path / "code.py")) is same
+
+
+def test_every_error_page_is_in_the_index() -> None:
+    index = (DOCS / "trouble/index.md").read_text(encoding="utf-8")
+    assert [page.name for page in TROUBLE if f"[{title_of(page)}]({page.name})" not in index] == []
+
+
+def test_every_variable_of_the_code_is_in_the_table() -> None:
+    from imgkit_entrypoints.cli import options
+
+    table = set(re.findall(r"\bIMGKIT_[A-Z_]+\b", (DOCS / "reference/environment.md").read_text()))
+    for_developers = {"IMGKIT_REQUIRE", "IMGKIT_UPDATE_GOLDEN"}
+    parser = options.parser("dist-run", "", {})
+    flags = [
+        action.option_strings[0]
+        for group in parser._action_groups
+        for action in group._group_actions
+        if (group.title or "").startswith("options of the launch") and action.help != argparse.SUPPRESS
+    ]
+    used = {f"IMGKIT_{flag.strip('-').upper().replace('-', '_')}" for flag in flags}
+    assert len(used) > 10
+    templates = (ROOT / "recipes").rglob("*.j2")
+    for path in (*sources(), *templates):
+        used |= set(re.findall(r"\bIMGKIT_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")))
+    # A name inside a file, and a mark between two processes of dist-doctor.
+    internal = {"IMGKIT_OBJECT", "IMGKIT_DECIDED"}
+    missing = {name for name in used - internal if name not in table}
+    assert missing == set()
+    assert table - used == for_developers
+
+
+def test_table_of_exit_codes_is_that_of_the_code() -> None:
+    from imgkit_builder.cli.app import INTERRUPTED
+    from imgkit_entrypoints import errors
+
+    wanted = {0, INTERRUPTED} | {getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")}
+    rows = re.findall(r"^\| (\d+) \|", (DOCS / "reference/exit-codes.md").read_text(), re.MULTILINE)
+    assert {int(row) for row in rows} == wanted
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the repository's pages and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_link_of_a_page_outside_the_site_leads_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = ROOT / name if name else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        assert not anchor or anchor in headings(target), f"{page}: {link}"
+
+
+def test_generated_table_has_every_key_of_a_recipe() -> None:
+    from imgkit_builder.recipe.typecheck import places
+
+    generated = load("generated")
+    rows = re.findall(r"^\| `([\w.]+)` \|", generated.keys_page(generated.recipe_schema()), re.MULTILINE)
+    wanted = {place[-1] for place in places() if place[:2] != ("image", "constraints")} | {"extends"}
+    assert wanted - {"platforms"} <= set(rows)
+    assert "platform" in rows
+
+
+def test_generated_pages_have_every_command() -> None:
+    from imgkit_builder.cli.app import VERBS
+    from imgkit_entrypoints.cli.commands import COMMANDS
+
+    generated = load("generated")
+    verbs, commands = generated.verbs_page(), generated.commands_page()
+    assert [verb for verb in VERBS if f"## imgkit {verb}\n\n```text\nUsage: imgkit {verb}" not in verbs] == []
+    assert [known.name for known in COMMANDS if f"## {known.name}\n\n```text\nusage: " not in commands] == []
+
+
+@pytest.mark.parametrize(
+    ("html", "problem"),
+    [
+        ('<a href="no.html">x</a>', "no page or file for no.html"),
+        ('<a href="#no">x</a>', "no heading for #no"),
+        ('<script src="https://cdn.example/x.js"></script>', "loads https://cdn.example/x.js"),
+        ('<link rel="stylesheet" href="//fonts.example/x.css">', "loads //fonts.example/x.css"),
+    ],
+)
+def test_bad_link_of_the_site_is_found(tmp_path: Path, html: str, problem: str) -> None:
+    check_site = load("check_site")
+    (tmp_path / "a.html").write_text(f'<h1 id="top">A</h1><a href="#top">up</a>{html}')
+    assert list(check_site.problems(tmp_path)) == [f"a.html: {problem}"]
+
+
+def test_font_from_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.svg").write_text("<style>@font-face { src: url(https://cdn.example/f.woff) }</style>")
+    assert list(load("check_site").problems(tmp_path)) == ["a.svg: loads from elsewhere: url(http"]
+
+
+def test_citation_has_what_readers_of_it_need() -> None:
+    import yaml
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
+
+
+def test_hooks_run_tools_that_ci_runs() -> None:
+    import yaml
+
+    check = (ROOT / "ci/check").read_text(encoding="utf-8")
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
+        "hooks"
+    ]
+    tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks} - {"ci/check"}
+    assert tools == {"ruff", "mypy", "shellcheck"}
+    assert [tool for tool in tools if tool not in check] == []
