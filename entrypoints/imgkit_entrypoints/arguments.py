@@ -1,8 +1,18 @@
-"""Numbers as options of a command line, with errors a user understands."""
+"""Command lines: a parser that raises, and numbers with errors that a user understands."""
 
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+from imgkit_entrypoints.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, so that ``--plan`` shows them like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"{self.prog} --help")
 
 
 def natural(text: str) -> int:

@@ -21,7 +21,9 @@ class Command:
     verbs: Mapping[str, str] = field(default_factory=dict)
     """First word -> module whose ``main(words)`` is run here, without a launch; it imports no torch."""
     series: str | None = None
-    """Module whose ``series(...)`` may launch the app several times instead of once; it imports no torch."""
+    """Module whose ``run(Series)`` may launch the app several times instead of once; it imports no torch."""
+    here: str | None = None
+    """Module whose ``main(words, env)`` is the whole command; it launches workers where it needs some."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -53,8 +55,16 @@ COMMANDS: tuple[Command, ...] = (
         },
         series="imgkit_entrypoints.apps.bench.compare",
     ),
-    Command(name="dist-env", summary="print what was found here and what it means for a launch"),
-    Command(name="dist-doctor", summary="check this node's network, limits and libraries, with fixes"),
+    Command(
+        name="dist-env",
+        summary="print what this node shows and what it means for a launch",
+        here="imgkit_entrypoints.cli.env",
+    ),
+    Command(
+        name="dist-doctor",
+        summary="check this node's network, limits and libraries, with fixes",
+        here="imgkit_entrypoints.cli.doctor",
+    ),
 )
 
 

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
 
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.arguments import natural, positive
+from imgkit_entrypoints.arguments import Parser, natural, positive
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch.plan import Request
+from imgkit_entrypoints.launch.request import LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.schedulers import NAMES
 from imgkit_entrypoints.schedulers.placement import Wanted
 
 DEVICES = ("auto", "cuda", "cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The launch's part of a command line."""
-
-    wanted: Wanted
-    request: Request
-    show_plan: bool
-    rollcall_timeout_s: int
-    grace_s: int
-    hang_after_s: int
 
 
 _ALSO: Mapping[str, tuple[str, ...]] = {
@@ -37,13 +23,6 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "--max-restarts": ("--max_restarts",),
 }
 """Spellings of torchrun and torch.distributed.launch, for command lines that are there already."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, so that ``--plan`` shows them like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"{self.prog} --help")
 
 
 def parser(
@@ -100,10 +79,10 @@ def plan_wanted(words: Sequence[str], env: Mapping[str, str]) -> bool:
     return "--plan" in words or env.get(_variable("--plan")) == "1"
 
 
-def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
+def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
     """The values of what `parser` parsed; `command` are the words typed, for errors that show them."""
     least, most = parsed.nnodes or (None, None)
-    return Options(
+    return LaunchOptions(
         wanted=Wanted(
             scheduler=parsed.scheduler,
             nnodes=most,
@@ -121,9 +100,9 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> Options:
             log_dir=parsed.log_dir,
         ),
         show_plan=parsed.plan,
-        rollcall_timeout_s=parsed.rollcall_timeout,
-        grace_s=parsed.grace,
-        hang_after_s=parsed.hang_after,
+        timeouts=Timeouts(
+            grace_s=parsed.grace, rollcall_s=parsed.rollcall_timeout, hang_after_s=parsed.hang_after
+        ),
     )
 
 

@@ -18,6 +18,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a worker imports this module, but needs no roll call
+    from imgkit_entrypoints.rollcall.session import Span
 
 SIGNAL = 40
 """Asks for the stacks. A real-time signal: no scheduler sends it, and glibc needs only 32 and 33 itself."""
@@ -37,8 +41,6 @@ STOPPED = {
 }
 """By the state that /proc tells."""
 _STACK = "stack, innermost first:"
-Span = tuple[int, int]
-"""The places of the hindmost and of the furthest worker."""
 
 
 class Pulse:
@@ -94,7 +96,7 @@ class _Worker:
         return max(after_s * (PATIENCE_BEFORE if self.place < 0 else 1), self.longest_s * PATIENCE)
 
 
-class Pulses:
+class HangWatch:
     """The workers of one node, as its launcher sees them."""
 
     def __init__(self, folder: Path, host: str, after_s: float) -> None:

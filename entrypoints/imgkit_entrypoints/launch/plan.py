@@ -14,7 +14,8 @@ from imgkit_entrypoints import fabric
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision, sockets
 from imgkit_entrypoints.facts import HostFacts
-from imgkit_entrypoints.launch.supervisor import LOGS_PENDING, PORT_PENDING
+from imgkit_entrypoints.launch.markers import LOGS_PENDING, PORT_PENDING
+from imgkit_entrypoints.launch.request import Request
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement
 from imgkit_entrypoints.system import SystemFacts
@@ -33,19 +34,6 @@ _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 the first round only (next_rendezvous in dynamic_rendezvous.py of torch 2.13): all nodes end after 60 s."""
 ELASTIC_RESTARTS = 10
 """Without any, no node may leave: its end makes the workers of all others fail, and that is a restart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the user asked of this node's processes; ``auto`` leaves it to the plan."""
-
-    nproc: str = "auto"
-    device: str = "auto"
-    max_restarts: int | None = None
-    """None: 0, or `ELASTIC_RESTARTS` where nodes may come and go."""
-    log_dir: str | None = None
-    prefix: bool = True
-    """Each line of output bears ``[host:rank]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

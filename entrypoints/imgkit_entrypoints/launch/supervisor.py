@@ -1,100 +1,87 @@
-"""Run torchrun (or one program) on this node and end it well: on request, or when a node is lost or fails.
+"""Run torchrun, or one program, on this node and end it well: on request, or when a node is lost or fails.
 
 Three processes: this one, which takes the signals and holds the heartbeat; the guard, below which everything
-runs (guard.py); torchrun. Schedulers signal every process of a job step, so torchrun and its workers are
-started with `STOP_SIGNALS` blocked: only this process acts on them, by the stop flag (stopping.py). In a
-user's program they are unblocked again (user_program.py).
+runs (guard.py); torchrun. Schedulers signal every process of a job step, so torchrun and its workers start
+with `STOP_SIGNALS` blocked. Only this process acts on them, by the stop flag (stop_protocol.py). A user
+program has them unblocked again (user_program.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan, ToolFailed, UsageError
-from imgkit_entrypoints.launch import flight_recorder, guard, hang_watch, stop_protocol
-from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, Lost, Place, Roll, StopAsked
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan, UsageError
+from imgkit_entrypoints.launch import flight_recorder, forced_end, guard, markers, stop_protocol
+from imgkit_entrypoints.launch.forced_end import ForcedEnd
+from imgkit_entrypoints.launch.guarded import GuardedCommand
+from imgkit_entrypoints.launch.hang_watch import HangWatch
+from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.rollcall import session
+from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, LoneRoll, Lost, Roll, StopAsked
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.rollcall.gather import Caller, Say
+    from imgkit_entrypoints.launch.request import Timeouts
+    from imgkit_entrypoints.rollcall.gather import Caller
+    from imgkit_entrypoints.schedulers.placement import Placement
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-PORT_PENDING = "<port from the roll call>"
-"""The word of a command that is replaced by torchrun's port, once the head has found a free one."""
-LOGS_PENDING = "<log folder of this run>"
-"""Replaced by a folder that goes with the run: torchrun would leave one of its own behind."""
-END_STEP_S = 5.0
-"""Between HUP, QUIT and KILL."""
 PEER_FAILED_S = 10.0
-"""Given to this node's workers to fail by themselves, with their own message, after a node has failed."""
-REPEAT_S = 2.0
-"""A signal that comes again this soon is the same one: launchers forward what the scheduler also sends."""
+"""After a node has failed, this node's workers have so long to fail with a message of their own."""
 TICK_S = 1.0
-"""At most, between two looks at the other nodes, the stop file and the workers."""
-TAIL_BYTES = 64 * 1024
+"""Longest time between two looks at the other nodes, the stop file and the workers."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    """The surroundings of a run on this node."""
+
+    env: Mapping[str, str]
+    """Environment of the command."""
+    stop_folder: Path
+    run_dir: Path | None
+    """IMGKIT_RUN_DIR, on the one node that looks after it for all."""
+    job_id: str
+    roll: Roll
+    hang_watch: HangWatch
+    signals: CollectedSignals
+    grace_s: float
+    say: Say
 
 
 def run(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    *,
-    place: Place,
-    me: Caller,
-    say: Say,
-    grace_s: float = 60.0,
-    rollcall_timeout_s: float = 120.0,
-    hang_after_s: float = 0.0,
-    stop_dir: Path | None = None,
-    meet: bool = True,
+    argv: Sequence[str], env: Mapping[str, str], *, place: Placement, me: Caller, say: Say, timeouts: Timeouts
 ) -> int:
     """Meet the other nodes, run `argv` with `env`, supervise it, and return the exit code of this node.
 
+    An elastic run has no roll call: torchrun counts its nodes.
+
     Parameters
     ----------
-    argv : the words `PORT_PENDING` and `LOGS_PENDING` in it are replaced.
+    argv : markers in it are filled in (markers.py).
     env : the whole environment of the child; the stop protocol's variables and the line prefix are added.
-    grace_s : seconds between a stop request and the end by signals.
-    hang_after_s : seconds after which a worker that does not move is told, with its stack; 0 is never.
-    stop_dir : parent of the node's stop folder; None makes one in the node's temporary folder.
-    meet : False leaves the roll call out (an elastic run counts its own nodes).
+        IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
 
     Raises
     ------
     NoPlan : the roll call failed. ToolFailed : `argv` cannot be started. UsageError : a folder of the run
     cannot be written.
     """
-    with _signals() as signals, stop_protocol.folder(stop_dir, place.node_rank) as folder:
-        roll: Roll | None = None
+    wanted = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
+    with CollectedSignals().collecting() as signals, stop_protocol.folder(wanted, place.node_rank) as folder:
         if place.node_rank == 0 and env.get("IMGKIT_RUN_DIR"):
-            try:
-                stop_protocol.clear(Path(env["IMGKIT_RUN_DIR"]))
-            except OSError as error:
-                raise UsageError(
-                    f"the marks of an earlier run cannot be removed: {error.strerror}",
-                    where=f"IMGKIT_RUN_DIR: {error.filename}",
-                    hint="name a writable folder that all nodes share",
-                ) from error
-        if meet and place.nnodes > 1:
-            from imgkit_entrypoints.rollcall import gather  # one node starts without it, and sooner
-
-            try:
-                roll = gather.call(place, me, timeout_s=rollcall_timeout_s, say=say, stopped=signals.first)
-            except NoPlan:
-                if signals.got:
-                    return 128 + signals.got[0]
-                raise
-            for warning in roll.warnings if place.node_rank == 0 else ():
-                say(f"warning: {warning}")
+            _clear(Path(env["IMGKIT_RUN_DIR"]))
+        try:
+            roll = _meet(place, me, timeouts.rollcall_s, say, signals)
+        except NoPlan:
+            if signals.got:
+                return 128 + signals.got[0]
+            raise
         job_id = place.job_id or stop_protocol.LOCAL_JOB
         child_env = {
             # torchrun knows no host name: each line of --tee says [host:rank].
@@ -104,333 +91,205 @@ def run(
             "IMGKIT_JOB_ID": job_id,
             **flight_recorder.variables(env, me.identity.torch, job_id),
         }
-        port = str(roll.port) if roll else ""
-        pending = {PORT_PENDING: port, LOGS_PENDING: str(folder / "logs")}
-        command = [pending.get(word, word) for word in argv]
-        pulses = hang_watch.Pulses(folder, me.host, hang_after_s)
+        run_dir = env.get("IMGKIT_RUN_DIR")
+        node = _Node(
+            env=child_env,
+            stop_folder=folder,
+            # All nodes share the folder, so the head looks after it.
+            run_dir=Path(run_dir)
+            if run_dir and (place.node_rank == 0 or isinstance(roll, LoneRoll))
+            else None,
+            job_id=job_id,
+            roll=roll,
+            hang_watch=HangWatch(folder, me.host, timeouts.hang_after_s),
+            signals=signals,
+            grace_s=timeouts.grace_s,
+            say=say,
+        )
         try:
-            return _Supervisor(command, child_env, folder, job_id, roll, pulses, signals, say, grace_s).run()
+            return _supervised(markers.filled(argv, port=str(roll.port or ""), logs=folder / "logs"), node)
         finally:
-            if roll is not None:
-                roll.close()
+            roll.close()
 
 
-class _Signals:
-    """The stop signals that have come, in order."""
-
-    def __init__(self) -> None:
-        self.got: list[int] = []
-        self.at: dict[int, float] = {}
-        self.again = False
-        """TERM or INT came a second time: end now."""
-        self.reader, self.writer = os.pipe()
-        for descriptor in (self.reader, self.writer):
-            os.set_blocking(descriptor, False)
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        """The handler."""
-        now = time.monotonic()
-        last = self.at.get(number)
-        self.at[number] = now
-        if last is None:
-            self.got.append(number)
-        elif now - last > REPEAT_S and number in (signal.SIGTERM, signal.SIGINT):
-            self.again = True
-
-    def first(self) -> str:
-        """Name of the first one; empty while none has come."""
-        return signal.Signals(self.got[0]).name if self.got else ""
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    signals = _Signals()
-    before = {number: signal.signal(number, signals.note) for number in STOP_SIGNALS}
-    woken = signal.set_wakeup_fd(signals.writer, warn_on_full_buffer=False)
+def _clear(run_dir: Path) -> None:
     try:
-        yield signals
-    finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(signals.reader)
-        os.close(signals.writer)
+        stop_protocol.clear(run_dir)
+    except OSError as error:
+        raise UsageError(
+            f"the marks of an earlier run cannot be removed: {error.strerror}",
+            where=f"IMGKIT_RUN_DIR: {error.filename}",
+            hint="name a writable folder that all nodes share",
+        ) from error
 
 
-class _Copier(threading.Thread):
-    """Copies the child's error output to ours and keeps its end.
+def _meet(place: Placement, me: Caller, timeout_s: float, say: Say, signals: CollectedSignals) -> Roll:
+    if place.nnodes == 1 or place.min_nnodes is not None:
+        return LoneRoll(place)
+    from imgkit_entrypoints.rollcall import gather  # one node starts without it, and sooner
 
-    A thread, because a slow terminal must not hold up the heartbeat.
-    """
+    roll = gather.call(place, me, timeout_s=timeout_s, say=say, stopped=signals.first)
+    for warning in roll.warnings if place.node_rank == 0 else ():
+        say(f"warning: {warning}")
+    return roll
 
-    def __init__(self, source: IO[bytes]) -> None:
-        super().__init__(daemon=True)
-        self.source = source
-        self.tail = b""
 
-    def run(self) -> None:
-        """Copy until everybody has closed the other end."""
-        target: int | None = 2
-        while data := os.read(self.source.fileno(), 65536):
-            self.tail = (self.tail + data)[-TAIL_BYTES:]
-            while target is not None and data:
-                try:
-                    data = data[os.write(target, data) :]
-                except OSError:  # ours is closed: go on reading, so that the program is not held up
-                    target = None
+def _supervised(command: Sequence[str], node: _Node) -> int:
+    began = time.time()
+    guard.adopt_orphans()  # for the case that the guard itself is killed
+    with GuardedCommand(command, node.env, node.say) as child:
+        supervisor = _Supervisor(node, child)
+        supervisor.supervise()
+    code = supervisor.node_code(child.wait())
+    if code not in (0, EXIT_SAVED):
+        supervisor.explain(began)
+    code = supervisor.meet_at_the_end(code)
+    if code == EXIT_SAVED:
+        _mark_the_run(node)
+    return code
+
+
+def _mark_the_run(node: _Node) -> None:
+    """Leave the mark in the run's folder, which all nodes and the job script share."""
+    if node.run_dir is None:
+        return
+    try:
+        stop_protocol.hand_on(node.stop_folder, node.run_dir)
+    except OSError as error:
+        why = f"{node.run_dir}: {error.strerror}"
+        node.say(f"warning: {why}; the job script will not see that the state was saved")
 
 
 class _Supervisor:
-    """One run of one command."""
+    """One run: it reacts to the guard, the other nodes, the signals and the stop file."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        folder: Path,
-        job_id: str,
-        roll: Roll | None,
-        pulses: hang_watch.Pulses,
-        signals: _Signals,
-        say: Say,
-        grace_s: float,
-    ) -> None:
-        self.command, self.env, self.folder, self.job_id = command, env, folder, job_id
-        self.roll, self.pulses, self.signals, self.say, self.grace_s = roll, pulses, signals, say, grace_s
-        first = roll is None or roll.place.node_rank == 0  # all nodes share the folder: one looks after it
-        self.run_dir = Path(env["IMGKIT_RUN_DIR"]) if first and env.get("IMGKIT_RUN_DIR") else None
-        self.code: int | None = None
-        """Of the command; negative: the signal that ended it."""
+    def __init__(self, node: _Node, child: GuardedCommand) -> None:
+        self.node, self.child = node, child
         self.stop_reason = ""
-        self.ending = ""
-        """Why it is being ended by force."""
+        self.end = ForcedEnd()
         self.lost = False
-        self.codes: tuple[int, ...] = ()
-        self.all_done = False
-        self._deadline = float("inf")
-        self._steps: list[str] = []
+        self.codes: tuple[int, ...] | None = None
+        """Exit codes of all nodes once every node is done."""
 
-    def run(self) -> int:
-        """Start, supervise, meet the others at the end; the exit code."""
-        began = time.time()
-        guard.adopt_orphans()  # for the case that the guard itself is killed
-        process, control, status = self._start()
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, status)
-            # Closing this end makes the guard end everything: also the way out for an exception here.
-            stack.callback(os.close, control)
-            copier = _Copier(process.stderr)  # type: ignore[arg-type]
-            copier.start()
-            self._supervise(control, status)
-        process.wait()
-        if self.code is None:
-            self.say("the guard of this node's processes was killed; ending them")
-            guard.end_all()
-            self.code = -signal.SIGKILL
-        copier.join(timeout=2.0)
-        code = self._own_code()
-        if code not in (0, EXIT_SAVED) and not self.stop_reason and not self.ending:
+    def supervise(self) -> None:
+        """React until nothing of the run is left."""
+        node = self.node
+        while True:
+            self._wait(self.child, node.signals)
+            if not self.child.read():
+                return
+            self._hear_the_others()
+            self._look_for_the_stop_file()
+            node.roll.span = node.hang_watch.span
+            for text in node.hang_watch.look(node.roll.everyone):
+                node.say(text)
+            if self.end.due():
+                if not self.end.begun:
+                    node.say(f"ending the program: {self.end.why}")
+                self.child.send(self.end.step())
+
+    def node_code(self, code: int) -> int:
+        """Return the exit code of this node alone, where its command ended with `code`."""
+        node = self.node
+        step, problem = stop_protocol.saved_step(node.stop_folder, node.job_id)
+        if problem:
+            node.say(f"warning: {problem}")
+        if step is not None:
+            node.say(f"state saved at step {step}")
+            return EXIT_SAVED
+        if code == 0:
+            return 0
+        if self.lost:
+            return EXIT_TOOL_FAILED
+        if self.end.begun:
+            return 128 + node.signals.got[0] if node.signals.got else EXIT_NO
+        if code == -signal.SIGKILL:
+            node.say(
+                "the program was killed (SIGKILL), often by the kernel because memory ran out: "
+                "dmesg | grep -i oom"
+            )
+        return code if code > 0 else 128 - code
+
+    def explain(self, began: float) -> None:
+        """Say what is known about a failure of the run that began at `began` (seconds of the epoch)."""
+        if not self.stop_reason and not self.end.begun:
             from imgkit_entrypoints.launch import explain
 
-            for found in explain.explain(copier.tail.decode(errors="replace")):
-                self.say(str(found))
-        if code not in (0, EXIT_SAVED) and (left := flight_recorder.dumps(self.env, began)):
-            self.say(left)
-        code = self._meet_at_the_end(code)
-        if code == EXIT_SAVED:
-            self._tell_the_job()
+            for found in explain.explain(self.child.tail()):
+                self.node.say(str(found))
+        if dumps := flight_recorder.dumps(self.node.env, began):
+            self.node.say(dumps)
+
+    def meet_at_the_end(self, code: int) -> int:
+        """Wait until all nodes are done, and return the exit code.
+
+        A node that leaves with an error lets schedulers kill those that still save.
+        """
+        node = self.node
+        node.roll.span = None
+        node.roll.done(code)
+        if code not in (0, EXIT_SAVED) and not self.stop_reason:
+            return code
+        self.end = ForcedEnd()  # from here on: the end of the waiting
+        if self.stop_reason:
+            self.end.within(node.grace_s + 3 * forced_end.END_STEP_S, "the other nodes are not done")
+        self._hear_the_others()
+        while self.codes is None and not self.lost and not node.signals.again:
+            self._wait(node.signals)
+            self._hear_the_others()
+            if self.end.due():
+                node.say("the other nodes are not done; leaving without them")
+                break
+        if self.stop_reason and EXIT_SAVED in (self.codes or ()):
+            return EXIT_SAVED  # schedulers report the highest code of all nodes
         return code
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], int, int]:
-        control_read, control_write = os.pipe()
-        status_read, status_write = os.pipe()
-        python = (sys.executable or "python3", "-I", "-S", guard.__file__)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
-        try:
-            process = subprocess.Popen(
-                [*python, str(control_read), str(status_write), *self.command],
-                env=dict(self.env),
-                stderr=subprocess.PIPE,
-                pass_fds=(control_read, status_write),
-                start_new_session=True,  # a kill of this process' group must leave the guard
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(control_read)
-            os.close(status_write)
-        return process, control_write, status_read
+    def _wait(self, *sources: GuardedCommand | CollectedSignals) -> None:
+        left = min(TICK_S, max(0.0, self.end.deadline - time.monotonic()))
+        session.wait([*sources, *self.node.roll.links()], left)
+        self.node.signals.drain()
 
-    def _supervise(self, control: int, status: int) -> None:
-        """Until the guard has closed its end: then nothing of the run is left."""
-        buffer = b""
-        while True:
-            ready = self._wait(status, self.signals.reader)
-            if self.signals.reader in ready:
-                os.read(self.signals.reader, 4096)
-            if status in ready:
-                data = os.read(status, 4096)
-                if not data:
-                    return
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    self._guard_says(line.decode())
-            for event in self.roll.tick() if self.roll else ():
-                self._hear(event)
-            self._act_on_signals()
-            self._look_for_the_stop_file()
-            self._look_at_the_workers()
-            if time.monotonic() >= self._deadline:
-                self._next_step(control)
-
-    def _wait(self, *descriptors: int) -> set[int]:
-        with selectors.DefaultSelector() as selector:
-            for descriptor in descriptors:
-                selector.register(descriptor, selectors.EVENT_READ)
-            for link in self.roll.links() if self.roll else ():
-                if link.fileno() >= 0:
-                    selector.register(link.fileno(), selectors.EVENT_READ)
-            left = min(TICK_S, max(0.0, self._deadline - time.monotonic()))
-            return {key.fd for key, _ in selector.select(left)}
-
-    def _guard_says(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
-        if word == "exit":
-            self.code = int(rest)
-        elif word == "failed":
-            raise ToolFailed(
-                f"the program cannot be started: {rest}",
-                where=self.command[0],
-                hint="is it in this image? dist-env shows what is",
-            )
-        elif word == "started" and rest.endswith(" alone"):
-            self.say(
-                "warning: this system does not let the guard adopt orphans; a killed torchrun may leave some"
-            )
-        elif word == "clean" and rest and not self.ending:
-            self.say(f"ended what the program left running: {rest}")
-        elif word == "stuck":
-            self.say(f"these hang in the kernel and cannot be ended: {rest}")
+    def _hear_the_others(self) -> None:
+        for event in self.node.roll.tick():
+            self._hear(event)
+        signals = self.node.signals
+        if signals.again and not self.end.begun:
+            self.end.within(0.0, "a second signal")
+        elif signals.got and not self.stop_reason:
+            self._ask_all(signals.first())
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, StopAsked):
             self._stop(f"{event.reason} on {event.node}")
         elif isinstance(event, Lost):
             self.lost = True
-            self.say(f"lost {event.node}: {event.why}")
-            self._end(f"{event.node} is lost", after_s=0.0)
+            self.node.say(f"lost {event.node}: {event.why}")
+            self.end.within(0.0, f"{event.node} is lost")
         elif isinstance(event, Failed):
-            self.say(f"{event.node} ended with exit code {event.code}; its own output says why")
+            self.node.say(f"{event.node} ended with exit code {event.code}; its own output says why")
             if not self.stop_reason:
-                self._end(f"{event.node} has failed", after_s=PEER_FAILED_S)
+                self.end.within(PEER_FAILED_S, f"{event.node} has failed")
         elif isinstance(event, AllDone):
-            self.codes, self.all_done = event.codes, True
-
-    def _act_on_signals(self) -> None:
-        if self.signals.again and not self.ending:
-            self._end("a second signal", after_s=0.0)
-        elif self.signals.got and not self.stop_reason:
-            name = self.signals.first()
-            if self.roll:
-                self.roll.ask_stop(name)
-            self._stop(name)
+            self.codes = event.codes
 
     def _look_for_the_stop_file(self) -> None:
-        """What a job script or a user may leave in the run's folder."""
-        if self.run_dir is None or self.stop_reason:
+        """React to the file that a job script or a user may leave in the run's folder."""
+        if self.node.run_dir is None or self.stop_reason:
             return
-        if (self.run_dir / stop_protocol.STOP).exists():
-            reason = str(self.run_dir / stop_protocol.STOP)
-            if self.roll:
-                self.roll.ask_stop(reason)
-            self._stop(reason)
+        file = self.node.run_dir / stop_protocol.STOP
+        if file.exists():
+            self._ask_all(str(file))
 
-    def _look_at_the_workers(self) -> None:
-        if self.roll:
-            self.roll.span = self.pulses.span
-        for text in self.pulses.look(self.roll.everyone if self.roll else None):
-            self.say(text)
+    def _ask_all(self, reason: str) -> None:
+        self.node.roll.ask_stop(reason)
+        self._stop(reason)
 
     def _stop(self, reason: str) -> None:
         """Ask the program to save and end, once."""
         if self.stop_reason:
             return
-        self.stop_reason = reason
-        stop_protocol.raise_flag(self.folder, reason)
-        if self.code is None:
-            self.say(f"{reason}: asked the program to save and end, waiting up to {self.grace_s:g} s")
-        self._end("the grace time is over", after_s=self.grace_s)
-
-    def _end(self, why: str, *, after_s: float) -> None:
-        """Begin HUP, QUIT, KILL in `after_s` seconds, unless an earlier end is on its way."""
-        at = time.monotonic() + after_s
-        if not self.ending and at < self._deadline:
-            self._deadline = at
-            self._why = why
-            self._steps = [f"signal {int(signal.SIGHUP)}", f"signal {int(signal.SIGQUIT)}", "kill"]
-
-    def _next_step(self, control: int) -> None:
-        if not self.ending:
-            self.ending = self._why
-            self.say(f"ending the program: {self.ending}")
-        step = self._steps.pop(0)
-        self._deadline = time.monotonic() + END_STEP_S if self._steps else float("inf")
-        with contextlib.suppress(OSError):  # the guard has ended by itself
-            os.write(control, f"{step}\n".encode())
-
-    def _own_code(self) -> int:
-        """What this node alone would exit with."""
-        assert self.code is not None  # noqa: S101 - run() has set it
-        step, problem = stop_protocol.saved_step(self.folder, self.job_id)
-        if problem:
-            self.say(f"warning: {problem}")
-        if step is not None:
-            self.say(f"state saved at step {step}")
-            return EXIT_SAVED
-        if self.code == 0:
-            return 0
-        if self.lost:
-            return EXIT_TOOL_FAILED
-        if self.ending and self.signals.got:
-            return 128 + self.signals.got[0]
-        if self.ending:
-            return EXIT_NO
-        if self.code == -signal.SIGKILL:
-            self.say(
-                "it was killed (SIGKILL), often by the kernel because memory ran out: dmesg | grep -i oom"
-            )
-        return self.code if self.code > 0 else 128 - self.code
-
-    def _tell_the_job(self) -> None:
-        """Leave the mark in the run's folder, which all nodes and the job script share."""
-        if self.run_dir is None:
-            return
-        try:
-            stop_protocol.hand_on(self.folder, self.run_dir)
-        except OSError as error:
-            why = f"{self.run_dir}: {error.strerror}"
-            self.say(f"warning: {why}; the job script will not see that the state was saved")
-
-    def _meet_at_the_end(self, code: int) -> int:
-        """Closing barrier: a node that leaves with an error lets schedulers kill those that still save."""
-        if self.roll is None:
-            return code
-        self.roll.span = None
-        self.roll.done(code)
-        if code not in (0, EXIT_SAVED) and not self.stop_reason:
-            return code
-        self._deadline = float("inf")
-        if self.stop_reason:
-            self._deadline = time.monotonic() + self.grace_s + 3 * END_STEP_S
-        while not self.all_done and not self.lost and not self.signals.again:
-            ready = self._wait(self.signals.reader)
-            if self.signals.reader in ready:
-                os.read(self.signals.reader, 4096)
-            for event in self.roll.tick():
-                self._hear(event)
-            self._act_on_signals()
-            if time.monotonic() >= self._deadline:
-                self.say("the other nodes are not done; leaving without them")
-                break
-        if self.stop_reason and EXIT_SAVED in self.codes:
-            return EXIT_SAVED  # schedulers report the highest code of all nodes
-        return code
+        self.stop_reason, grace_s = reason, self.node.grace_s
+        stop_protocol.raise_flag(self.node.stop_folder, reason)
+        if self.child.code is None:
+            self.node.say(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
+        self.end.within(grace_s, "the grace time is over")

@@ -9,17 +9,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from imgkit_entrypoints.errors import EXIT_SAVED
 from imgkit_entrypoints.rollcall.link import Link
 
-if TYPE_CHECKING:
-    from imgkit_entrypoints.launch.hang_watch import Span
-
 BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
+Span = tuple[int, int]
+"""Places of the hindmost and of the furthest worker, as the hang watch counts them."""
 
 
 class Place(Protocol):
@@ -82,26 +81,33 @@ def node_name(place: Place, rank: int, host: str = "") -> str:
     return f"node {rank} of {place.nnodes}" + (f" ({name})" if name else "")
 
 
-def wait(links: Iterable[Link | socket.socket], seconds: float) -> None:
-    """Return when one of `links` has something to read, or after `seconds`."""
+class Readable(Protocol):
+    """Anything with a descriptor to wait for."""
+
+    def fileno(self) -> int:
+        """The descriptor; negative: closed."""
+
+
+def wait(sources: Iterable[Readable], seconds: float) -> None:
+    """Return when one of `sources` has something to read, or after `seconds`."""
     # Not select.select, which ends at descriptor 1023.
     with selectors.DefaultSelector() as selector:
-        for link in links:
-            if link.fileno() >= 0:
-                selector.register(link.fileno(), selectors.EVENT_READ)
+        for source in sources:
+            if source.fileno() >= 0:
+                selector.register(source.fileno(), selectors.EVENT_READ)
         selector.select(seconds)
 
 
 class Roll(ABC):
     """The open connections of one node after a roll call."""
 
-    def __init__(self, place: Place, port: int, warnings: Sequence[str]) -> None:
+    def __init__(self, place: Place, port: int | None, warnings: Sequence[str]) -> None:
         self.place = place
         self.port = port
-        """Torchrun's, free on the head when it was handed out."""
+        """Torchrun's port, free on the head when it was handed out; None: torchrun finds one itself."""
         self.warnings = tuple(warnings)
         self.span: Span | None = None
-        """Where this node's workers are (pulse.py); goes with every beat."""
+        """Where this node's workers are (launch/hang_watch.py); goes with every beat."""
 
     @property
     @abstractmethod
@@ -133,6 +139,30 @@ class Roll(ABC):
     def node(self, rank: int, host: str = "") -> str:
         """`rank` as users know it."""
         return node_name(self.place, rank, host)
+
+
+class LoneRoll(Roll):
+    """A node that has nobody to meet: the only one, or one of an elastic run."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place, None, ())
+        self._code: int | None = None
+
+    @property
+    def everyone(self) -> Span | None:
+        return None
+
+    def links(self) -> Sequence[Link]:
+        return ()
+
+    def ask_stop(self, reason: str) -> None:
+        pass
+
+    def done(self, code: int) -> None:
+        self._code = code
+
+    def tick(self) -> list[Event]:
+        return [] if self._code is None else [AllDone(codes=(self._code,))]
 
 
 class HeadRoll(Roll):

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch import user_program
 
 WORKER = """
 import os, time, torch, torch.distributed as dist
@@ -71,7 +71,7 @@ def start(node: str, folder: Path, scenario: str, rank: int) -> "subprocess.Pope
     torchrun += ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
     torchrun += ["--master-port", "<port from the roll call>", "--nproc-per-node", "2", "--tee", "3"]
     torchrun += ["--log-dir", str(folder / f"logs{rank}"), "--no-python", sys.executable, "-u"]
-    torchrun += [str(Path(supervisor.__file__).with_name("user_program.py")), str(worker)]
+    torchrun += [user_program.__file__, str(worker)]
     log = (folder / f"node{rank}.log").open("wb")
     return subprocess.Popen(
         [sys.executable, node, json.dumps(options), *torchrun],

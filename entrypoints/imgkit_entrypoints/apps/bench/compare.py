@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,15 +22,11 @@ from imgkit_entrypoints.apps.bench.judge import counters
 from imgkit_entrypoints.apps.bench.record import schema, writer
 from imgkit_entrypoints.apps.bench.record.schema import Result, Run
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
+from imgkit_entrypoints.launch.request import LaunchOptions, Series
 from imgkit_entrypoints.schedulers.placement import Placement
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.options import Options
-    from imgkit_entrypoints.cli.options import Options as Launch
-
-Start = Callable[[Sequence[str], Mapping[str, str]], int]
-"""Launches the app once with these words and variables; the exit code of this node."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +60,8 @@ def arms(text: str) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def series(
-    words: Sequence[str],
-    command: Sequence[str],
-    asked: Launch,
-    place: Placement,
-    env: Mapping[str, str],
-    start: Start,
-    say: Say,
-) -> int:
-    """Launch dist-bench with its own `words`: once, or with ``--compare`` every arm in turn; the exit code.
-
-    Parameters
-    ----------
-    command : everything that was typed, for the files.
-    asked : the options of the launch.
+def run(series: Series) -> int:
+    """Launch dist-bench once, or with ``--compare`` every arm in turn; the exit code.
 
     Raises
     ------
@@ -86,34 +69,34 @@ def series(
     """
     from imgkit_entrypoints.apps.bench import options
 
-    wanted = options.read(words)
+    wanted = options.read(series.words)
     if wanted.compare is None:
-        return start(words, {})
-    _refuse_options(wanted, asked)
-    _refuse_place(wanted.compare, place, asked.request.device, env)
-    head = place.node_rank == 0
+        return series.launch(series.words, {})
+    _refuse_options(wanted, series.asked)
+    _refuse_place(wanted.compare, series.place, series.asked.request.device, series.env)
+    head = series.place.node_rank == 0
     if head and wanted.save:
         writer.writable(Path(wanted.save))
-    found = _Comparison(wanted.compare, tuple(command), wanted.rounds)
-    plain = _without("--save", _without("--compare", words))
+    found = _Comparison(wanted.compare, series.command, wanted.rounds)
+    plain = _without("--save", _without("--compare", series.words))
     code = 0
     with _scratch() as folder:
         for turn in range(2 * wanted.rounds):
             name = wanted.compare[turn % 2]
             file = folder / f"{turn}.json"
             if head:
-                say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
-            code = start((*plain, *(("--save", str(file)) if head else ())), ARMS[name].env)
+                series.say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
+            code = series.launch((*plain, *(("--save", str(file)) if head else ())), ARMS[name].env)
             if head and file.exists():
                 for problem in found.take(name, schema.load(file)):
-                    say(problem)
+                    series.say(problem)
             if code:
                 break
     if not head:
         return code
     print("\n".join(found.told()), flush=True)
     for path in found.save(Path(wanted.save)) if wanted.save else ():
-        say(f"saved {path}")
+        series.say(f"saved {path}")
     return code or (EXIT_NO if found.unproven else 0)
 
 
@@ -140,7 +123,7 @@ def _without(flag: str, words: Sequence[str]) -> list[str]:
     return left
 
 
-def _refuse_options(wanted: Options, asked: Launch) -> None:
+def _refuse_options(wanted: Options, asked: LaunchOptions) -> None:
     flags = {"--baseline": wanted.baseline, "--matrix": wanted.matrix, "--plan": asked.show_plan}
     if given := [flag for flag, value in flags.items() if value]:
         raise UsageError(

@@ -27,6 +27,7 @@ from imgkit_entrypoints.apps.train.report.metrics import Seen
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.hang_watch import Pulse
+from imgkit_entrypoints.launch.signals import STOP_SIGNALS
 
 STOP_FILE = "STOP"
 """In the run's folder: whoever cannot reach the launcher makes it there."""
@@ -84,8 +85,7 @@ class Watch:
 
         Under torchrun they are blocked; where an MPI launcher starts every rank, they come.
         """
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-        before = {number: signal.signal(number, self._note) for number in numbers}
+        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         try:
             yield
         finally:

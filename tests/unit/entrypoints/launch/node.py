@@ -3,17 +3,17 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import hang_watch, supervisor
+from imgkit_entrypoints.launch import forced_end, hang_watch, signals, supervisor
+from imgkit_entrypoints.launch.request import Timeouts
 from imgkit_entrypoints.rollcall import session
 from imgkit_entrypoints.rollcall.gather import Caller, Identity
 from imgkit_entrypoints.schedulers.placement import Placement
 
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
-supervisor.END_STEP_S, supervisor.PEER_FAILED_S, supervisor.REPEAT_S = 0.5, 1.0, 0.2
+forced_end.END_STEP_S, supervisor.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
 hang_watch.ANSWER_S = 1.0
 supervisor.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
@@ -34,18 +34,19 @@ place = Placement(
     source={},
 )
 me = Caller(host=f"host{rank}", identity=Identity(torch=options.get("torch", "2.13")))
-stop_dir = Path(options["stop_dir"]) if "stop_dir" in options else None
+stop_dir = {"IMGKIT_STOP_DIR": options["stop_dir"]} if "stop_dir" in options else {}
 try:
     code = supervisor.run(
         sys.argv[2:],
-        os.environ,
+        {**os.environ, **stop_dir},
         place=place,
         me=me,
         say=say,
-        grace_s=options.get("grace_s", 20.0),
-        rollcall_timeout_s=options.get("timeout_s", 20.0),
-        hang_after_s=options.get("hang_after_s", 0.0),
-        stop_dir=stop_dir,
+        timeouts=Timeouts(
+            grace_s=options.get("grace_s", 20.0),
+            rollcall_s=options.get("timeout_s", 20.0),
+            hang_after_s=options.get("hang_after_s", 0.0),
+        ),
     )
 except ImgkitError as error:
     say(str(error))

@@ -193,7 +193,7 @@ def test_hidden_grandchild_is_ended(nodes: Any) -> None:
 def test_what_a_program_leaves_is_named(nodes: Any) -> None:
     nodes.start(["sh", "-c", "sleep 100 & exit 0"])
     assert nodes.codes() == [0]
-    assert "ended what the program left running: sleep" in nodes.output()
+    assert "ended processes that the program left running: sleep" in nodes.output()
 
 
 def test_known_failure_is_explained(nodes: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import plan
-from imgkit_entrypoints.launch.supervisor import PORT_PENDING
+from imgkit_entrypoints.launch.markers import PORT_PENDING
+from imgkit_entrypoints.launch.request import Request
 from imgkit_entrypoints.schedulers.placement import Direct, Placement
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
@@ -38,7 +39,7 @@ def make(
     **request: object,
 ) -> plan.LaunchPlan:
     return plan.make(
-        plan.Request(**request),  # type: ignore[arg-type]
+        Request(**request),  # type: ignore[arg-type]
         WORKER,
         place=place or node(),
         host=host(gpus, torch=torch),

@@ -14,7 +14,7 @@ from typing import Any
 
 from imgkit_entrypoints.apps.bench.judge import conditions, counters, fit, nccl_log, verdict
 from imgkit_entrypoints.apps.bench.record import schema
-from imgkit_entrypoints.cli import options
+from imgkit_entrypoints.arguments import Parser
 
 Schema = dict[str, Any]
 
@@ -29,7 +29,7 @@ _LEAST: Mapping[str, Schema] = {
 
 def main(words: Sequence[str]) -> int:
     """Print it."""
-    options.Parser(
+    Parser(
         prog="dist-bench schema",
         description="Print the JSON Schema of the file that dist-bench --save writes.",
         allow_abbrev=False,

@@ -9,7 +9,7 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.bench.record import schema
 from imgkit_entrypoints.apps.bench.report import chart, page, reference, sections
-from imgkit_entrypoints.cli import options
+from imgkit_entrypoints.arguments import Parser
 from imgkit_entrypoints.errors import UsageError
 
 WRITERS = {
@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> int:
     UsageError : a file is none of ``dist-bench --save``, the runs cannot share a chart, or the report
         cannot be written.
     """
-    parser = options.Parser(
+    parser = Parser(
         prog="dist-bench report",
         description="Saved runs side by side: bus bandwidth over size, tables, and what each run said.",
         allow_abbrev=False,

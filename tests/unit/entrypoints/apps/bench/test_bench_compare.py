@@ -18,6 +18,7 @@ from imgkit_entrypoints.apps.bench.judge import nccl_log
 from imgkit_entrypoints.apps.bench.record import schema, writer
 from imgkit_entrypoints.cli import options as launch_options
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch.request import Series
 from imgkit_entrypoints.schedulers.placement import Placement
 
 FAKE_LOG = {
@@ -109,9 +110,16 @@ def series(
     asked = launch_options.read(
         launch_options.parser("dist-bench", "", {}).parse_args(launch), ("dist-bench",)
     )
-    return compare.series(
-        words, ("dist-bench", *words), asked, at or place(), env, launcher, lambda text: print(f"say: {text}")
+    given = Series(
+        words=words,
+        command=("dist-bench", *words),
+        asked=asked,
+        place=at or place(),
+        env=env,
+        launch=launcher,
+        say=lambda text: print(f"say: {text}"),
     )
+    return compare.run(given)
 
 
 IN_TURN = ("IB", "Socket", "IB", "Socket")

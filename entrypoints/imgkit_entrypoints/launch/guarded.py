@@ -1,0 +1,140 @@
+"""The command of this node below its guard (guard.py), as the supervisor sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO
+
+from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.launch import guard
+from imgkit_entrypoints.launch.signals import STOP_SIGNALS
+
+TAIL_BYTES = 64 * 1024
+
+
+class GuardedCommand:
+    """A command and its guard. Leaving the context ends everything that is left of them."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], say: Callable[[str], None]) -> None:
+        self._command, self._say = command, say
+        self.code: int | None = None
+        """Exit code of the command; negative: the signal that ended it; None: it still runs."""
+        self._buffer = b""
+        self._forced = False
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
+        python = (sys.executable or "python3", "-I", "-S", guard.__file__)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
+        try:
+            self._process = subprocess.Popen(
+                [*python, str(control), str(status), *command],
+                env=dict(env),
+                stderr=subprocess.PIPE,
+                pass_fds=(control, status),
+                start_new_session=True,  # a kill of this process' group must leave the guard
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(control)
+            os.close(status)
+        self._copier = _Copier(self._process.stderr)  # type: ignore[arg-type]
+
+    def __enter__(self) -> GuardedCommand:
+        self._copier.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._control)  # the guard ends everything when this closes
+        os.close(self._status)
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when the guard reports something."""
+        return self._status
+
+    def read(self) -> bool:
+        """Take in the guard's reports; False once nothing of the command is left.
+
+        Raises
+        ------
+        ToolFailed : the command cannot be started.
+        """
+        try:
+            data = os.read(self._status, 4096)
+        except BlockingIOError:
+            return True
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._take(line.decode())
+        return bool(data)
+
+    def send(self, step: str) -> None:
+        """Have the guard take `step` towards the end: ``signal N`` or ``kill``."""
+        self._forced = True
+        with contextlib.suppress(OSError):  # the guard has ended by itself
+            os.write(self._control, f"{step}\n".encode())
+
+    def wait(self) -> int:
+        """Wait for the guard, after the context; the command's exit code."""
+        self._process.wait()
+        if self.code is None:
+            self._say("the guard of this node's processes was killed; ending them")
+            guard.end_all()
+            self.code = -signal.SIGKILL
+        self._copier.join(timeout=2.0)
+        return self.code
+
+    def tail(self) -> str:
+        """Return the end of the command's error output."""
+        return self._copier.tail.decode(errors="replace")
+
+    def _take(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "exit":
+            self.code = int(rest)
+        elif word == "failed":
+            raise ToolFailed(
+                f"the program cannot be started: {rest}",
+                where=self._command[0],
+                hint="check that the image contains it; dist-env shows what the image has",
+            )
+        elif word == "started" and rest.endswith(" alone"):
+            self._say(
+                "warning: this system does not let the guard adopt orphans; a killed torchrun may leave some"
+            )
+        elif word == "clean" and rest and not self._forced:
+            self._say(f"ended processes that the program left running: {rest}")
+        elif word == "stuck":
+            self._say(f"these processes hang in the kernel and cannot be ended: {rest}")
+
+
+class _Copier(threading.Thread):
+    """Copies the command's error output to ours and keeps its end.
+
+    It is a thread because a slow terminal must not hold up the heartbeat.
+    """
+
+    def __init__(self, source: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self.source = source
+        self.tail = b""
+
+    def run(self) -> None:
+        """Copy until every process has closed the other end."""
+        target: int | None = 2
+        while data := os.read(self.source.fileno(), 65536):
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
+            while target is not None and data:
+                try:
+                    data = data[os.write(target, data) :]
+                except OSError:  # ours is closed: read on, so that the program can go on writing
+                    target = None

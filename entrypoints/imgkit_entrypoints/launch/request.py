@@ -1,0 +1,59 @@
+"""The values that a command line asks of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from imgkit_entrypoints.schedulers.placement import Placement, Wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The processes that the user wants on this node; ``auto`` leaves a value to the plan."""
+
+    nproc: str = "auto"
+    device: str = "auto"
+    max_restarts: int | None = None
+    """None: 0, or `plan.ELASTIC_RESTARTS` where nodes may come and go."""
+    log_dir: str | None = None
+    prefix: bool = True
+    """Each line of output bears ``[host:rank]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds that the supervisor waits."""
+
+    grace_s: float = 60.0
+    """From a stop request to the end by force."""
+    rollcall_s: float = 120.0
+    """For all nodes to call."""
+    hang_after_s: float = 60.0
+    """Until a worker that does not move is reported; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """The launch's part of a command line."""
+
+    wanted: Wanted
+    request: Request
+    timeouts: Timeouts
+    show_plan: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """An app that may be launched several times, with other arguments or variables each time."""
+
+    words: tuple[str, ...]
+    """The app's own arguments; those of the launch are in `asked`."""
+    command: tuple[str, ...]
+    """Every word that the user typed."""
+    asked: LaunchOptions
+    place: Placement
+    env: Mapping[str, str]
+    launch: Callable[[Sequence[str], Mapping[str, str]], int]
+    """Launches the app once with the given arguments and added variables; the exit code of this node."""
+    say: Callable[[str], None]
