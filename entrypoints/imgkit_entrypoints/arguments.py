@@ -1,4 +1,4 @@
-"""Command lines: a parser that raises, and numbers with errors that a user understands."""
+"""Command lines: a parser that raises, and numbers with clear errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def natural(text: str) -> int:
-    """A whole number from 0."""
+    """Parse a whole number that is at least 0."""
     return _whole(text, 0)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number that is at least 1."""
     return _whole(text, 1)
 
 

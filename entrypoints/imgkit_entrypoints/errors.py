@@ -1,6 +1,6 @@
-"""The one error family: what was found, where, and what to do next.
+"""The one family of errors: what happened, where, and what to do next.
 
-A library function raises; only ``main`` prints and exits. Exit codes are part of the interface:
+Library functions raise; only ``main`` prints and exits. Exit codes are part of the interface:
 0 done, 1 the check ran and the answer is no, 2 usage or recipe, 3 a needed tool is missing, 4 a tool failed,
 5 no usable launch plan, 85 state saved, requeue me.
 """
@@ -16,13 +16,13 @@ EXIT_SAVED = 85
 
 
 class ImgkitError(Exception):
-    """Something a user can act on.
+    """An error that a user can act on.
 
     Parameters
     ----------
-    what : what was found, in one sentence.
+    what : what happened, in one sentence.
     where : file:line:col, the variable, or the path with its content.
-    hint : what is allowed and what to do next, best as the exact command.
+    hint : allowed values and the next step, if possible as the exact command.
     """
 
     exit_code = EXIT_NO
@@ -39,7 +39,7 @@ class ImgkitError(Exception):
 
 
 class CheckFailed(ImgkitError):
-    """The check ran and the answer is no."""
+    """The check ran, and the answer is no."""
 
 
 class UsageError(ImgkitError):
@@ -49,7 +49,7 @@ class UsageError(ImgkitError):
 
 
 class ToolMissing(ImgkitError):
-    """A program or service that the verb cannot do without is not there."""
+    """A program or service that the verb needs is missing."""
 
     exit_code = EXIT_TOOL_MISSING
 
@@ -61,6 +61,6 @@ class ToolFailed(ImgkitError):
 
 
 class NoPlan(ImgkitError):
-    """No launch can be right here."""
+    """No launch here can be right."""
 
     exit_code = EXIT_NO_PLAN

@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from imgkit_entrypoints.errors import UsageError
 
 @contextlib.contextmanager
 def replacing(target: Path, *, failed: str, hint: str) -> Iterator[BinaryIO]:
-    """Yield a file to write; at the end it takes the place of `target` in one step.
+    """Yield a file to write, which replaces `target` in one step at the end.
 
     Raises
     ------
-    UsageError : it cannot be written; begins with `failed`.
+    UsageError : the file cannot be written; its message begins with `failed`.
     """
     try:
         with _renamed(target) as file:
@@ -27,11 +27,11 @@ def replacing(target: Path, *, failed: str, hint: str) -> Iterator[BinaryIO]:
 
 
 def put(target: Path, text: str) -> None:
-    """Make `text` the whole content of `target`, or leave it as it is.
+    """Write `text` as the complete content of `target`; on an error `target` stays as it was.
 
     Raises
     ------
-    OSError : it cannot be written.
+    OSError : the file cannot be written.
     """
     with _renamed(target) as file:
         file.write(text.encode())
@@ -41,7 +41,7 @@ def put(target: Path, text: str) -> None:
 def _renamed(target: Path) -> Iterator[BinaryIO]:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        # Not "x": a killed process may have left one, and in containers the same numbers come again.
+        # Not "x": a killed process may have left the file, and containers reuse process ids.
         with temporary.open("wb") as file:
             yield file
             file.flush()

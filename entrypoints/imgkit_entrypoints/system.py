@@ -1,7 +1,7 @@
-"""System facts: the part of a recipe that is baked into the image as ``/opt/imgkit/system.json``.
+"""System facts: the part of a recipe that every image carries as ``/opt/imgkit/system.json``.
 
-Plain dataclasses, so that the image half reads them with the standard library alone; the host half has
-pydantic check the very same classes (``__pydantic_config__`` is read by pydantic only).
+The image half reads these plain dataclasses with the standard library alone. On the host, pydantic checks the
+same classes; only pydantic reads ``__pydantic_config__``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _at_least(owner: object, least: int, *names: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """How a container is started on the system."""
+    """Start of a container on the system."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
@@ -44,11 +44,11 @@ class Runtime:
     modules: tuple[str, ...] = ()
     """Environment modules that provide `command`, in load order."""
     options: tuple[str, ...] = ()
-    """Options of every start, for example ``--nv``."""
+    """Options of every container start, for example ``--nv``."""
     binds: tuple[str, ...] = ()
-    """``SRC[:DEST[:ro]]`` mounts of every start."""
+    """Mounts of every container start, each ``SRC[:DEST[:ro]]``."""
     host_libs: tuple[str, ...] = ()
-    """Folders of the nodes' own NCCL, network plugin and libfabric, searched before the image's."""
+    """Folders of the host's NCCL, network plugin and libfabric, which are searched before the image's."""
     host_modules: tuple[str, ...] = ()
     """Environment modules of a run without a container, in load order."""
 
@@ -71,14 +71,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """The network between nodes; device names and GIDs come from sysfs at run time, never from here."""
+    """Network between nodes; device names and GIDs are never set here but read from sysfs at run time."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     kind: FabricKind = "tcp"
     nics: int | None = None
     line_rate_Gbps: int | None = None
-    """Sum over the node's NICs, in 1e9 bit/s."""
+    """Line rate of all NICs of a node together, in 1e9 bit/s."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "nics", "line_rate_Gbps")
@@ -86,7 +86,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Defaults and duties of a job on the system; an empty string is "not set"."""
+    """Defaults and required fields of a job on the system; an empty string means "not set"."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
@@ -97,20 +97,20 @@ class Queue:
     time: str = ""
     """``HH:MM:SS``."""
     required: tuple[str, ...] = ()
-    """Fields that a job must state, for example ``account``."""
+    """Fields that every job must set, for example ``account``."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """Name of a queue or QoS -> the longest time of its jobs, ``HH:MM:SS``."""
+    """Time limit of each queue or QoS by its name, ``HH:MM:SS``."""
     sif: tuple[str, ...] = ()
     """Scheduler options of the job that converts an archive to a .sif."""
     options: tuple[str, ...] = ()
-    """Further scheduler options of every job, verbatim, one word each."""
+    """Further scheduler options of every job, passed on unchanged, one word each."""
     chunk: tuple[str, ...] = ()
-    """PBS: further resources of every chunk of ``select``, for example ``sales_op=blanca``."""
+    """Further PBS resources of every chunk of ``select``, for example ``sales_op=blanca``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Where an archive is copied to: ``rsync ARCHIVE host:directory``."""
+    """Destination of an archive: ``rsync ARCHIVE host:directory``."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
@@ -120,7 +120,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemFacts:
-    """What a recipe knows of the system that the image is for."""
+    """Facts of a recipe about the system that the image is for."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
@@ -132,23 +132,23 @@ class SystemFacts:
     queue: Queue = Queue()
     transfer: Transfer = Transfer()
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the entry point sets where the user has not; never baked as ENV."""
+    """Variables that the entry point sets unless the user does; they are never baked as ENV."""
 
 
 def to_json(facts: SystemFacts) -> str:
-    """Deterministic JSON text of `facts`, with its schema number."""
+    """Serialize `facts` with the schema number as deterministic JSON text."""
     return json.dumps({"schema": SCHEMA, **_plain(facts)}, indent=2, sort_keys=True) + "\n"
 
 
 def _plain(value: Any) -> Any:
-    # dataclasses.asdict copies deeply, which the read-only mappings of `from_json` refuse.
+    # dataclasses.asdict copies deeply, which fails on the read-only mappings of `from_json`.
     if dataclasses.is_dataclass(value):
         return {known.name: _plain(getattr(value, known.name)) for known in dataclasses.fields(value)}
     return dict(value) if isinstance(value, Mapping) else value
 
 
 def from_json(text: str) -> SystemFacts:
-    """Read what `to_json` wrote; unknown keys of a later version are ignored."""
+    """Parse the text of `to_json`; unknown keys of a later version are ignored."""
     facts: SystemFacts = _build(SystemFacts, json.loads(text))
     return facts
 

@@ -1,7 +1,7 @@
-"""``dist-doctor`` on all nodes: every node checks itself, one all_reduce is verified, the bad host is named.
+"""``dist-doctor`` on all nodes: each node checks itself, one all_reduce is verified, the bad host is named.
 
-What the ranks find goes through the store that the launch made, not through the network that is under test:
-where NCCL hangs or computes wrongly, the answers still come together.
+The ranks exchange their answers through the launch's store, not through the network under test. So the
+answers arrive even where NCCL hangs or gives wrong values.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "judge", "main"]
 
 ELEMENTS = 1 << 18
-"""1 MiB of float32, where most of the wrong results on GH200 with Slingshot were seen (NCCL issue 2001)."""
+"""1 MiB of float32: most wrong results on GH200 with Slingshot had this size (NVIDIA/nccl issue 2001)."""
 REPEATS = 5
 LATE_S = 15
-"""For a rank to answer after its own timeout."""
+"""Extra time for a rank to answer after its own timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one rank found."""
+    """Findings of one rank."""
 
     rank: int
     host: str
     device: str
     seconds: float = 0.0
-    """Until its result or its error."""
+    """Time until its result or its error."""
     error: str = ""
     wrong: tuple[int, ...] = ()
-    """Ranks whose numbers arrived wrong here."""
+    """Ranks whose values arrived wrong at this rank."""
     checks: tuple[Check, ...] = ()
-    """Of the whole node; from the first rank of each node only."""
+    """Checks of the whole node; only the first rank of each node has them."""
     machine: str = ""
-    """The boot id: one for all containers of a machine."""
+    """Boot id, which is equal in all containers of a machine."""
     nccl_host: str = ""
-    """What NCCL takes for the machine, as `_nccl_host` says it."""
+    """Identity of the machine for NCCL; see `_nccl_host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +71,16 @@ class NodeVerdict:
 
 
 def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[NodeVerdict, ...]:
-    """Name the bad host.
+    """Find the bad host.
 
-    Numbers of a rank that arrive wrong at most others are that rank's fault, else the receiver's. A node
-    with no trouble but an error of the collective is unknown where another is at fault: it may be a victim.
+    If the values of a rank arrive wrong at most others, that rank is at fault; otherwise the receiver is.
+    A node whose only trouble is a failed collective gets "unknown" if another node is at fault: it may be a
+    victim.
 
     Parameters
     ----------
-    hosts : host of every rank; empty where the rank never said a word.
-    answers : rank -> what it found; ranks that are missing never answered.
+    hosts : host of every rank; empty where the rank never reported one.
+    answers : findings by rank; a missing rank never answered.
     """
     blamed: dict[int, list[str]] = {}
     complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
@@ -91,9 +92,9 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
             blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
         elif set(answer.wrong) - senders:
             others = ", ".join(str(other) for other in sorted(set(answer.wrong) - senders))
-            blamed.setdefault(rank, []).append(f"rank {rank} got wrong numbers of rank {others}")
+            blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {others}")
     for sender in sorted(senders):
-        said = f"the numbers of rank {sender} arrived wrong at {complaints[sender]} of {heard} ranks"
+        said = f"the values of rank {sender} arrived wrong at {complaints[sender]} of {heard} ranks"
         blamed.setdefault(sender, []).append(said)
     answers = {rank: _with_neighbours(answer, answers) for rank, answer in answers.items()}
     failing = {rank for rank, answer in answers.items() if not passed(answer.checks)}
@@ -102,7 +103,7 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
 
 
 def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
-    """`answer` with a warning where its GPUs and others of one machine are in containers kept apart."""
+    """`answer` with a warning if isolated containers hold GPUs of the same machine."""
     if not answer.machine or not answer.device.startswith("cuda"):
         return answer
     others = sorted(
@@ -117,9 +118,9 @@ def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
     apart = Check(
         name="machine",
         verdict="warn",
-        evidence=f"/proc/sys/kernel/random/boot_id is that of {', '.join(others)}, too, but the host name or "
-        f"{SHM} is not: NCCL takes the network between GPUs of one machine",
-        fix=f"one container for all GPUs of a machine; else one {SHM} (hostIPC) and NCCL_HOSTID for all",
+        evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(others)}, but the host name or "
+        f"{SHM} differs: NCCL uses the network between GPUs of one machine",
+        fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
     )
     return dataclasses.replace(answer, checks=(*answer.checks, apart))
 
@@ -149,7 +150,7 @@ def _node(
     else:
         verdict = "warn" if any(check.verdict == "warn" for check in checks) else "ok"
     return NodeVerdict(
-        host=host or "a host that never said its name",
+        host=host or "a host that never reported its name",
         ranks=ranks,
         verdict=verdict,
         reasons=(*reasons, *errors),
@@ -158,7 +159,7 @@ def _node(
 
 
 def table(nodes: Sequence[NodeVerdict]) -> str:
-    """One line a node; below it what speaks against it."""
+    """One line per node, with its problems below."""
     width = max(len(node.host) for node in nodes)
     lines = []
     for node in nodes:
@@ -179,7 +180,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int) -> str:
-    """The last line: the names that matter."""
+    """The last line, which names the failed hosts."""
     bad = [node.host for node in nodes if node.verdict == "fail"]
     whole = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
     if bad:
@@ -188,29 +189,29 @@ def verdict_line(nodes: Sequence[NodeVerdict], world_size: int) -> str:
 
 
 def main() -> None:
-    """Run as one worker; every one of them exits with the common verdict."""
+    """Run one worker; all workers exit with the common verdict."""
     import torch.distributed as dist
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = parser.parse_args()
-    # Whatever hangs, in whatever library: the kernel ends this process then.
+    # If any library hangs, the kernel ends this process.
     signal.alarm(5 * (options.timeout + LATE_S))
     store, rank, world_size = next(
         dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.timeout + LATE_S))
     )
-    # Keys of other attempts of the same launch would be answers too.
+    # A prefix per attempt: keys of an earlier attempt would be taken for answers.
     store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"host/{rank}", _host())
     answer = _examined(_tried(store, rank, world_size, options.timeout))
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
     if rank == 0:
-        # Not until all have had their time: a hanging rank is a finding, too.
+        # Wait until every rank has had its time: a hanging rank is a finding as well.
         hosts, answers = _collected(store, world_size, options.timeout + LATE_S)
         nodes = judge(hosts, answers, options.timeout)
         _print(nodes, world_size, as_json=options.json)
         store.set("code", "1" if any(node.verdict == "fail" for node in nodes) else "0")
-    # Rank 0 may need its timeout for the start, for the sum, and again for the others: this is later.
+    # Rank 0 may need its timeout for the start, for the sum, and again for the others; this is longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
     store.add("left", 1)
@@ -222,13 +223,13 @@ def main() -> None:
 
 
 def _host() -> str:
-    """This node's name, with its number: two containers may have one name."""
+    """Name of this node with its rank, since two containers may have the same name."""
     group = os.environ.get("GROUP_RANK")
     return f"{platform.node()} (node {group})" if group and _several() else platform.node()
 
 
 def _several() -> bool:
-    nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun's; a rank started by MPI has none
+    nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun sets it; a rank that MPI started has none
     return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
@@ -247,7 +248,7 @@ def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool) -> N
 
 
 def _examined(answer: Answer) -> Answer:
-    """`answer` with the checks of its node, where this rank is the node's first."""
+    """`answer` with the checks of its node, if this rank is the first of the node."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return answer
     try:
@@ -258,7 +259,7 @@ def _examined(answer: Answer) -> Answer:
             facts.system_facts(),
             os.environ,
             reader=facts.Reader(root=facts.root_of(os.environ)),
-            # What would stop NCCL between nodes does not stop Gloo.
+            # A problem that stops NCCL between nodes does not stop Gloo.
             nnodes=2 if _several() and answer.device.startswith("cuda") else 1,
         )
     except ImgkitError as error:
@@ -267,7 +268,7 @@ def _examined(answer: Answer) -> Answer:
 
 
 def _nccl_host(host: facts.HostFacts) -> str:
-    """NCCL's sign of a machine, by which it finds who can share memory (its misc/utils.cc, shm transport)."""
+    """Identity by which NCCL finds ranks that can share memory (its misc/utils.cc, shm transport)."""
     try:
         shm = Path(SHM).stat().st_dev
     except OSError:
@@ -276,7 +277,7 @@ def _nccl_host(host: facts.HostFacts) -> str:
 
 
 def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
-    """Run the collective; whatever happens is the answer."""
+    """Run the collective; its result or its error is the answer."""
     import torch
     import torch.distributed as dist
 
@@ -297,7 +298,7 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         wrong = _wrong_senders(rank, world_size, device)
-    except Exception as error:  # any error of the network is a finding, of whatever type
+    except Exception as error:  # a network error of any type is a finding
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     return Answer(
         rank=rank,
@@ -310,9 +311,10 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
 
 
 def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
-    """Ranks whose numbers do not arrive as they must.
+    """Ranks whose values arrive wrong.
 
-    Each rank fills the places i with i % world_size == rank and sends zeros else: a wrong place has a sender.
+    Each rank fills the places i with i % world_size == rank and sends zeros elsewhere, so every place has one
+    sender.
     """
     import torch
     import torch.distributed as dist
@@ -330,7 +332,7 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
 
 
 def _collected(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
-    """Host of every rank and the answers that came within `wait_s` seconds, all ranks together."""
+    """Host of every rank, and the answers that arrive within `wait_s` seconds for all ranks together."""
     end = time.monotonic() + wait_s
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
@@ -349,14 +351,14 @@ def _collected(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dic
 def _read(store: Any, key: str, wait_s: float) -> str | None:
     try:
         store.wait([key], datetime.timedelta(seconds=wait_s))
-    except Exception:  # DistStoreError or RuntimeError, by version of torch: it is not there
+    except Exception:  # no such key: DistStoreError or RuntimeError, depending on torch's version
         return None
     text: bytes = store.get(key)
     return text.decode()
 
 
 def _wait_for_all_to_leave(store: Any, world_size: int) -> None:
-    """Rank 0 may host the store: it goes last, but not later than those that hang."""
+    """Rank 0 may host the store, so it leaves last, but does not wait for ranks that hang."""
     end = time.monotonic() + LATE_S
     while store.add("left", 0) < world_size and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Message passing at its smallest: rank 0 sends a text to every rank, each answers, and the way is timed."""
+"""The smallest message passing: rank 0 sends a text to every rank, gets an answer and times round trips."""
 
 from __future__ import annotations
 
@@ -19,40 +19,44 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.apps.ranks import Ranks
 
 TEXT_BYTES = 256
-"""Every text travels at this length: the receiver of a tensor must know its size."""
+"""Length of every text on the network: the receiver of a tensor must know its size."""
 WARM_UP = 3
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Options of dist-hello."""
     parser.add_argument(
-        "--rounds", type=positive, default=20, metavar="N", help="timed round trips to each rank (default 20)"
+        "--rounds",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="timed round trips to each rank (default: %(default)s)",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One rank as rank 0 knows it."""
+    """One rank, as rank 0 sees it."""
 
     rank: int
     host: str
     device: str
     seconds: float | None = None
-    """Median of a round trip of 8 bytes, halved; None for rank 0 itself."""
+    """Half the median round trip of 8 bytes; None for rank 0 itself."""
 
 
 def packed(text: str) -> bytes:
-    """`text` at the fixed length, cut where it is too long."""
+    """Encode `text` at the fixed length; a longer text is cut."""
     return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
 
 
 def unpacked(data: bytes) -> str:
-    """What `packed` was given."""
+    """Decode a text that `packed` encoded."""
     return data.rstrip(b"\0").decode(errors="replace")
 
 
 def table(peers: Sequence[Peer]) -> str:
-    """Aligned plain text: rank, host, device, latency."""
+    """Aligned plain text with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
         way = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
@@ -64,7 +68,7 @@ def table(peers: Sequence[Peer]) -> str:
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Run one worker."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +82,7 @@ def main() -> None:
             peers = [Peer(rank=0, host=platform.node(), device=_device(here))]
             peers += [_call(peer, rounds, here) for peer in range(1, here.world_size)]
             print(table(peers))
-            print(f"latency: half of the median of {rounds} round trips of 8 bytes, {dist.get_backend()}")
+            print(f"latency: half the median of {rounds} round trips of 8 bytes, {dist.get_backend()}")
         else:
             _answer(rounds, here)
         total = torch.ones(1, device=here.device)
@@ -90,7 +94,7 @@ def main() -> None:
 
 
 def _call(peer: int, rounds: int, here: Ranks) -> Peer:
-    """Rank 0's side of the talk with `peer`."""
+    """Rank 0's side of the exchange with `peer`."""
     import torch
     import torch.distributed as dist
 
@@ -107,12 +111,12 @@ def _call(peer: int, rounds: int, here: Ranks) -> Peer:
         here.synchronize()
         times.append(time.perf_counter() - began)
         if number.item() != turn + peer:
-            sys.exit(f"rank {peer} on {host} answered {number.item()} to {turn}, not {turn + peer}")
+            sys.exit(f"rank {peer} on {host} answered {number.item()} to {turn}; {turn + peer} is right")
     return Peer(rank=peer, host=host, device=device, seconds=statistics.median(times[WARM_UP:]) / 2)
 
 
 def _answer(rounds: int, here: Ranks) -> None:
-    """The other side: say who this is, then send every number back with the own rank added."""
+    """The other side: name host and device, then send every number back with this rank added."""
     import torch
     import torch.distributed as dist
 

@@ -11,34 +11,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.ranks import Ranks
 
-# Two buffers of 1 MiB: they stay in a core's cache, and a call's overhead is spread over enough points.
-# Points a second, measured on one core: 8192 0.80e9, 32768 1.57e9, 131072 1.72e9; plainly written 0.59e9.
+# Two buffers of 1 MiB stay in a core's cache, and enough points share the overhead of a call. Measured on one
+# core, in points per second: 0.80e9 for 8192, 1.57e9 for 32768, 1.72e9 for 131072; 0.59e9 without blocks.
 BLOCK = 131_072
-# A GPU has no such cache to keep to, and every block costs a launch and a wait.
+# A GPU has no such cache, and every block costs a kernel launch and a wait.
 BLOCK_CUDA = 1 << 24
 ALONE = 50_000_000
-"""Points of the run that rank 0 makes alone, at most."""
+"""Most points of the run that rank 0 makes alone."""
 ROUNDING = 1e-12
 SHOWN = 16
-"""Processes that are listed one by one; of more only the slowest, the middle one and the fastest."""
+"""Most processes that are listed one by one; a larger run lists the slowest, the median and the fastest."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Options of dist-pi."""
     parser.add_argument(
-        "--intervals", type=positive, default=100_000_000, metavar="N", help="default 100000000"
+        "--intervals",
+        type=positive,
+        default=100_000_000,
+        metavar="N",
+        help="number of intervals (default: %(default)s)",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What one process did."""
+    """Work of one process."""
 
     rank: int
     host: str
@@ -47,17 +52,12 @@ class Done:
 
     @property
     def points_per_s(self) -> float:
-        """0 where there was nothing to do."""
+        """Speed of the process; 0 if it had no points."""
         return self.points / self.seconds if self.points else 0.0
 
 
-def share(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and end of `rank`'s part of ``range(total)``; the parts are exact: none lost, none twice."""
-    return total * rank // world_size, total * (rank + 1) // world_size
-
-
 def end_points(first: int, end: int, intervals: int) -> float:
-    """What ``range(first, end)`` counts too much where all points have weight 1: half of each end of [0, 1].
+    """Excess of ``range(first, end)`` if every point has weight 1: half the integrand at each end of [0, 1].
 
     The integrand 4/(1+x^2) is 4 at 0 and 2 at 1.
     """
@@ -65,19 +65,19 @@ def end_points(first: int, end: int, intervals: int) -> float:
 
 
 def tolerance(intervals: int) -> float:
-    """The rule's own error h^2/12 * (f'(1) - f'(0)) = 1/(6 n^2), and what rounding may add."""
+    """Largest accepted error: the rule's own, h^2/12 * (f'(1) - f'(0)) = 1/(6 n^2), plus rounding."""
     return 1.0 / (6.0 * intervals * intervals) + ROUNDING
 
 
 def report(
     value: float, intervals: int, done: Sequence[Done], seconds: float, alone: Done
 ) -> tuple[str, ...]:
-    """The lines that rank 0 prints.
+    """Lines that rank 0 prints.
 
     Parameters
     ----------
-    seconds : from the common start to the sum, of the slowest process.
-    alone : rank 0 with all others idle; the parallel efficiency compares with its speed.
+    seconds : time of the slowest process from the common start to the sum.
+    alone : rank 0 while all others are idle; the parallel efficiency compares with its speed.
     """
     order = sorted(done, key=lambda item: item.points_per_s)
     shown = list(done) if len(done) <= SHOWN else [order[0], order[len(order) // 2], order[-1]]
@@ -105,7 +105,7 @@ def partial_sum(first: int, end: int, intervals: int, here: Ranks) -> float:
 
     block = BLOCK_CUDA if here.device.type == "cuda" else BLOCK
     block = max(1, min(block, end - first))
-    # 4/(1+(i/n)^2) = 4 n^2 * 1/(n^2+i^2): whole numbers until the division, and one pass less over the block.
+    # 4/(1+(i/n)^2) = 4 n^2 * 1/(n^2+i^2): whole numbers until the division, and one pass fewer.
     square = float(intervals) ** 2
     points = torch.arange(first, first + block, dtype=torch.float64, device=here.device)
     offset = torch.full((), square, dtype=torch.float64, device=here.device)
@@ -116,12 +116,12 @@ def partial_sum(first: int, end: int, intervals: int, here: Ranks) -> float:
         values.reciprocal_()
         sums.append(values[: end - start].sum().item())
         points += block
-    # fsum: the sums of many blocks are added without an error of their own.
+    # fsum adds the sums of many blocks without a rounding error of its own.
     return 4.0 * square * math.fsum(sums) - end_points(first, end, intervals)
 
 
 def main() -> None:
-    """Run as one worker."""
+    """Run one worker."""
     import torch
     import torch.distributed as dist
 
@@ -154,13 +154,13 @@ def main() -> None:
             print("\n".join(lines), flush=True)
     if abs(value - math.pi) > tolerance(intervals):
         wrong = (
-            f"pi is off by more than {tolerance(intervals):.1e}: a machine or the network computes wrongly"
+            f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"
         )
-        ranks.refuse(f"dist-pi: {wrong}", EXIT_NO)
+        ranks.refuse(f"dist-pi: {wrong}. To find it: dist-doctor", EXIT_NO)
 
 
 def _alone(first: int, end: int, intervals: int, here: Ranks) -> Done | None:
-    """Rank 0's speed while all others wait; None on these."""
+    """Rank 0's work while all others wait; None on the others."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The process group as every app opens it."""
+"""The process group that every app opens, and the two ways in which a worker leaves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from imgkit_entrypoints.errors import EXIT_NO
 
 REFUSE_S = 5.0
-"""The others' patience with local rank 0; a loaded machine starts workers seconds apart."""
+"""Time that the others give local rank 0 to leave first; a loaded machine starts workers seconds apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This worker's place."""
+    """Ranks and device of this worker."""
 
     rank: int
     local_rank: int
@@ -31,14 +31,14 @@ class Ranks:
     device: torch.device
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it; a clock read before says nothing."""
+        """Wait until the device has finished its work; an earlier clock measures only the launch."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 @contextlib.contextmanager
 def opened(timeout_s: int | None = None) -> Iterator[Ranks]:
-    """Join the process group that torchrun prepared: nccl where IMGKIT_DEVICE is cuda, else gloo.
+    """Join the process group that torchrun prepared: nccl if IMGKIT_DEVICE is cuda, else gloo.
 
     A collective that takes longer than `timeout_s` fails; None leaves torch's own limits of 10 or 30 minutes.
     """
@@ -47,7 +47,7 @@ def opened(timeout_s: int | None = None) -> Iterator[Ranks]:
     if os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # device_id makes NCCL connect now, on the right GPU, instead of guessing at the first collective.
+        # device_id makes NCCL connect now, on the right GPU, instead of guessing it at the first collective.
         dist.init_process_group("nccl", device_id=device, timeout=timeout)
     else:
         device = torch.device("cpu")
@@ -61,10 +61,10 @@ def opened(timeout_s: int | None = None) -> Iterator[Ranks]:
 
 
 def refuse(text: str, exit_code: int) -> NoReturn:
-    """Leave with `exit_code` and say why, which every rank of a node knows alike, once a node.
+    """Print `text` once per node and leave with `exit_code`; every rank of the node calls this.
 
-    torchrun ends all others when the first one leaves, so local rank 0 goes first. One of the others that is
-    still there after `REFUSE_S` is alone with its reason, or has no torchrun above it, and says it too.
+    torchrun ends all others when the first one leaves, so local rank 0 leaves first. Another rank that still
+    runs after `REFUSE_S` has no torchrun above it, or is the only one with this reason: it prints it as well.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
@@ -75,17 +75,18 @@ def refuse(text: str, exit_code: int) -> NoReturn:
 def run_worker(main: Callable[[], None]) -> NoReturn:
     """Run a worker's `main` and leave with its exit code, without finalizing the interpreter.
 
-    DDP keeps the group alive beyond destroy_process_group, and so gloo's threads, which drop their last
-    works late. A thread that then asks for the GIL of an interpreter being finalized ends the worker with
-    SIGABRT after a run that was right (torch 2.13 on Python 3.11: 1 run in 8, also of a bare DDP loop).
-    An exception ends it here too, with its traceback: what dies with its frames waits for the other ranks,
-    which wait for this one (a bare DDP loop in which one rank raises hangs until gloo's timeout).
+    DDP keeps the group alive beyond destroy_process_group, and with it gloo's threads, which release their
+    last works late. If such a thread asks for the GIL of an interpreter that is finalizing, the worker ends
+    with SIGABRT after a correct run (torch 2.13 on Python 3.11: 1 run in 8, also of a bare DDP loop).
+    An exception also ends the process here, with its traceback. Destructors of objects in its frames would
+    wait for the other ranks, which wait for this one: a bare DDP loop in which one rank raises hangs until
+    gloo's timeout.
     """
     code: object = 0
     try:
         main()
     except BaseException as error:
-        kept = error  # and all that its frames hold, until the process is gone
+        kept = error  # keeps the objects of its frames alive until the process ends
         if isinstance(kept, SystemExit):
             code = 0 if kept.code is None else kept.code
         else:

@@ -13,17 +13,17 @@ class Command:
     name: str
     summary: str
     app: str | None = None
-    """Module that each worker runs; None: no workers of its own."""
+    """Module that each worker runs; None for a command without workers of its own."""
     options: str | None = None
-    """Module whose ``add_arguments`` gives the options, where it is not `app`; it imports no torch."""
+    """Module whose ``add_arguments`` adds the options, if it is not `app`; it imports no torch."""
     device: str = "auto"
-    """``--device`` where it is not given."""
+    """Default of ``--device``."""
     verbs: Mapping[str, str] = field(default_factory=dict)
-    """First word -> module whose ``main(words)`` is run here, without a launch; it imports no torch."""
+    """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
     series: str | None = None
     """Module whose ``run(Series)`` may launch the app several times instead of once; it imports no torch."""
     here: str | None = None
-    """Module whose ``main(words, env)`` is the whole command; it launches workers where it needs some."""
+    """Module whose ``main(words, env)`` is the whole command; it launches workers if it needs them."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -31,7 +31,11 @@ COMMANDS: tuple[Command, ...] = (
         name="dist-run",
         summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
     ),
-    Command(name="dist-hello", summary="every rank says where it runs", app="imgkit_entrypoints.apps.hello"),
+    Command(
+        name="dist-hello",
+        summary="send a message to every rank and show where each one runs",
+        app="imgkit_entrypoints.apps.hello",
+    ),
     Command(
         name="dist-pi",
         summary="compute pi on all ranks; needs no GPU",
@@ -57,12 +61,12 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="dist-env",
-        summary="print what this node shows and what it means for a launch",
+        summary="print the facts of this node and the settings of a launch, with reasons",
         here="imgkit_entrypoints.cli.env",
     ),
     Command(
         name="dist-doctor",
-        summary="check this node's network, limits and libraries, with fixes",
+        summary="check this node's network, limits and libraries, and print the fixes",
         here="imgkit_entrypoints.cli.doctor",
     ),
 )
@@ -71,7 +75,7 @@ COMMANDS: tuple[Command, ...] = (
 def shim(command: Command) -> str:
     """Text of the command's executable.
 
-    ``-I`` keeps a host PYTHONPATH, ``~/.local`` and the current folder out: a ``json.py`` in any of them
-    would otherwise break the launcher before its first line.
+    ``-I`` ignores a host PYTHONPATH, ``~/.local`` and the current folder: a ``json.py`` in any of them would
+    break the launcher before its first line.
     """
     return f'#!/bin/sh\nexec python3 -I -m imgkit_entrypoints {command.name} "$@"\n'

@@ -76,10 +76,11 @@ def test_pi_is_right_to_the_last_digits(standin: str) -> None:
 WORLD_SIZES = """
 import math, types, torch
 from imgkit_entrypoints.apps import pi
+from imgkit_entrypoints.apps.share import share
 here = types.SimpleNamespace(device=torch.device("cpu"))
 for n in (1, 2, 7, pi.BLOCK - 1, pi.BLOCK, 3 * pi.BLOCK + 1, 100_000_000):
     for world_size in range(1, 9):
-        shares = (pi.share(n + 1, rank, world_size) for rank in range(world_size))
+        shares = (share(n + 1, rank, world_size) for rank in range(world_size))
         value = math.fsum(pi.partial_sum(*share, n, here) for share in shares) / n
         assert abs(value - math.pi) <= pi.tolerance(n), (n, world_size, value)
         assert abs(value - math.pi + 1 / (6 * n * n)) <= 0.03 / n**4 + 1e-12, (n, world_size, value)
@@ -114,7 +115,7 @@ TORCHRUN = (
 
 
 def spoiled(standin: str) -> subprocess.CompletedProcess[str]:
-    """Run the doctor on two ranks, of which rank 1 computes wrongly."""
+    """Run the doctor on two ranks; rank 1 computes wrong values."""
     shell = ("sh", "-c", 'cat > /spoiled.py && exec "$@"', "sh")
     return inside(standin, *shell, *TORCHRUN, "/spoiled.py", given=SPOILED)
 
@@ -143,5 +144,5 @@ def test_two_nodes_verify_their_sum(standin: str) -> None:
 def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
     done = spoiled(standin)
     assert done.returncode == 1
-    assert "the numbers of rank 1 arrived wrong at 2 of 2 ranks" in done.stdout
+    assert "the values of rank 1 arrived wrong at 2 of 2 ranks" in done.stdout
     assert "FAILED on" in done.stdout

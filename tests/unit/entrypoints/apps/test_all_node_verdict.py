@@ -37,14 +37,14 @@ def test_sender_of_wrong_numbers_is_named() -> None:
     found = answers(**{f"r{rank}": {"wrong": (2,)} for rank in (0, 1, 3, 4, 5)})
     assert judged(found) == {"as01": "ok", "as02": "fail", "as03": "ok"}
     nodes = judge(HOSTS, found, 60)
-    assert nodes[1].reasons == ("the numbers of rank 2 arrived wrong at 5 of 6 ranks",)
+    assert nodes[1].reasons == ("the values of rank 2 arrived wrong at 5 of 6 ranks",)
     assert verdict_line(nodes, 6).startswith("FAILED on as02 (")
 
 
 def test_receiver_of_wrong_numbers_is_named() -> None:
     found = answers(r5={"wrong": (0, 1, 2, 3, 4, 5)})
     assert judged(found) == {"as01": "ok", "as02": "ok", "as03": "fail"}
-    assert "rank 5 got wrong numbers of rank 0, 1, 2" in judge(HOSTS, found, 60)[2].reasons[0]
+    assert "rank 5 received wrong values from rank 0, 1, 2" in judge(HOSTS, found, 60)[2].reasons[0]
 
 
 def test_silent_rank_is_named_and_others_are_victims() -> None:
@@ -84,7 +84,7 @@ def test_host_that_said_nothing_is_still_listed() -> None:
     found = answers()
     del found[5]
     nodes = judge((*HOSTS[:5], ""), found, 60)
-    assert nodes[-1].host == "a host that never said its name"
+    assert nodes[-1].host == "a host that never reported its name"
     assert nodes[-1].verdict == "fail"
     assert nodes[1].verdict == "ok"
 
@@ -98,7 +98,7 @@ def test_containers_of_one_machine_are_told() -> None:
     )
     nodes = judge(HOSTS, found, 60)
     assert [node.verdict for node in nodes] == ["warn", "warn", "ok"]
-    assert "that of as02, too" in nodes[0].checks[0].evidence
+    assert "is the same on as02, but" in nodes[0].checks[0].evidence
     assert "NCCL_HOSTID" in nodes[0].checks[0].fix
 
 

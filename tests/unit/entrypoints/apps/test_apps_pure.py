@@ -9,6 +9,7 @@ import math
 import pytest
 
 from imgkit_entrypoints.apps import hello, pi
+from imgkit_entrypoints.apps.share import share
 
 WORLD_SIZES = range(1, 9)
 
@@ -17,7 +18,7 @@ def plain_pi(intervals: int, world_size: int) -> float:
     """The trapezoid rule as the workers share it, in plain Python."""
     total = 0.0
     for rank in range(world_size):
-        first, end = pi.share(intervals + 1, rank, world_size)
+        first, end = share(intervals + 1, rank, world_size)
         total += math.fsum(4.0 / (1.0 + (i / intervals) ** 2) for i in range(first, end))
         total -= pi.end_points(first, end, intervals)
     return total / intervals
@@ -26,7 +27,7 @@ def plain_pi(intervals: int, world_size: int) -> float:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("total", [0, 1, 7, 100_000_001])
 def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
-    parts = [pi.share(total, rank, world_size) for rank in range(world_size)]
+    parts = [share(total, rank, world_size) for rank in range(world_size)]
     assert parts[0][0] == 0
     assert parts[-1][1] == total
     assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
@@ -36,7 +37,7 @@ def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_end_points_count_half_once(world_size: int) -> None:
-    halves = [pi.end_points(*pi.share(101, rank, world_size), 100) for rank in range(world_size)]
+    halves = [pi.end_points(*share(101, rank, world_size), 100) for rank in range(world_size)]
     assert sum(halves) == 3.0  # half of f(0) = 4 and half of f(1) = 2
     assert halves[0] >= 2.0
 

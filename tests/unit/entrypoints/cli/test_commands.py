@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints import facts
-from imgkit_entrypoints.apps.pi import share
+from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.cli.commands import COMMANDS, shim
 from imgkit_entrypoints.errors import UsageError
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 
-from imgkit_entrypoints.apps.pi import share
+from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.errors import UsageError
 
 

@@ -1,0 +1,472 @@
+"""Machines as folders of small text files: one table, one function that plants a row of it.
+
+Built and not kept in git, which holds no empty directories. A slot that answers EINVAL is a directory in the
+file's place: reading it fails with an OSError too, also for root.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HANGS = "<hangs>"
+NDR200, NDR, HDR100, SDR = (
+    "200 Gb/sec (2X NDR)",
+    "400 Gb/sec (4X NDR)",
+    "100 Gb/sec (2X HDR)",
+    "10 Gb/sec (4X SDR)",
+)
+FE80 = "fe80::b226:28ff:fed3:b0f0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortRow:
+    rate: str = NDR200
+    link: str = "InfiniBand"
+    state: str = "4: ACTIVE"
+    phys: str = "5: LinkUp"
+    lid: str = "0x1f3"
+    gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """Slot to (address, type); all other slots are empty."""
+    slots: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    name: str
+    ports: tuple[PortRow, ...] = (PortRow(),)
+    pci: str = "pci0000:16/0000:16:01.0/0000:17:00.0"
+    numa: int = 0
+    physfn: str = ""
+    """Path of the physical function, as `pci`."""
+    netdev: str = ""
+    node_type: str = "1: CA"
+    verbs: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net:
+    name: str
+    address: str = ""
+    speed: int = 0
+    state: str = "up"
+    vendor: str = "0x15b3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What `fabric.choose` must say of a tree."""
+
+    kind: str
+    rate_Gbps: float | None
+    devices: tuple[str, ...]
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables set for two nodes with NCCL 2.27.3; None: must not be set."""
+    old_env: Mapping[str, str | None] = field(default_factory=dict)
+    """What differs with NCCL 2.20.5."""
+    reported: Mapping[str, str] = field(default_factory=dict)
+    """Value of a variable that is not set -> words of the reason."""
+    warns: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    old_blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    expect: Expected
+    one_liner: str = HANGS
+    """What the public tutorial's grep prints here."""
+    nics: tuple[Nic, ...] = ()
+    nets: tuple[Net, ...] = (Net(name="eth0", address="10.0.0.5/24", speed=25000),)
+    cxi: int = 0
+    gpus: tuple[tuple[str, str, int], ...] = ()
+    """(model, PCI path, NUMA node)."""
+
+
+def roce(
+    gids: Mapping[int, tuple[str, str]], *, rate: str = "100 Gb/sec (4X EDR)", slots: int = 4
+) -> PortRow:
+    return PortRow(rate=rate, link="Ethernet", lid="0x0", gids=gids, slots=slots)
+
+
+def nic(number: int, port: PortRow, **more: object) -> Nic:
+    bus = 0x10 + 0x10 * number
+    pci = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0"
+    return Nic(name=f"mlx5_{number}", ports=(port,), pci=pci, **more)  # type: ignore[arg-type]
+
+
+POD_GIDS = {8: ("::ffff:10.1.2.3", "IB/RoCE v1"), 9: ("::ffff:10.1.2.3", "RoCE v2")}
+LOCAL_ONLY = {0: (FE80, "IB/RoCE v1"), 1: (FE80, "RoCE v2")}
+V1_V2_AT = {
+    3: {2: ("::ffff:10.1.2.3", "IB/RoCE v1"), 3: ("::ffff:10.1.2.3", "RoCE v2")},
+    5: {4: ("::ffff:10.1.2.4", "IB/RoCE v1"), 5: ("::ffff:10.1.2.4", "RoCE v2")},
+}
+BOND = "mlx5_bond_0"
+
+TREES: dict[str, Tree] = {
+    "ib4_ndr200": Tree(
+        nics=(
+            *(nic(number, PortRow()) for number in range(4)),
+            nic(4, roce(LOCAL_ONLY | V1_V2_AT[3]), netdev="eno1"),
+        ),
+        nets=(
+            Net(name="eno1", address="10.0.0.5/24", speed=25000),
+            Net(name="ib0", address="10.20.0.5/16"),
+        ),
+        expect=Expected(
+            kind="infiniband",
+            rate_Gbps=800,
+            devices=("mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"),
+            env={
+                "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1",
+                "NCCL_IB_GID_INDEX": None,
+                "NCCL_IB_DISABLE": None,
+                "NCCL_SOCKET_IFNAME": "ib0",
+                "GLOO_SOCKET_IFNAME": "ib0",
+            },
+            reported={"mlx5_4:1": "Ethernet port beside InfiniBand"},
+        ),
+    ),
+    "roce_pod": Tree(
+        nics=(Nic(name=BOND, ports=(roce(POD_GIDS, slots=10),), netdev="net1"),),
+        one_liner="9",
+        expect=Expected(
+            kind="roce",
+            rate_Gbps=100,
+            devices=(f"{BOND}:1",),
+            env={"NCCL_IB_HCA": f"={BOND}:1", "NCCL_IB_GID_INDEX": None, "NCCL_SOCKET_NTHREADS": None},
+            old_env={"NCCL_IB_GID_INDEX": "9"},
+            reported={"9": "will pick 9"},
+        ),
+    ),
+    "roce_single_v2": Tree(
+        nics=(Nic(name=BOND, ports=(roce({0: (FE80, "IB/RoCE v1"), 3: ("::ffff:10.1.2.3", "RoCE v2")}),)),),
+        one_liner="RoCE v2",
+        expect=Expected(
+            kind="roce",
+            rate_Gbps=100,
+            devices=(f"{BOND}:1",),
+            env={"NCCL_IB_GID_INDEX": None},
+            old_env={"NCCL_IB_GID_INDEX": "3"},
+            reported={"3": "10.1.2.3"},
+        ),
+    ),
+    "roce_no_ipv4": Tree(
+        nics=(Nic(name=BOND, ports=(roce(LOCAL_ONLY),), netdev="net1"),),
+        expect=Expected(
+            kind="roce",
+            rate_Gbps=100,
+            devices=(f"{BOND}:1",),
+            env={"NCCL_IB_GID_INDEX": None},
+            blocks=("net1 has no IPv4 address",),
+            old_blocks=("net1 has no IPv4 address",),
+        ),
+    ),
+    "roce_two_nics_diff": Tree(
+        nics=(nic(0, roce(V1_V2_AT[3], slots=6)), nic(1, roce(V1_V2_AT[5], slots=6))),
+        expect=Expected(
+            kind="roce",
+            rate_Gbps=200,
+            devices=("mlx5_0:1", "mlx5_1:1"),
+            env={"NCCL_IB_GID_INDEX": None, "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
+            reported={"3 on mlx5_0:1, 5 on mlx5_1:1": "will pick"},
+            old_blocks=("3 on mlx5_0:1, 5 on mlx5_1:1",),
+        ),
+    ),
+    "roce_idx10": Tree(
+        nics=(
+            Nic(
+                name=BOND,
+                ports=(
+                    roce(
+                        {10: ("::ffff:10.9.9.9", "RoCE v2"), 2: ("::ffff:10.1.2.3", "RoCE v2")},
+                        slots=12,
+                    ),
+                ),
+            ),
+        ),
+        one_liner="10\n2",
+        expect=Expected(
+            kind="roce",
+            rate_Gbps=100,
+            devices=(f"{BOND}:1",),
+            old_env={"NCCL_IB_GID_INDEX": "2"},
+            reported={"2": "10.1.2.3"},
+        ),
+    ),
+    "ports_down": Tree(
+        nics=(
+            nic(0, PortRow(state="1: DOWN", phys="3: Disabled")),
+            nic(1, PortRow(state="2: INIT")),
+            nic(2, PortRow(state="3: ARMED")),
+        ),
+        expect=Expected(
+            kind="tcp",
+            rate_Gbps=25,
+            devices=("eth0",),
+            env={"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": None, "NCCL_SOCKET_IFNAME": "eth0"},
+            reported={
+                "mlx5_0:1": "1: DOWN, phys_state: 3: Disabled",
+                "mlx5_1:1": "no subnet manager",
+                "mlx5_2:1": "not activated",
+            },
+        ),
+    ),
+    "slow_rate": Tree(
+        nics=(
+            nic(0, PortRow()),
+            nic(1, PortRow()),
+            nic(2, PortRow(rate=HDR100)),
+            nic(3, PortRow(rate=SDR)),
+        ),
+        expect=Expected(
+            kind="infiniband",
+            rate_Gbps=None,
+            devices=("mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"),
+            warns=("mlx5_2:1 is degraded", "mlx5_3:1: rate unknown"),
+        ),
+    ),
+    "two_ports": Tree(
+        nics=(Nic(name="mlx5_0", ports=(PortRow(), PortRow())),),
+        expect=Expected(
+            kind="infiniband",
+            rate_Gbps=400,
+            devices=("mlx5_0:1", "mlx5_0:2"),
+            env={"NCCL_IB_HCA": "=mlx5_0:1,mlx5_0:2"},
+            reported={"mlx5_0:1,mlx5_0:2": "/sys/class/infiniband/mlx5_0/device: 0000:17:00.0"},
+        ),
+    ),
+    "vf": Tree(
+        nics=(
+            Nic(name="mlx5_0"),
+            Nic(
+                name="mlx5_1",
+                pci="pci0000:16/0000:16:01.0/0000:17:01.2",
+                physfn="pci0000:16/0000:16:01.0/0000:17:00.0",
+            ),
+        ),
+        expect=Expected(
+            kind="infiniband",
+            rate_Gbps=200,
+            devices=("mlx5_0:1", "mlx5_1:1"),
+            reported={
+                "mlx5_1:1": "a virtual function",
+                "mlx5_0:1,mlx5_1:1": "/sys/class/infiniband/mlx5_0/device: 0000:17:00.0",
+            },
+        ),
+    ),
+    "efa": Tree(
+        nics=(
+            Nic(
+                name="rdmap0s6",
+                ports=(PortRow(link="Unspecified", rate="100 Gb/sec (4X EDR)"),),
+                node_type="7: unspecified",
+            ),
+        ),
+        nets=(Net(name="ens5", address="10.0.0.5/24", speed=100000, vendor="0x1d0f"),),
+        expect=Expected(
+            kind="tcp",
+            rate_Gbps=100,
+            devices=("ens5",),
+            env={"NCCL_IB_DISABLE": None, "NCCL_SOCKET_NTHREADS": None},
+            reported={"rdmap0s6:1": "no verbs path"},
+            warns=("aws-ofi-nccl",),
+        ),
+    ),
+    "cxi4": Tree(
+        cxi=4,
+        nets=(
+            *(
+                Net(name=f"hsn{number}", address=f"10.30.0.{number + 1}/16", speed=200000)
+                for number in range(4)
+            ),
+            Net(name="nmn0", address="10.168.0.10/17", speed=1000),
+        ),
+        gpus=tuple(
+            ("NVIDIA GH200 120GB", f"pci000{number}:00/000{number}:00:00.0/000{number}:01:00.0", number)
+            for number in range(4)
+        ),
+        expect=Expected(
+            kind="slingshot",
+            rate_Gbps=800,
+            devices=("cxi0", "cxi1", "cxi2", "cxi3"),
+            env={
+                "NCCL_NET": "AWS Libfabric",
+                "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
+                "GLOO_SOCKET_IFNAME": "hsn0",
+                "NCCL_NET_GDR_LEVEL": "PHB",
+                "FI_CXI_RDZV_THRESHOLD": "0",
+                "FI_CXI_RDZV_GET_MIN": "0",
+                "FI_CXI_RDZV_EAGER_SIZE": "0",
+                "NCCL_PROTO": "^LL128",
+                "NCCL_IB_HCA": None,
+            },
+            old_env={"NCCL_PROTO": None},
+            warns=("aws-ofi-nccl",),
+        ),
+    ),
+    "none": Tree(
+        expect=Expected(
+            kind="tcp",
+            rate_Gbps=25,
+            devices=("eth0",),
+            env={
+                "NCCL_IB_DISABLE": "1",
+                "NCCL_SOCKET_IFNAME": "eth0",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "NCCL_IB_HCA": None,
+            },
+        ),
+    ),
+    # Not from a site: the rules for storage and management NICs among RoCE ports.
+    "roce_storage": Tree(
+        nics=(
+            nic(0, roce(V1_V2_AT[3])),
+            nic(1, roce(V1_V2_AT[3])),
+            nic(5, roce(V1_V2_AT[3]), numa=1),
+            nic(6, roce(LOCAL_ONLY)),
+            nic(7, roce(V1_V2_AT[3])),
+        ),
+        gpus=(
+            ("NVIDIA H100", "pci0000:10/0000:10:01.0/0000:12:00.0", 0),
+            ("NVIDIA H100", "pci0000:20/0000:20:01.0/0000:22:00.0", 0),
+        ),
+        expect=Expected(
+            kind="roce",
+            rate_Gbps=200,
+            devices=("mlx5_0:1", "mlx5_1:1"),
+            reported={
+                "mlx5_5:1": "storage or management",
+                "mlx5_6:1": "no IPv4 GID of type RoCE v2",
+                "mlx5_7:1": "under its PCI switch",
+            },
+        ),
+    ),
+    "half_pod": Tree(
+        nics=(Nic(name=BOND, ports=(roce(POD_GIDS, slots=10),), verbs=False),),
+        one_liner="9",
+        expect=Expected(
+            kind="roce", rate_Gbps=100, devices=(f"{BOND}:1",), warns=("/dev/infiniband", "rdma/rdma=1")
+        ),
+    ),
+}
+
+
+def write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content + "\n", encoding="utf-8")
+
+
+def link(path: Path, target: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Relative, as in sysfs: a tree can be moved, and no link leads out of it.
+    path.symlink_to(os.path.relpath(target, path.parent))
+
+
+def plant(root: Path, tree: Tree) -> Path:
+    """Write the machine `tree` under `root`."""
+    for folder in ("sys/class", "sys/devices", "proc/net", "dev"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for number, device in enumerate(tree.nics):
+        _plant_nic(root, device, number)
+    if tree.nics:
+        write(root / "etc/libibverbs.d/mlx5.driver", "driver mlx5")
+        write(root / "usr/lib64/libibverbs.so.1", "")
+    for number in range(tree.cxi):
+        device = root / f"sys/devices/pci{number}:00/{number}:00:00.0"
+        write(device / "numa_node", "-1")
+        write(device / f"cxi/cxi{number}/dev", "238:0")
+        link(device / f"cxi/cxi{number}/device", device)
+        link(root / f"sys/class/cxi/cxi{number}", device / f"cxi/cxi{number}")
+        write(root / f"dev/cxi{number}", "")
+    for model, pci, numa in tree.gpus:
+        device, address = root / "sys/devices" / pci, pci.rsplit("/", 1)[1]
+        write(device / "numa_node", str(numa))
+        link(root / "sys/bus/pci/devices" / address, device)
+        write(root / f"proc/driver/nvidia/gpus/{address}/information", f"Model: \t\t {model}\nIRQ: 1")
+        write(root / f"dev/nvidia{len(list((root / 'dev').glob('nvidia*')))}", "")
+    _plant_nets(root, tree.nets)
+    write(root / "proc/self/status", "Cpus_allowed_list:\t0-7")
+    return root
+
+
+def _plant_nic(root: Path, device: Nic, number: int) -> None:
+    pci = root / "sys/devices" / device.pci
+    home = pci / "infiniband" / device.name
+    write(pci / "numa_node", str(device.numa))
+    write(pci / "vendor", "0x15b3")
+    if device.physfn:
+        link(pci / "physfn", root / "sys/devices" / device.physfn)
+    if device.netdev:
+        (pci / "net" / device.netdev).mkdir(parents=True)
+    write(home / "node_type", device.node_type)
+    link(home / "device", pci)
+    link(root / "sys/class/infiniband" / device.name, home)
+    write(root / f"sys/class/infiniband_verbs/uverbs{number}/ibdev", device.name)
+    if device.verbs:
+        write(root / f"dev/infiniband/uverbs{number}", "")
+    for position, row in enumerate(device.ports, start=1):
+        port = home / "ports" / str(position)
+        for name, content in (
+            ("state", row.state),
+            ("phys_state", row.phys),
+            ("rate", row.rate),
+            ("link_layer", row.link),
+            ("lid", row.lid),
+        ):
+            write(port / name, content)
+        for slot in range(row.slots):
+            _plant_gid(port, slot, row.gids.get(slot), device.netdev or "eth0")
+
+
+def _plant_gid(port: Path, slot: int, gid: tuple[str, str] | None, netdev: str) -> None:
+    address = ipaddress.IPv6Address(gid[0] if gid else "::")
+    write(port / f"gids/{slot}", address.exploded)
+    for name, content in (("types", gid and gid[1]), ("ndevs", gid and netdev)):
+        place = port / f"gid_attrs/{name}/{slot}"
+        if content:
+            write(place, content)
+        else:
+            place.mkdir(parents=True)
+
+
+def _plant_nets(root: Path, nets: tuple[Net, ...]) -> None:
+    header = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
+    routes, trie = [header], ["Local:", "|-- 127.0.0.1", "   /32 host LOCAL"]
+    write(root / "sys/class/net/lo/operstate", "unknown")
+    for net in nets:
+        home = root / "sys/class/net" / net.name
+        write(home / "operstate", net.state)
+        write(home / "device/vendor", net.vendor)
+        if net.speed:
+            write(home / "speed", str(net.speed))
+        if net.address:
+            found = ipaddress.IPv4Interface(net.address)
+            words = (_kernel(found.network.network_address), _kernel(found.network.netmask))
+            routes.append(f"{net.name} {words[0]} 00000000 0001 0 0 0 {words[1]} 0 0 0")
+            trie += [f"   |-- {found.ip}", "      /32 host LOCAL"]
+    if nets:
+        routes.insert(1, f"{nets[0].name} 00000000 0100000A 0003 0 0 0 00000000 0 0 0")
+    write(root / "proc/net/route", "\n".join(routes))
+    write(root / "proc/net/fib_trie", "\n".join(trie))
+
+
+def _kernel(address: ipaddress.IPv4Address) -> str:
+    return address.packed[::-1].hex().upper()
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[[str], Path]:
+    """Plant a tree of the table by its name; returns its root."""
+    return lambda name: plant(tmp_path / name, TREES[name])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument `tree` runs for every row of the table."""
+    if "tree" in metafunc.fixturenames:
+        metafunc.parametrize(("tree", "row"), TREES.items(), ids=list(TREES))
