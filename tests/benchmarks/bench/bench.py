@@ -24,12 +24,12 @@ import torch
 
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import options, sizes
-from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, teams, timing
+from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, groups, timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
-from imgkit_entrypoints.apps.bench.measure.one_size import Bench
+from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
+from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
 from imgkit_entrypoints.apps.bench.measure.operations import allocated, launch
-from imgkit_entrypoints.apps.bench.measure.teams import Team
-from imgkit_entrypoints.apps.bench.measure.verify import Truth
+from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues
 from imgkit_entrypoints.apps.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -68,11 +68,11 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def processor_time(here: Ranks, team: Team, rounds: int, size_bytes: int) -> None:
+def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) -> None:
     """`timing.batch` against a bare loop, in pairs, the order changing."""
     op = collectives.named("all_reduce")
-    buffers = allocated(op, size_bytes // DTYPE.item_bytes, getattr(torch, DTYPE.torch), team, here.device)
-    run, tensor = launch(op, buffers, team), buffers.input
+    buffers = allocated(op, size_bytes // DTYPE.item_bytes, getattr(torch, DTYPE.torch), group, here.device)
+    run, tensor = launch(op, buffers, group), buffers.input
 
     def bare() -> None:
         timing.meet(here)
@@ -98,22 +98,22 @@ def processor_time(here: Ranks, team: Team, rounds: int, size_bytes: int) -> Non
             )
 
 
-def memory(here: Ranks, team: Team, size_bytes: int) -> None:
+def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
     """Each collective's growth, of the rank that grows most: its buffers, run bare, and by dist-bench."""
     asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup", "1"])
     for op in collectives.COLLECTIVES:
 
         def bare(op: Collective = op) -> None:
-            count = op.elements(size_bytes, DTYPE.item_bytes, team.size)
-            launch(op, allocated(op, count, getattr(torch, DTYPE.torch), team, here.device), team)()
+            count = op.elements(size_bytes, DTYPE.item_bytes, group.size)
+            launch(op, allocated(op, count, getattr(torch, DTYPE.torch), group, here.device), group)()
 
         def measured(op: Collective = op) -> None:
-            Bench(
+            Measurer(
                 options=asked,
                 here=here,
-                team=team,
+                group=group,
                 dtype=DTYPE,
-                truth=Truth(DTYPE, here.world_size, here.device),
+                expected=ExpectedValues(DTYPE, here.world_size, here.device),
                 counting=False,
                 nodes=1,
             ).measure(op, size_bytes)
@@ -129,9 +129,9 @@ def memory(here: Ranks, team: Team, size_bytes: int) -> None:
 def worker(rounds: int, size_bytes: int) -> None:
     """One rank; rank 0 prints."""
     with ranks.opened() as here:
-        team = teams.joined("world", teams.seats(here), here)
-        processor_time(here, team, rounds, size_bytes)
-        memory(here, team, size_bytes)
+        group = groups.joined("world", groups.locations(here), here)
+        processor_time(here, group, rounds, size_bytes)
+        memory(here, group, size_bytes)
 
 
 def main() -> None:

@@ -52,8 +52,8 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     """`count` steps in which a snapshot is taken and written, and as many without, in turn."""
     keepers = []
 
-    def kept(*words: Any) -> snapshot.Keeper:
-        keepers.append(snapshot.Keeper(*words))
+    def kept(*words: Any) -> snapshot.SnapshotWriter:
+        keepers.append(snapshot.SnapshotWriter(*words))
         return keepers[0]
 
     def timed(steps: Iterable[Any], _config: object, here: ranks.Ranks) -> Iterator[Any]:
@@ -69,7 +69,7 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
                 began = clocks()
             yield step
 
-    app.traced, app.Keeper = timed, kept
+    app.traced, app.SnapshotWriter = timed, kept
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 

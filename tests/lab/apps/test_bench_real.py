@@ -15,7 +15,8 @@ import jsonschema
 import pytest
 
 from imgkit_entrypoints.apps.bench.measure.collectives import NAMES
-from imgkit_entrypoints.apps.bench.record import json_schema, schema
+from imgkit_entrypoints.apps.bench.record import json_schema, reader
+from imgkit_entrypoints.apps.bench.record.values import Run
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
@@ -29,10 +30,10 @@ TORCHRUN = (
 )
 
 
-def loaded(file: Path) -> schema.Run:
+def loaded(file: Path) -> Run:
     """A saved run, held to the published schema as well."""
     jsonschema.validate(json.loads(file.read_text()), json_schema.made())
-    return schema.load(file)
+    return reader.load(file)
 
 
 def inside(standin: str, folder: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -69,7 +70,7 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
 INJURED = """
 from imgkit_entrypoints.apps.bench.measure import verify
 from imgkit_entrypoints.apps.bench.__main__ import main
-right = verify.Truth.wrong
+right = verify.ExpectedValues.wrong
 def wrong(self, buffer, result, iteration):
     import torch, torch.distributed as dist
     if iteration == 7 and dist.get_rank() == 1:
@@ -81,7 +82,7 @@ def wrong(self, buffer, result, iteration):
         else:
             buffer.view(torch.int32)[-3] ^= 1 << 31
     return right(self, buffer, result, iteration)
-verify.Truth.wrong = wrong
+verify.ExpectedValues.wrong = wrong
 main()
 """
 
@@ -110,7 +111,7 @@ LATE = """
 import time
 import torch.distributed as dist
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import ending, options, sweep
+from imgkit_entrypoints.apps.bench import options, setup, sighup, sweep
 right, pause = dist.all_reduce, {}
 def all_reduce(*args, **kwargs):
     time.sleep(pause.get(dist.get_rank(), 0.0))
@@ -121,7 +122,7 @@ def main():
         for pause_s in ({}, {1: 0.02}, {0: 0.001}):
             pause.clear()
             pause.update(pause_s)
-            sweep.Sweep(options.read(), here, ending.Ending()).run()
+            sweep.Sweep(setup.set_up(options.read(), here)).run(sighup.HangupThread())
 ranks.run_worker(main)
 """
 
@@ -200,7 +201,7 @@ class Site:
         meant = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
         return ("exec", "node1", "--", "env", *meant, *mpirun, "-x", "IMGKIT_HEAD=node1", *image, *words)
 
-    def bench(self, nodes: int, *words: str, mpi: bool = False) -> schema.Run:
+    def bench(self, nodes: int, *words: str, mpi: bool = False) -> Run:
         """What a run saved."""
         output = self.cluster(*self.argv(nodes, *words, "--save", f"{self.state}/run.json", mpi=mpi))
         assert "INCOMPLETE" not in output, output
@@ -330,7 +331,7 @@ def test_matrix_names_the_slow_node(site: Site) -> None:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (("kill", "node2", "apps.bench"), "the sizes above are whole"),
+        (("kill", "node2", "apps.bench"), "The sizes above are complete"),
         (("cut", "node2"), "was still going on"),
     ],
     ids=["rank lost", "node cut off"],

@@ -1,1 +1,13 @@
-"""dist-bench: collectives measured, verified and judged. No module here imports torch before it runs."""
+"""dist-bench: measure, verify and judge collectives. Importing these modules does not import torch.
+
+The sub-rooms, from the top down; each imports only from those below it:
+
+* the app itself: ``sweep`` (one run, set up by ``setup``), ``compare`` (``--compare``), ``baseline``
+  (``--baseline``), ``table`` (the printed lines), ``options``;
+* ``report``: saved runs as a page;
+* ``record``: the saved file;
+* ``judge``: the meaning of the figures, in sentences;
+* ``measure``: run, time and verify; read the node's counters and NCCL's log.
+
+``arms``, ``sizes`` and ``sighup`` import no sub-room.
+"""

@@ -1,74 +1,36 @@
 """``--compare rdma,tcp``: two ways through one network in one job. Runs in each node's launcher, no torch.
 
-NCCL reads its variables once, so each arm has workers of its own, and the arms take turns (A B A B): what
-drifts meets both. All nodes start the same launches in the same order. Node 0, whose rank 0 saves, alone
-reads what each arm measured, holds it to what carried it, and tells the ratio.
+NCCL reads its variables once, so each arm has workers of its own. The arms take turns (A B A B), so that a
+drift of the machine affects both. All nodes start the same launches in the same order. Node 0, where rank 0
+saves, reads what each arm measured, checks which transport carried it, and prints the ratio.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import fabric, facts
-from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.judge import counters
-from imgkit_entrypoints.apps.bench.record import schema, writer
-from imgkit_entrypoints.apps.bench.record.schema import Result, Run
+from imgkit_entrypoints.apps.bench import options, sizes
+from imgkit_entrypoints.apps.bench.arms import ARMS
+from imgkit_entrypoints.apps.bench.measure import port_counters
+from imgkit_entrypoints.apps.bench.record import reader, writer
+from imgkit_entrypoints.apps.bench.record.values import Result, Run
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 from imgkit_entrypoints.launch.request import LaunchOptions, Series
 from imgkit_entrypoints.schedulers.placement import Placement
 
-if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.bench.options import Options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One way through the network."""
-
-    carrier: str
-    """What must have carried its data: "RDMA" or "sockets"."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cuda"
-    """On another one there is no such choice."""
-
-
-ARMS: Mapping[str, Arm] = {
-    "rdma": Arm(carrier="RDMA"),
-    # The launcher's choice of the fabric follows it: no verbs, and which interfaces carry the data.
-    "tcp": Arm(carrier="sockets", env={"NCCL_NET": "Socket"}),
-}
-
-
-def arms(text: str) -> tuple[str, str]:
-    """The two names of ``--compare A,B``.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError : they are not two known ones.
-    """
-    names = text.split(",")
-    if len(names) != 2 or names[0] == names[1] or not set(names) <= set(ARMS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not two of {', '.join(ARMS)}, as in rdma,tcp")
-    return names[0], names[1]
-
 
 def run(series: Series) -> int:
-    """Launch dist-bench once, or with ``--compare`` every arm in turn; the exit code.
+    """Launch dist-bench once, or with ``--compare`` once per arm and round; returns the exit code.
 
     Raises
     ------
-    UsageError : there is nothing to compare here, or nowhere to save it.
+    UsageError : the arms cannot be compared here, or --save names no writable file.
     """
-    from imgkit_entrypoints.apps.bench import options
-
     wanted = options.read(series.words)
     if wanted.compare is None:
         return series.launch(series.words, {})
@@ -88,13 +50,13 @@ def run(series: Series) -> int:
                 series.say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
             code = series.launch((*plain, *(("--save", str(file)) if head else ())), ARMS[name].env)
             if head and file.exists():
-                for problem in found.take(name, schema.load(file)):
+                for problem in found.take(name, reader.load(file)):
                     series.say(problem)
             if code:
                 break
     if not head:
         return code
-    print("\n".join(found.told()), flush=True)
+    print("\n".join(found.report()), flush=True)
     for path in found.save(Path(wanted.save)) if wanted.save else ():
         series.say(f"saved {path}")
     return code or (EXIT_NO if found.unproven else 0)
@@ -105,9 +67,9 @@ def _scratch() -> Iterator[Path]:
     try:
         made = tempfile.mkdtemp(prefix="imgkit-compare-")
     except OSError as error:
-        hint = "name a writable folder of this node in TMPDIR"
+        hint = "set TMPDIR to a writable folder of this node"
         raise UsageError(
-            f"no folder for its files: {error.strerror}", where="--compare", hint=hint
+            f"cannot make a temporary folder: {error.strerror}", where="--compare", hint=hint
         ) from error
     try:
         yield Path(made)
@@ -123,23 +85,25 @@ def _without(flag: str, words: Sequence[str]) -> list[str]:
     return left
 
 
-def _refuse_options(wanted: Options, asked: LaunchOptions) -> None:
+def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
     flags = {"--baseline": wanted.baseline, "--matrix": wanted.matrix, "--plan": asked.show_plan}
     if given := [flag for flag, value in flags.items() if value]:
         raise UsageError(
-            f"{given[0]} is of a single run",
+            f"{given[0]} needs a single run",
             where="--compare",
-            hint="leave one of them out; a run by TCP alone: NCCL_NET=Socket dist-bench ...",
+            hint="leave one of the two out. A single run over TCP: NCCL_NET=Socket dist-bench ...",
         )
     if wanted.group == "node":
-        raise UsageError("within a node nothing crosses a network", where="--compare", hint="--group world")
+        raise UsageError(
+            "nothing crosses the network within a node", where="--compare", hint="use --group world"
+        )
 
 
 def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapping[str, str]) -> None:
     where = f"--compare {','.join(names)}"
     if place.direct is not None or place.min_nnodes is not None:
         raise UsageError(
-            "each arm has workers of its own, started by one launcher a node on a fixed number of nodes",
+            "each arm needs workers of its own, started by one launcher per node on a fixed number of nodes",
             where=where,
             hint="start dist-bench once on every node, without --direct and --nnodes MIN:MAX",
         )
@@ -148,38 +112,40 @@ def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapp
         if arm.device == "cuda" and (device == "cpu" or not host.gpus):
             why = "--device cpu" if device == "cpu" else f"no GPU is visible: {host.gpus_source}"
             raise UsageError(
-                f"gloo has one transport, sockets; NCCL, between GPUs, has both ({why})",
+                f"only NCCL between GPUs can choose between RDMA and sockets ({why})",
                 where=where,
-                hint="start it with GPUs (--nv, --gres=gpu:N), or without --compare",
+                hint="start dist-bench with GPUs (--nv, --gres=gpu:N), or leave --compare out",
             )
         if place.nnodes < 2:
             raise UsageError(
-                "on one node nothing crosses a network", where=where, hint="start it on two nodes"
+                "nothing crosses the network on a single node",
+                where=where,
+                hint="start dist-bench on two nodes",
             )
         network = fabric.choose(host, system, {**env, **arm.env}, nnodes=place.nnodes, head=place.head)
         if arm.carrier == "RDMA" and network.kind == "tcp":
             raise UsageError(
-                f"no RDMA on this node: {network.reason}", where=where, hint="dist-doctor says why"
+                f"no RDMA on this node: {network.reason}", where=where, hint="run dist-doctor to see why"
             )
 
 
 def carrier(found: Run) -> tuple[str, str]:
-    """What carried the data, "RDMA", "sockets" or nothing that is sure, and the evidence in words."""
+    """The transport that carried the data ("RDMA", "sockets" or "" if unsure), and the evidence in words."""
     networks = [word for word in found.transport if word.startswith(("network ", "via NET/"))]
     by_log = {"sockets" if "socket" in word.lower() else "RDMA" for word in networks}
-    rdma = sum(count for name, count in found.carried.items() if counters.is_rdma(name))
+    rdma = sum(count for name, count in found.carried.items() if port_counters.is_rdma(name))
     by_ports = {"RDMA" if 2 * rdma > sum(found.carried.values()) else "sockets"} if found.seen else set()
-    log = ", ".join(networks) or "nothing of it (it is read unless NCCL_DEBUG is set)"
+    log = ", ".join(networks) or "no network (it is not read if NCCL_DEBUG is set)"
     counted = ", ".join(f"{sizes.decimal(count)} through {name}" for name, count in found.carried.items())
     sure = by_log | by_ports
     return (
         sure.pop() if len(sure) == 1 else "",
-        f"NCCL's log says {log}; the ports count {counted if found.seen else 'too little to tell'}",
+        f"NCCL's log names {log}; the ports counted {counted if found.seen else 'too little to tell'}",
     )
 
 
 class _Comparison:
-    """What the arms have measured so far."""
+    """The runs of both arms so far."""
 
     def __init__(self, names: tuple[str, str], words: tuple[str, ...], rounds: int) -> None:
         self.names, self.words, self.rounds = names, words, rounds
@@ -188,19 +154,19 @@ class _Comparison:
         self.proofs: dict[str, str] = {}
 
     def take(self, name: str, found: Run) -> list[str]:
-        """Add a launch; what is wrong with it."""
+        """Add the run of one launch; returns the problems with it."""
         self.runs[name].append(found)
         used, evidence = carrier(found)
         self.proofs[name] = evidence
         wanted = ARMS[name].carrier
         if used == wanted or not found.complete:
             return []
-        how = f"went by {used}" if used else "nothing proves that it did"
-        self.unproven.append(f"NOT PROVEN: the arm {name} must go by {wanted}, and {how}: {evidence}")
+        how = f"it used {used}" if used else "nothing proves that it did"
+        self.unproven.append(f"NOT PROVEN: the arm {name} must use {wanted}, but {how}: {evidence}")
         return self.unproven[-1:]
 
     def joined(self, name: str) -> writer.Record | None:
-        """All rounds of an arm as one run; None before its first."""
+        """All rounds of an arm as one run; None before its first round."""
         runs = self.runs[name]
         if not runs:
             return None
@@ -208,7 +174,7 @@ class _Comparison:
         by_key: dict[object, list[Result]] = {}
         for one in (one for found in runs for one in found.results):
             by_key.setdefault(one.key, []).append(one)
-        rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences are of the last"
+        rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences below are of the last round"
         sentences = [f"{name}: {rounds}; {self.proofs[name]}.", *last.sentences]
         return writer.Record(
             started=runs[0].started,
@@ -224,7 +190,7 @@ class _Comparison:
         )
 
     def save(self, path: Path) -> list[Path]:
-        """A file for each arm: ``run.json`` becomes ``run.rdma.json`` and ``run.tcp.json``."""
+        """Save one file per arm: ``run.json`` becomes ``run.rdma.json`` and ``run.tcp.json``."""
         saved = []
         for name in self.names:
             if made := self.joined(name):
@@ -232,15 +198,15 @@ class _Comparison:
                 made.save(saved[-1])
         return saved
 
-    def told(self) -> list[str]:
-        """The table, and what it means."""
+    def report(self) -> list[str]:
+        """The table of both arms, or the reason why there is no ratio."""
         one, other = (self.joined(name) for name in self.names)
         if one is None or other is None:
             return [f"INCOMPLETE: --compare {','.join(self.names)} ended before both arms had run."]
         if self.unproven:
             return [
                 *self.unproven,
-                "No ratio: it would not be that of its names. dist-doctor says what is missing.",
+                "No ratio: one arm did not use the network it is named after. Run dist-doctor to see why.",
             ]
         first, second = self.names
         columns = (f"{first} algbw", "busbw Gbps", f"{second} algbw", "busbw Gbps", f"{first} / {second}")
@@ -255,14 +221,16 @@ class _Comparison:
                 lines.append(self._line(item, others[item.key]))
         lines += [f"{name}: {self.proofs[name]}." for name in self.names]
         if not (one.complete and other.complete):
-            lines.append("INCOMPLETE: not all rounds of both arms have ended; the lines above hold what did.")
+            lines.append(
+                "INCOMPLETE: not all rounds of both arms have ended. The lines above cover those that did."
+            )
         return lines
 
     def _line(self, one: Result, other: Result) -> str:
         rounds = [
-            _of(one, first) / _of(one, second)
+            _algbw(one, first) / _algbw(one, second)
             for first, second in zip(*(self.runs[name] for name in self.names), strict=False)
-            if _of(one, first) and _of(one, second)
+            if _algbw(one, first) and _algbw(one, second)
         ]
         bandwidths = [8 * value for item in (one, other) for value in (item.algbw_GBps, item.busbw_GBps)]
         figures = " ".join(f"{value:12.2f}" for value in (*bandwidths, other.time_us / one.time_us))
@@ -270,13 +238,13 @@ class _Comparison:
         return f"{one.op:14} {sizes.both(one.size_bytes):>20} {figures}  {by_round}"
 
 
-def _of(wanted: Result, found: Run) -> float:
-    """Its bandwidth in one launch; 0 where it was not measured."""
+def _algbw(wanted: Result, found: Run) -> float:
+    """The bandwidth of one result in one launch; 0 if it was not measured."""
     return next((one.algbw_GBps for one in found.results if one.key == wanted.key), 0.0)
 
 
 def _joined(found: Sequence[Result]) -> Result:
-    """The same size of several rounds as one: all iterations count alike."""
+    """Join one size of several rounds; every iteration has the same weight."""
     first = found[0]
     iterations = sum(one.iterations for one in found)
     times = [time_us / 1e6 for one in found for time_us in one.times_us]

@@ -1,4 +1,4 @@
-"""Sizes as users write them (4G is GiB as in nccl-tests, 4GB is 4e9) and as tables print them: both ways."""
+"""Sizes in bytes: as users write them (4G is GiB as in nccl-tests, 4GB is 4e9), and as tables print them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def size(text: str) -> int:
-    """Bytes of ``64M`` or ``64MiB`` (powers of 1024), ``64MB`` (powers of 1000) or ``64``.
+    """Parse ``64M`` or ``64MiB`` (powers of 1024), ``64MB`` (powers of 1000) or ``64`` into bytes.
 
     Raises
     ------
-    argparse.ArgumentTypeError : it is no size above zero.
+    argparse.ArgumentTypeError : the text is not a size above zero.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(|IB|B)", text.strip().upper())
     if found:
@@ -23,21 +23,21 @@ def size(text: str) -> int:
         value = float(found[1]) * unit
         if value >= 1 and value == int(value) and (found[2] or found[3] != "IB"):
             return int(value)
-    raise argparse.ArgumentTypeError(f"{text!r} is no size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
 
 
 def binary(size_bytes: int) -> str:
-    """``4GiB``, ``3.7GiB``; three digits."""
+    """Write with powers of 1024 and three digits: ``4GiB``, ``3.7GiB``."""
     return _written(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def decimal(size_bytes: int) -> str:
-    """``4GB``, ``4.29GB``; three digits."""
+    """Write with powers of 1000 and three digits: ``4GB``, ``4.29GB``."""
     return _written(size_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
 def both(size_bytes: int) -> str:
-    """``4GiB (4.29GB)``; one of them where they are the same."""
+    """Write both ways: ``4GiB (4.29GB)``, or once where they are equal."""
     one, other = binary(size_bytes), decimal(size_bytes)
     return one if one == other else f"{one} ({other})"
 
@@ -50,7 +50,7 @@ def _written(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
 
 
 def swept(least: int, most: int, factor: int) -> Iterator[int]:
-    """`least`, `least` x `factor`, ... up to `most`."""
+    """Yield `least`, `least` x `factor`, ... up to `most`."""
     now = least
     while now <= most:
         yield now

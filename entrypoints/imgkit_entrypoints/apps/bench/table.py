@@ -1,32 +1,32 @@
-"""The lines that are printed while the sweep runs."""
+"""The table that is printed while a run goes on."""
 
 from __future__ import annotations
 
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
-from imgkit_entrypoints.apps.bench.record.schema import Result, World
+from imgkit_entrypoints.apps.bench.record.values import Result, World
 
 HEADER = (
-    f"{'size':>32}  {'batch: mean, slowest rank':^51}  {'each by itself, after a barrier':^39}\n"
+    f"{'size':>32}  {'batch: mean, slowest rank':^51}  {'each iteration, after a barrier':^39}\n"
     f"{'bytes':>12} {'x1024':>9} {'x1000':>9}  {'n':>5} {'us':>11} {'algbw GBps':>10} {'busbw GBps':>10} "
     f"{'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}"
 )
 
 
 def title(op: Collective, dtype: Dtype, world: World, group: str, ranks: int) -> str:
-    """What is measured, where, and the unit."""
+    """The line above the table: the collective, the ranks and the unit."""
     number = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
     kind = f"{op.name} {dtype.torch}{' sum' if op.sums else ''}, {number}, {world.backend}"
     if group != "world":
-        kind += f", in {world.ranks // ranks} groups of {ranks} at once ({group})"
+        kind += f", {world.ranks // ranks} groups of {ranks} at once ({group})"
     return (
         f"{kind}, {world.nodes} nodes; 1 GBps = 1e9 B/s" if world.nodes > 1 else f"{kind}; 1 GBps = 1e9 B/s"
     )
 
 
 def line(batched: Result, single: Result) -> str:
-    """One size; both timings of it."""
+    """The row of one size, with both timings."""
     size, wrong = batched.size_bytes, single.wrong
     return (
         f"{size:12} {sizes.binary(size):>9} {sizes.decimal(size):>9}  {batched.iterations:5} "

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.train import options, parts, plugins
-from imgkit_entrypoints.apps.train.config import Config, due, every, held_against, steps_a_line, total_steps
-from imgkit_entrypoints.apps.train.data.feed import Feed
-from imgkit_entrypoints.apps.train.data.held_out import HeldOut
+from imgkit_entrypoints.apps.train import components, options, plugins
+from imgkit_entrypoints.apps.train.config import Config, due, every, resumed, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.data.batches import Batches
 from imgkit_entrypoints.apps.train.data.order import Position, arrange
+from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.report import utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Report
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, RunLog
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.state.snapshot import Keeper, find
+from imgkit_entrypoints.apps.train.state.snapshot import SnapshotWriter, find
 from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_saved
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 
@@ -35,7 +35,7 @@ def main() -> None:
         config = options.read(sys.argv[1:], os.environ)
         refuse_stopped(config)
         torch.use_deterministic_algorithms(config.deterministic)
-        own = parts.load(config)  # a mistake in it ends here, before anyone waits for anyone
+        own = components.load(config)  # a mistake in it ends here, before anyone waits for anyone
         with ranks.opened() as here:
             sys.exit(train(config, own, here, began))
     except ImgkitError as error:
@@ -45,13 +45,13 @@ def main() -> None:
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
-def train(config: Config, own: parts.Parts, here: ranks.Ranks, began: float) -> int:
+def train(config: Config, own: components.Components, here: ranks.Ranks, began: float) -> int:
     """The run; its exit code."""
     watch = Watch(config, here, os.environ, began)
     found = find(config, here, say)
     changes: tuple[str, ...] = ()
     if found is not None:
-        config, changes = held_against(config, found.config, found.where)
+        config, changes = resumed(config, found.config, found.where)
     samples = own.data(config, "train")
     order = arrange(
         size=len(samples),
@@ -75,8 +75,8 @@ def train(config: Config, own: parts.Parts, here: ranks.Ranks, began: float) -> 
         return 0
 
     trainer = Trainer(config, own.model(config), own.loss, steps, here)
-    feed = Feed(samples, order, config, here, channels_last=trainer.channels_last)
-    held_out = HeldOut(held_out_samples, order, config, trainer, here) if looks else None
+    feed = Batches(samples, order, config, here, channels_last=trainer.channels_last)
+    held_out = Evaluation(held_out_samples, order, config, trainer, here) if looks else None
     batches = feed.steps(start, steps)
     first = next(batches)
     gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
@@ -85,9 +85,9 @@ def train(config: Config, own: parts.Parts, here: ranks.Ranks, began: float) -> 
         trainer.restore(found, here)
     report = None
     if here.rank == 0:
-        report = Report(config, start=start.step, steps=steps, ranks=here.world_size, gauges=gauges, say=say)
+        report = RunLog(config, start=start.step, steps=steps, ranks=here.world_size, gauges=gauges, say=say)
         report.first_loss = found.first_loss if found else report.first_loss
-    keeper = None if config.run_dir is None else Keeper(config.run_dir, config.keep, here, say)
+    keeper = None if config.run_dir is None else SnapshotWriter(config.run_dir, config.keep, here, say)
     with watch.signals():
         watch.begin(start.step, config.log_every)
         for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
@@ -115,7 +115,12 @@ def train(config: Config, own: parts.Parts, here: ranks.Ranks, began: float) -> 
 
 
 def _end(
-    watch: Watch, step: int, steps: int, keeper: Keeper | None, report: Report | None, here: ranks.Ranks
+    watch: Watch,
+    step: int,
+    steps: int,
+    keeper: SnapshotWriter | None,
+    report: RunLog | None,
+    here: ranks.Ranks,
 ) -> int:
     saved = keeper.close() if keeper else -1
     reason = "a loss is no number" if watch.broken else watch.stop or "all steps are done"
@@ -138,7 +143,7 @@ def _end(
     return 0 if tell_saved(step, here, os.environ) else EXIT_SAVED
 
 
-def _gauges(config: Config, feed: Feed, trainer: Trainer, batch: Any, here: ranks.Ranks) -> Gauges:
+def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: ranks.Ranks) -> Gauges:
     cuda = here.device.type == "cuda"
 
     def memory_MiB() -> float:

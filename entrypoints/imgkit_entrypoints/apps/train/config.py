@@ -110,7 +110,7 @@ def due(step: int, interval: int, steps: int) -> bool:
     return step == steps or (interval > 0 and step % interval == 0)
 
 
-def held_against(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Config, tuple[str, ...]]:
+def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Config, tuple[str, ...]]:
     """`config` with what the saved run decides, and one line for each value that has changed since.
 
     Raises

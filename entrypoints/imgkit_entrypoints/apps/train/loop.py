@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.data.feed import MicroBatch
+from imgkit_entrypoints.apps.train.data.batches import MicroBatch
 from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.apps.train.schedule import factor
 from imgkit_entrypoints.apps.train.state import snapshot
@@ -46,7 +46,9 @@ class Trainer:
         """Since somebody looked: the sum of this rank's parts of the steps' losses, and the number of steps
         that were skipped. On the device: nobody waits for it in a step."""
         self._losses, self._skips = self.window  # views, made once: a step is short
-        snapshot.begin_random(seed_of(config.seed, "rank", here.rank))  # from here on, ranks differ: dropout
+        snapshot.seed_everything(
+            seed_of(config.seed, "rank", here.rank)
+        )  # from here on, ranks differ: dropout
 
     def settle(self, micro_batch: MicroBatch) -> None:
         """One forward and backward whose result is thrown away, before the first step and after every start.
@@ -155,7 +157,7 @@ class Trainer:
             "scaler": self._scaler.state_dict(),
         }
 
-    def restore(self, found: snapshot.Found, here: Ranks) -> None:
+    def restore(self, found: snapshot.Snapshot, here: Ranks) -> None:
         """Become what `found` was taken of.
 
         Raises
@@ -177,7 +179,7 @@ class Trainer:
         if here.world_size == len(found.random):
             snapshot.set_random_state(found.random[here.rank])
         else:  # no rank has a past: new random numbers, not those of the run's first steps again
-            snapshot.begin_random(seed_of(self._config.seed, "rank", here.rank, found.position.step))
+            snapshot.seed_everything(seed_of(self._config.seed, "rank", here.rank, found.position.step))
 
 
 def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:

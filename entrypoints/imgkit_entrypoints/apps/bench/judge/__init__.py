@@ -1,1 +1,4 @@
-"""What the measured figures mean."""
+"""The meaning of the measured figures, in plain sentences. Pure functions; uses only ``measure``.
+
+``verdict`` puts together the sentences of all others.
+"""

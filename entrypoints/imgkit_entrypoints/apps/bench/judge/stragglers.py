@@ -1,4 +1,4 @@
-"""Who comes late: in a collective that all begin together, the late rank is the one that waits least."""
+"""Find ranks that come late: in a collective that all start together, the late rank waits least."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.apps.bench.judge.spread import percentile
+from imgkit_entrypoints.apps.bench.judge.percentiles import percentile
 
-PROBE_ITERATIONS = 100
-PROBE_BYTES = 8
-"""So small that no link, however slow, makes a difference: what is left is the processes."""
 LEAST_S = 0.4e-3
-"""Median lead of the others from which a rank is late."""
+"""Median lead of the other ranks from which a rank counts as late."""
 LEAST_SHARED_S = 4e-3
-"""The same where ranks share processors: whoever is not running then is late, without being slow."""
+"""The same where ranks share processors: a rank that waits for its processor is late but not slow."""
 LEAST_SHARE = 0.3
-"""Of the others' wait; where collectives take long for other reasons, small differences mean nothing."""
+"""Least lead as a share of the others' wait: in slow collectives, small differences mean nothing."""
 USUALLY = 0.25
-"""In all iterations but this share it must be half of that; noise is not, however strong."""
+"""Share of the iterations that may show less than half of the least lead. Strong noise fails this test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Late:
-    """A rank that keeps the others waiting."""
+    """A rank that the others wait for."""
 
     rank: int
     seconds: float
-    """Median over the iterations."""
+    """Median lead of the other ranks over the iterations."""
 
 
 def late(waits: Sequence[Sequence[float]], least_s: float = LEAST_S) -> tuple[Late, ...]:
-    """The ranks that are late by `least_s`, the latest first; ``waits[rank][iteration]`` in seconds."""
+    """The ranks that are at least `least_s` late, the latest first; ``waits[rank][iteration]`` in seconds."""
     if len(waits) < 2:
         return ()
     found = []

@@ -1,4 +1,4 @@
-"""What the figures mean, in plain sentences. Pure: everything known goes in, nothing is measured here."""
+"""The verdict on a run, in plain sentences. Pure functions: nothing is measured here."""
 
 from __future__ import annotations
 
@@ -9,103 +9,105 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.judge import conditions, counters, fit, nccl_log
+from imgkit_entrypoints.apps.bench.judge import conditions, latency_fit
 from imgkit_entrypoints.apps.bench.judge.stragglers import LEAST_S, Late
-from imgkit_entrypoints.apps.bench.measure import collectives
+from imgkit_entrypoints.apps.bench.measure import collectives, nccl_log, port_counters
+from imgkit_entrypoints.apps.bench.measure.node_conditions import NodeConditions
 
 SLOW = 0.5
-"""Below this share of the line rate something is wrong, not only inefficient."""
-WANTED_Gbps = 400.0
-"""Between nodes for sharded training of large models (S. Bekman, Machine Learning Engineering, network)."""
+"""Below this share of the line rate something is wrong, not merely inefficient."""
+NEEDED_Gbps = 400.0
+"""Bandwidth between nodes that sharded training of large models needs (S. Bekman, Machine Learning
+Engineering, network)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The batch of one collective at its largest size, and the times of all sizes."""
+    """The batch of one collective at its largest size, and the times of all its sizes."""
 
     op: str
     size_bytes: int
     seconds: float
-    """Of one operation."""
+    """Time of one operation."""
     batch_s: float
     busbw_GBps: float
-    ports: tuple[Mapping[str, counters.Count], ...] = ()
-    """Of each node, during the whole batch."""
+    ports: tuple[Mapping[str, port_counters.Count], ...] = ()
+    """Growth of each node's port counters during the whole batch."""
     times: tuple[tuple[int, float], ...] = ()
     """(bytes, seconds) of every size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Where it was measured."""
+class RunContext:
+    """The ranks, nodes and network that a run was measured on."""
 
     hosts: tuple[str, ...]
     """Name of each node."""
     ranks: int
     group: str
     together: int
-    """Ranks of one group."""
+    """Ranks per group."""
     device: str
     fabric: str
     line_rate_Gbps: float | None
     late_from_s: float = LEAST_S
-    """Nobody is called late who is late by less."""
+    """Ranks that are late by less are not reported."""
     carried_by: tuple[str, ...] = ()
-    """What the library's own log says of its transport."""
-    decided: Mapping[str, nccl_log.Decision] = field(default_factory=dict)
-    """Of each collective at its largest size, how NCCL does it."""
-    conditions: tuple[conditions.Node, ...] = ()
+    """Sentences about the transports in NCCL's log."""
+    decided: Mapping[str, nccl_log.NcclChoice] = field(default_factory=dict)
+    """NCCL's algorithm and protocol of each collective at its largest size."""
+    conditions: tuple[NodeConditions, ...] = ()
 
     @property
     def nodes(self) -> int:
-        """How many."""
+        """Number of nodes."""
         return len(self.hosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Gbps (1e9 bit/s) through the busiest node, one direction, and in percent of the line rate."""
+    """Traffic through the busiest node in one direction, in Gbps (1e9 bit/s) and percent of the line rate."""
 
     op: str
     size_bytes: int
     least_Gbps: float
-    """Were the algorithm hierarchical."""
+    """The traffic of a hierarchical algorithm."""
     ring_Gbps: float
-    """Were it one flat ring."""
+    """The traffic of one flat ring."""
     measured_Gbps: float | None
-    """By the ports' own counters; None where none could be read, or none counted."""
+    """The traffic that the ports counted; None if no counter could be read, or none grew."""
     least_percent: float | None = None
     ring_percent: float | None = None
     measured_percent: float | None = None
 
     @property
     def best_percent(self) -> float | None:
-        """The measured one, or the least that it must have been."""
+        """The measured percentage, or else the least possible one."""
         return self.least_percent if self.measured_percent is None else self.measured_percent
 
 
-def traffic(largest: Largest, setting: Setting) -> Traffic | None:
-    """What crossed the network; None where nothing had to."""
-    if setting.nodes < 2 or setting.group == "node":
+def traffic(largest: Largest, context: RunContext) -> Traffic | None:
+    """The traffic that crossed the network; None if none had to."""
+    if context.nodes < 2 or context.group == "node":
         return None
     op = collectives.named(largest.op)
-    per_node = setting.together // setting.nodes
+    per_node = context.together // context.nodes
     algbw_Gbps = 8 * largest.size_bytes / largest.seconds / 1e9
-    algbw_Gbps *= setting.ranks // setting.together  # all groups at once
-    counted = [counters.busiest(ports) for ports in largest.ports]
+    algbw_Gbps *= context.ranks // context.together  # all groups at once
+    counted = [port_counters.busiest(ports) for ports in largest.ports]
     measured = 8 * max(counted) / largest.batch_s / 1e9 if any(counted) else None
-    least = algbw_Gbps * op.least_traffic(setting.nodes, per_node)
-    # Ports of another network namespace, or NICs that count elsewhere, would show next to nothing.
+    least = algbw_Gbps * op.least_traffic(context.nodes, per_node)
+    # Ports in another network namespace, and NICs that count elsewhere, show next to nothing.
     if measured is not None and measured < 0.5 * least:
         measured = None
     made = Traffic(
         op=largest.op,
         size_bytes=largest.size_bytes,
         least_Gbps=least,
-        ring_Gbps=algbw_Gbps * op.ring_traffic(setting.nodes, per_node),
+        ring_Gbps=algbw_Gbps * op.ring_traffic(context.nodes, per_node),
         measured_Gbps=measured,
     )
-    rate = setting.line_rate_Gbps
+    rate = context.line_rate_Gbps
     if not rate:
         return made
     return dataclasses.replace(
@@ -117,25 +119,25 @@ def traffic(largest: Largest, setting: Setting) -> Traffic | None:
 
 
 def judge(
-    largest: Sequence[Largest], setting: Setting, late: Sequence[Late], hosts_by_rank: Sequence[str]
+    largest: Sequence[Largest], context: RunContext, late: Sequence[Late], hosts_by_rank: Sequence[str]
 ) -> dict[str, Any]:
-    """The verdict as it stands in the file; ``sentences`` are what is printed."""
-    found = [traffic(item, setting) for item in largest]
-    lines = [(item.op, fit.fit(item.times)) for item in largest]
-    ports = _ports(largest, setting)
-    sentences = [*_where(setting)]
-    for crossed in found:
-        sentences += _share(crossed, setting) if crossed else []
-    sentences += _carriers(ports, setting)
+    """The verdict in the form of the saved file; its ``sentences`` are printed."""
+    crossings = [traffic(item, context) for item in largest]
+    lines = [(item.op, latency_fit.fit(item.times)) for item in largest]
+    ports = _ports(largest, context)
+    sentences = [*_where(context)]
+    for crossed in crossings:
+        sentences += _share(crossed, context) if crossed else []
+    sentences += _carriers(ports, context)
     for item in largest:
-        sentences += _decided(item, setting)
+        sentences += _decided(item, context)
     for op, line in lines:
         sentences += _line(op, line, next(item for item in largest if item.op == op))
-    sentences += _late(late, hosts_by_rank, setting) if setting.ranks > 1 else []
-    sentences += conditions.sentences(setting.conditions)
+    sentences += _late(late, hosts_by_rank, context) if context.ranks > 1 else []
+    sentences += conditions.sentences(context.conditions)
     return {
         "sentences": sentences,
-        "traffic": [dataclasses.asdict(crossed) for crossed in found if crossed],
+        "traffic": [dataclasses.asdict(crossed) for crossed in crossings if crossed],
         "fits": [
             {"op": op, **dataclasses.asdict(line), "trusted": line.trusted} for op, line in lines if line
         ],
@@ -146,45 +148,49 @@ def judge(
         "ports": [
             {"host": host, "port": name, **dataclasses.asdict(count)} for host, name, count in ports
         ],
-        "decided": [{"op": op, **dataclasses.asdict(how)} for op, how in setting.decided.items()],
-        "conditions": [dataclasses.asdict(node) for node in setting.conditions],
+        "decided": [{"op": op, **dataclasses.asdict(how)} for op, how in context.decided.items()],
+        "conditions": [dataclasses.asdict(node) for node in context.conditions],
     }  # fmt: skip
 
 
-def _where(setting: Setting) -> list[str]:
-    if setting.together == 1:
-        who = "One rank" if setting.ranks == 1 else f"--group {setting.group} leaves each rank alone"
+def _where(context: RunContext) -> list[str]:
+    if context.together == 1:
+        who = "One rank" if context.ranks == 1 else f"--group {context.group} leaves each rank alone"
         return [
-            f"{who}: bandwidth between ranks needs two of them. Give --nproc 2, or start it on two nodes."
+            f"{who}: bandwidth between ranks needs two ranks. Give --nproc 2, or start dist-bench on "
+            "two nodes."
         ]
-    if setting.nodes == 1:
+    if context.nodes == 1:
         return [
-            f"All {setting.ranks} ranks are on {setting.hosts[0]}: this is the inside of one node, not the "
-            "network."
+            f"All {context.ranks} ranks are on {context.hosts[0]}: these figures are of the inside of one "
+            "node, not of the network."
         ]
     return []
 
 
-def _share(crossed: Traffic, setting: Setting) -> list[str]:
+def _share(crossed: Traffic, context: RunContext) -> list[str]:
     size = sizes.both(crossed.size_bytes)
-    said = f"{crossed.op} of {size}: {_range(crossed.least_Gbps, crossed.ring_Gbps)} Gbps through each node"
+    text = f"{crossed.op} of {size}: {_range(crossed.least_Gbps, crossed.ring_Gbps)} Gbps through each node"
     if crossed.measured_Gbps is not None:
-        said += f" by the algorithm, {crossed.measured_Gbps:.3g} Gbps by the ports' counters"
+        text += f" by the algorithm, {crossed.measured_Gbps:.3g} Gbps by the ports' counters"
     if crossed.least_percent is None or crossed.ring_percent is None:
-        return [f"{said}; the line rate is unknown here (--line-rate Gbps)."]
+        return [f"{text}; the line rate is unknown here (--line-rate Gbps)."]
     shown = f"{_range(crossed.least_percent, crossed.ring_percent)} %"
     if crossed.measured_percent is not None:
         shown = f"{crossed.measured_percent:.0f} % (by the algorithm {shown})"
-    said += f": {shown} of the line rate of {setting.line_rate_Gbps:g} Gbps."
-    told = [said]
+    text += f": {shown} of the line rate of {context.line_rate_Gbps:g} Gbps."
+    sentences = [text]
     best = crossed.best_percent or 0.0
     if crossed.op in ("all_reduce", "all_gather", "reduce_scatter", "alltoall") and best < 100 * SLOW:
-        told.append(
-            f"That is {_part(best)} of this fabric's line rate: dist-doctor says why, --matrix which link."
+        sentences.append(
+            f"That is {_part(best)} of this fabric's line rate. Run dist-doctor to see why, or "
+            "dist-bench --matrix to find a slow link."
         )
-    if setting.device == "cuda" and crossed.ring_Gbps < WANTED_Gbps:
-        told.append(f"Below the ~{WANTED_Gbps:.0f} Gbps that sharded training across nodes wants.")
-    return told
+    if context.device == "cuda" and crossed.ring_Gbps < NEEDED_Gbps:
+        sentences.append(
+            f"That is below the ~{NEEDED_Gbps:.0f} Gbps that sharded training across nodes needs."
+        )
+    return sentences
 
 
 def _range(least: float, most: float) -> str:
@@ -200,19 +206,19 @@ def _part(percent: float) -> str:
 
 
 def _ports(
-    largest: Sequence[Largest], setting: Setting
-) -> tuple[tuple[str, str, counters.Count], ...]:  # fmt: skip
-    """(host, port, count) over the batches of all collectives."""
-    totals: dict[tuple[str, str], list[counters.Count]] = {}
+    largest: Sequence[Largest], context: RunContext
+) -> tuple[tuple[str, str, port_counters.Count], ...]:  # fmt: skip
+    """(host, port, count) of every port, summed over the batches of all collectives."""
+    totals: dict[tuple[str, str], list[port_counters.Count]] = {}
     for item in largest:
-        for host, ports in zip(setting.hosts, item.ports, strict=False):
-            for name, count in counters.carriers(ports).items():
+        for host, ports in zip(context.hosts, item.ports, strict=False):
+            for name, count in port_counters.carriers(ports).items():
                 totals.setdefault((host, name), []).append(count)
     return tuple(
         (
             host,
             name,
-            counters.Count(
+            port_counters.Count(
                 sent_bytes=sum(count.sent_bytes for count in counts),
                 received_bytes=sum(count.received_bytes for count in counts),
             ),
@@ -221,46 +227,49 @@ def _ports(
     )
 
 
-def _carriers(ports: Sequence[tuple[str, str, counters.Count]], setting: Setting) -> list[str]:
-    told = list(setting.carried_by)
-    first = [(name, count) for host, name, count in ports if host == setting.hosts[0]]
+def _carriers(ports: Sequence[tuple[str, str, port_counters.Count]], context: RunContext) -> list[str]:
+    sentences = list(context.carried_by)
+    first = [(name, count) for host, name, count in ports if host == context.hosts[0]]
     if first:
         first.sort(key=lambda item: -item[1].sent_bytes)
         shown = ", ".join(f"{sizes.decimal(count.sent_bytes)} through {name}" for name, count in first)
-        rdma = counters.is_rdma(first[0][0])
-        told.append(f"{'RDMA is' if rdma else 'Sockets are'} in use: {shown} left {setting.hosts[0]}.")
-        if not rdma and setting.fabric not in ("", "tcp"):
-            told.append(f"This node has {setting.fabric}, and it is not what carried the data: dist-doctor.")
-    return told
+        rdma = port_counters.is_rdma(first[0][0])
+        sentences.append(f"{'RDMA is' if rdma else 'Sockets are'} in use: {shown} left {context.hosts[0]}.")
+        if not rdma and context.fabric not in ("", "tcp"):
+            sentences.append(
+                f"This node has {context.fabric}, but it did not carry the data. Run dist-doctor to see why."
+            )
+    return sentences
 
 
-def _decided(item: Largest, setting: Setting) -> list[str]:
-    how = setting.decided.get(item.op)
+def _decided(item: Largest, context: RunContext) -> list[str]:
+    how = context.decided.get(item.op)
     if how is None:
         return []
     by = f", {how.channels} channels" if how.channels else ""
     return [
-        f"{item.op} of {sizes.both(item.size_bytes)}: NCCL's algorithm is {how.algorithm}, its protocol "
+        f"{item.op} of {sizes.both(item.size_bytes)}: NCCL uses algorithm {how.algorithm}, protocol "
         f"{how.protocol}{by}."
     ]
 
 
-def _line(op: str, line: fit.Fit | None, largest: Largest) -> list[str]:
+def _line(op: str, line: latency_fit.Fit | None, largest: Largest) -> list[str]:
     if len(largest.times) < 3:
         return []
     if line is None or not line.trusted:
         far = "" if line is None else f" (off by up to {100 * line.residual:.0f} %)"
-        return [f"{op}: its times do not follow latency + size/bandwidth{far}, so neither is named."]
+        return [f"{op}: the times do not fit latency + size/bandwidth{far}, so neither is reported."]
     return [
         f"{op}: latency {1e6 * line.latency_s:.3g} us and {line.bytes_per_s / 1e9:.3g} GBps describe all "
-        f"sizes within {100 * line.residual:.0f} %; half of that from {sizes.both(int(line.half_bytes))} on."
+        f"sizes within {100 * line.residual:.0f} %; half of that bandwidth is reached at "
+        f"{sizes.both(int(line.half_bytes))}."
     ]
 
 
-def _late(late: Sequence[Late], hosts: Sequence[str], setting: Setting) -> list[str]:
+def _late(late: Sequence[Late], hosts: Sequence[str], context: RunContext) -> list[str]:
     if not late:
-        return [f"No rank comes late by {1e3 * setting.late_from_s:.1g} ms or more."]
-    told = []
+        return [f"No rank comes {1e3 * context.late_from_s:.1g} ms late or more."]
+    sentences = []
     for host in dict.fromkeys(hosts[item.rank] for item in late):
         mine = [item for item in late if hosts[item.rank] == host]
         all_of_host = len(mine) > 1 and len(mine) == sum(1 for name in hosts if name == host)
@@ -269,7 +278,8 @@ def _late(late: Sequence[Late], hosts: Sequence[str], setting: Setting) -> list[
         who = f"All ranks of {host} come" if all_of_host else f"Rank {ranks} on {host} comes"
         if len(mine) > 1 and not all_of_host:
             who = f"Ranks {ranks} on {host} come"
-        told.append(
-            f"{who} {1e3 * seconds:.3g} ms late to collectives of 8 bytes: a slow process, not a slow link."
+        sentences.append(
+            f"{who} {1e3 * seconds:.3g} ms late to collectives of 8 bytes. That is a slow process, "
+            "not a slow link."
         )
-    return told
+    return sentences

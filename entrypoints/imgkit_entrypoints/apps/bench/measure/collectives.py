@@ -1,6 +1,6 @@
-"""The nine collectives: what nccl-tests calls their size and their bus bandwidth, and what must be where.
+"""The nine collectives: their size and bus bandwidth as nccl-tests defines them, and their expected results.
 
-Definitions after NVIDIA/nccl-tests, doc/PERFORMANCE.md and src/*.cu (v2.19).
+Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md and src/*.cu (v2.19).
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One of them, with n ranks."""
+    """One collective."""
 
     name: str
     parts: bool = False
-    """The size is that of n chunks, one a rank; else that of every rank's own buffer."""
+    """The size counts one chunk per rank; otherwise it is the size of each rank's buffer."""
     sums: bool = False
     separate: bool = False
-    """Input and output are two buffers; else one."""
+    """Input and output are two buffers; otherwise one."""
     rooted: bool = False
-    """One rank's part differs: how long the others wait says nothing about them."""
+    """One rank plays another part, so that the other ranks' waits say nothing about them."""
 
     def factor(self, ranks: int) -> float:
-        """busbw / algbw: what the links must carry of each byte, by nccl-tests' definition."""
+        """busbw / algbw: bytes that the links must carry for each byte, by nccl-tests' definition."""
         share = Fraction(ranks - 1, ranks)
         if self.name == "all_reduce":
             return float(2 * share)
         return float(share) if self.parts else 1.0
 
     def elements(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
-        """Elements of the whole size: where it is cut into parts, as many for each rank."""
+        """Elements of the whole size; equally many per rank if the size is cut into parts."""
         count = size_bytes // item_bytes
         return max(1, count // ranks) * ranks if self.parts else max(1, count)
 
     def least_traffic(self, nodes: int, per_node: int) -> float:
-        """Bytes that must leave (or enter) the busiest node for each byte of the size, over `nodes` nodes.
+        """Bytes that must leave (or enter) the busiest of `nodes` nodes for each byte of the size.
 
-        What a hierarchical algorithm sends; 0 on one node.
+        A hierarchical algorithm sends this much; 0 on one node.
         """
         if nodes == 1:
             return 0.0
@@ -52,14 +52,14 @@ class Collective:
             "alltoall": per_node * share,
             "gather": share,
             "scatter": share,
-            # In a ring of ranks, placed node by node, one neighbour of each node's last rank is outside.
+            # In a ring of ranks in node order, only each node's last rank sends to another node.
             "sendrecv": 1.0,
             "broadcast": 1.0,
             "reduce": 1.0,
         }[self.name]
 
     def ring_traffic(self, nodes: int, per_node: int) -> float:
-        """The same where the algorithm is one flat ring over all ranks; never below the least."""
+        """The same for one flat ring over all ranks; never below `least_traffic`."""
         if nodes == 1:
             return 0.0
         ranks = nodes * per_node
@@ -67,25 +67,25 @@ class Collective:
         return max(ring, self.least_traffic(nodes, per_node))
 
     def input_elements(self, count: int, ranks: int, rank: int) -> int:
-        """Elements of the buffer that `rank` hands in; `count` are those of the whole size."""
+        """Elements of the input buffer of `rank`; `count` is the whole size in elements."""
         if self.name in ("all_gather", "gather"):
             return count // ranks
         return 0 if self.name == "scatter" and rank != ROOT else count
 
     def output_elements(self, count: int, ranks: int, rank: int) -> int:
-        """Elements of its separate output buffer."""
+        """Elements of the separate output buffer of `rank`."""
         if not self.separate or (self.name == "gather" and rank != ROOT):
             return 0
         return count // ranks if self.name in ("reduce_scatter", "scatter") else count
 
     def buffer_bytes(self, size_bytes: int, ranks: int) -> int:
-        """What the rank with the most buffers holds."""
+        """Bytes of all buffers of the rank that needs most."""
         return sum(
             kind(size_bytes, ranks, ROOT) for kind in (self.input_elements, self.output_elements)
-        )  # both are linear in the count, so bytes do as well
+        )  # both are linear in the count, so they take bytes as well
 
     def result(self, count: int, ranks: int, rank: int) -> tuple[Segment, ...]:
-        """What `rank`'s output buffer must hold afterwards; empty where the operation leaves it open."""
+        """The expected content of the output buffer of `rank`; empty if the operation leaves it undefined."""
         part = count // ranks
         if self.name == "all_reduce" or (self.name == "reduce" and rank == ROOT):
             return (Segment(start=0, count=count, source=None, offset=0),)
@@ -111,14 +111,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of output elements and the input that they come from."""
+    """Consecutive output elements, and the input that they come from."""
 
     start: int
     count: int
     source: int | None
-    """Rank whose input this is; None: the sum over all ranks."""
+    """Rank whose input the elements are; None: the sum over all ranks."""
     offset: int
-    """Where in that input it begins."""
+    """Position of the first element in that input."""
 
 
 COLLECTIVES: tuple[Collective, ...] = (
@@ -136,5 +136,5 @@ NAMES = tuple(item.name for item in COLLECTIVES)
 
 
 def named(name: str) -> Collective:
-    """The collective of that name."""
+    """Return the collective with this name."""
     return next(item for item in COLLECTIVES if item.name == name)

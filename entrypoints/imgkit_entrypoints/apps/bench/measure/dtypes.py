@@ -1,4 +1,4 @@
-"""The element types, and up to where each holds every whole number."""
+"""The element types, and the range in which each holds every whole number exactly."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """One type; `torch` is its name there."""
+    """One element type; `torch` is its name in torch."""
 
     name: str
     torch: str
     item_bytes: int
     exact: int
-    """Whole numbers up to this one are exact, so sums are the same in whatever order they are made."""
+    """Whole numbers up to this one are exact, so their sums do not depend on the order."""
     bits: str
-    """The integer type of the same width: results are compared bit by bit."""
+    """The integer type of the same width, for comparison bit by bit."""
 
 
 DTYPES: tuple[Dtype, ...] = (
@@ -27,5 +27,5 @@ DTYPES: tuple[Dtype, ...] = (
 
 
 def named(name: str) -> Dtype:
-    """The type of that name."""
+    """Return the type with this name."""
     return next(item for item in DTYPES if item.name == name)

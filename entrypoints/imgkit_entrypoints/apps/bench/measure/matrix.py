@@ -1,7 +1,7 @@
 """``--matrix``: sendrecv between every two nodes, to find the one slow link among many.
 
-A round-robin tournament: in each of its rounds every node has one partner, so N nodes need N - 1 rounds and
-not N (N - 1) / 2, and every link carries one exchange at a time. One rank stands for its node.
+A round-robin tournament: every node has one partner in each round, so N nodes need N - 1 rounds instead of
+N (N - 1) / 2, and every link carries one exchange at a time. One rank represents each node.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any
 from imgkit_entrypoints.apps.bench import sizes
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.bench.measure.one_size import Bench
+    from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
 
-SLOW = 0.7
-"""Of what is to be expected of a link; below, it is named."""
 MOST_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
 _LEAST, _MOST = 3, 200
 
 Matrix = tuple[tuple[float, ...], ...]
-"""GBps (1e9 B/s) that row sends to column while it receives as much; 0 on the diagonal."""
+"""GBps (1e9 B/s) that the row's node sends to the column's while it receives as much; 0 on the diagonal."""
 
 
 def rounds(nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The tournament: pairs of every round (circle method; of an odd number one rests)."""
+    """The pairs of every round (circle method); with an odd number of nodes, one rests in each round."""
     seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     half = len(seats) // 2
     found = []
@@ -37,35 +35,11 @@ def rounds(nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(found)
 
 
-def sentences(matrix: Matrix, hosts: Sequence[str]) -> list[str]:
-    """What is slow: a node whose best link is, or a single link between two nodes that are not."""
-    if len(hosts) < 3:
-        return ["With two nodes there is one link, and no other to hold it against."]
-    best = [max(row) for row in matrix]
-    top = max(best)
-    slow = [node for node, value in enumerate(best) if value < SLOW * top]
-    told = [
-        f"SLOW NODE: {hosts[node]} exchanges at most {best[node]:.3g} GBps with any other, "
-        f"{100 * best[node] / top:.0f} % of the best link here: its own port or cable."
-        for node in slow
-    ]
-    for one in range(len(hosts)):
-        for other in range(one + 1, len(hosts)):
-            expected = min(best[one], best[other])
-            if one not in slow and other not in slow and matrix[one][other] < SLOW * expected:
-                told.append(
-                    f"SLOW LINK: {hosts[one]} - {hosts[other]} at {matrix[one][other]:.3g} GBps, "
-                    f"{100 * matrix[one][other] / expected:.0f} % of what both reach with others: the path "
-                    "between them."
-                )
-    return told or [f"No slow link: all are above {100 * SLOW:.0f} % of the best."]
-
-
 def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int) -> str:
-    """The matrix as text."""
+    """The matrix as a text table."""
     width = max(8, *(len(host) for host in hosts))
     lines = [
-        f"sendrecv of {sizes.both(size_bytes)} between nodes, GBps (1e9 B/s) each way at once",
+        f"sendrecv of {sizes.both(size_bytes)} between nodes, GBps (1e9 B/s) in each direction at once",
         " ".join(f"{text:>{width}}" for text in ("", *hosts)),
     ]
     for host, row in zip(hosts, matrix, strict=True):
@@ -74,17 +48,17 @@ def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def measure(bench: Bench, size_bytes: int, first_ranks: Sequence[int]) -> Matrix:
-    """Play the tournament; a collective call. `first_ranks` stand for their nodes."""
+def measure(measurer: Measurer, size_bytes: int, first_ranks: Sequence[int]) -> Matrix:
+    """Measure every pair of nodes; a collective call. Each of the `first_ranks` represents its node."""
     import torch
     import torch.distributed as dist
 
     from imgkit_entrypoints.apps.bench.measure import timing
 
-    here, nodes = bench.here, len(first_ranks)
-    kind = getattr(torch, bench.dtype.torch)
+    here, nodes = measurer.here, len(first_ranks)
+    kind = getattr(torch, measurer.dtype.torch)
     playing = here.rank in first_ranks
-    count = size_bytes // bench.dtype.item_bytes if playing else 1
+    count = size_bytes // measurer.dtype.item_bytes if playing else 1
     given, made = (torch.empty(count, dtype=kind, device=here.device).zero_() for _ in range(2))
     seconds = torch.zeros(nodes * nodes, dtype=torch.float64, device=here.device)
     for pairs in rounds(nodes):
@@ -93,15 +67,15 @@ def measure(bench: Bench, size_bytes: int, first_ranks: Sequence[int]) -> Matrix
         if mine:
             one, other = (first_ranks[node] for node in mine[0])
             peer = other if here.rank == one else one
-            # Receive first, as operations._ring does: gloo would let the directions take turns.
+            # Receive first, as operations._ring does: with gloo, the directions would otherwise take turns.
             both = [dist.P2POp(dist.irecv, made, peer), dist.P2POp(dist.isend, given, peer)]
         play = _player(both)
-        play()  # the first exchange connects
+        play()  # the first exchange sets up the connection
         took = timing.batch(play, 1, here)
         slowest = torch.tensor([took], dtype=torch.float64, device=here.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        fitting = int(bench.options.seconds / max(slowest.item(), 1e-7))
-        turns = bench.options.iters or min(_MOST, max(_LEAST, fitting))
+        fitting = int(measurer.options.seconds / max(slowest.item(), 1e-7))
+        turns = measurer.options.iters or min(_MOST, max(_LEAST, fitting))
         took = timing.batch(play, turns, here)
         if mine:
             seconds[mine[0][0] * nodes + mine[0][1]] = took / turns
@@ -114,7 +88,7 @@ def measure(bench: Bench, size_bytes: int, first_ranks: Sequence[int]) -> Matrix
 
 
 def _player(both: list[Any]) -> Callable[..., None]:
-    """The exchange of a node with its partner; of a node that rests, nothing."""
+    """The exchange of a node with its partner; does nothing for a node that rests."""
     import torch.distributed as dist
 
     def play() -> None:

@@ -1,4 +1,4 @@
-"""How much memory a rank may still take."""
+"""Free memory per rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.apps.ranks import Ranks
 
 BY_DEFAULT = 0.5
-"""Share of the free memory that the default sizes stay below: the libraries have buffers as well."""
+"""Share of the free memory that the default sizes may use: libraries need buffers too."""
 AT_MOST = 0.9
-"""Share above which a size is refused: the kernel would kill the process, and nobody could say why."""
+"""Share above which a size is refused, because the kernel would kill the process without a message."""
 
 
 def node_bytes(reader: Reader) -> int | None:
-    """Free memory of this node, or of this job's part of it; None if the kernel does not say."""
+    """Free memory of this node, or of this job's cgroup; None if the kernel reports neither."""
     found = []
     for line in (reader.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -31,7 +31,7 @@ def node_bytes(reader: Reader) -> int | None:
 
 
 def free_bytes(here: Ranks, ranks_on_node: int) -> int | None:
-    """What one rank may take: the GPU's free memory, else its share of the node's."""
+    """Memory that one rank may use: the GPU's free memory, or its share of the node's."""
     import torch
 
     if here.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The collectives as torch runs them: buffers, and one function a run calls again and again."""
+"""The collectives in torch: their buffers, and the function that launches each."""
 
 from __future__ import annotations
 
@@ -10,79 +10,81 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench.measure.collectives import ROOT, Collective
-from imgkit_entrypoints.apps.bench.measure.teams import Team
+from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
 
 Launch = Callable[..., Any]
-"""``launch()`` runs it, ``launch(async_op=True)`` gives what can be waited for."""
+"""``launch()`` runs the collective; ``launch(async_op=True)`` returns a handle to wait on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """This rank's memory for one operation; `output` is `input` where it works in place."""
+    """This rank's memory for one operation; `output` is `input` if the operation works in place."""
 
     input: torch.Tensor
     output: torch.Tensor
 
 
 class Works:
-    """Several works as one."""
+    """Several asynchronous operations as one handle."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self.works = works
 
     def wait(self) -> None:
-        """Wait for all."""
+        """Wait for all of them."""
         for work in self.works:
             work.wait()
 
 
-def allocated(op: Collective, count: int, dtype: torch.dtype, team: Team, device: torch.device) -> Buffers:
-    """Buffers for `count` elements, written once: memory that nobody has touched is not there yet."""
-    given = torch.empty(op.input_elements(count, team.size, team.rank), dtype=dtype, device=device).zero_()
-    size = op.output_elements(count, team.size, team.rank)
+def allocated(
+    op: Collective, count: int, dtype: torch.dtype, group: RankGroup, device: torch.device
+) -> Buffers:
+    """Allocate buffers for `count` elements, and write them once: untouched memory is not mapped yet."""
+    given = torch.empty(op.input_elements(count, group.size, group.rank), dtype=dtype, device=device).zero_()
+    size = op.output_elements(count, group.size, group.rank)
     return Buffers(
         input=given,
         output=torch.empty(size, dtype=dtype, device=device).zero_() if op.separate else given,
     )
 
 
-def launch(op: Collective, buffers: Buffers, team: Team) -> Launch:
-    """The function that runs `op` once on `buffers`."""
-    group, given, made = team.group, buffers.input, buffers.output
-    root = team.ranks[ROOT]
+def launch(op: Collective, buffers: Buffers, group: RankGroup) -> Launch:
+    """Return the function that runs `op` once on `buffers`."""
+    members, given, made = group.torch_group, buffers.input, buffers.output
+    root = group.ranks[ROOT]
     if op.name == "all_reduce":
-        return lambda async_op=False: dist.all_reduce(given, group=group, async_op=async_op)
+        return lambda async_op=False: dist.all_reduce(given, group=members, async_op=async_op)
     if op.name == "all_gather":
-        # torch 2.13 has deprecated the older name.
+        # torch 2.13 deprecates the older name.
         gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda async_op=False: gather_all(made, given, group=group, async_op=async_op)
+        return lambda async_op=False: gather_all(made, given, group=members, async_op=async_op)
     if op.name == "reduce_scatter":
         scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda async_op=False: scatter_sum(made, given, group=group, async_op=async_op)
+        return lambda async_op=False: scatter_sum(made, given, group=members, async_op=async_op)
     if op.name == "broadcast":
-        return lambda async_op=False: dist.broadcast(given, root, group=group, async_op=async_op)
+        return lambda async_op=False: dist.broadcast(given, root, group=members, async_op=async_op)
     if op.name == "reduce":
-        return lambda async_op=False: dist.reduce(given, root, group=group, async_op=async_op)
+        return lambda async_op=False: dist.reduce(given, root, group=members, async_op=async_op)
     if op.name == "alltoall":
-        return lambda async_op=False: dist.all_to_all_single(made, given, group=group, async_op=async_op)
+        return lambda async_op=False: dist.all_to_all_single(made, given, group=members, async_op=async_op)
     if op.name == "gather":
-        parts = list(made.chunk(team.size)) if team.rank == ROOT else None
-        return lambda async_op=False: dist.gather(given, parts, root, group=group, async_op=async_op)
+        parts = list(made.chunk(group.size)) if group.rank == ROOT else None
+        return lambda async_op=False: dist.gather(given, parts, root, group=members, async_op=async_op)
     if op.name == "scatter":
-        parts = list(given.chunk(team.size)) if team.rank == ROOT else None
-        return lambda async_op=False: dist.scatter(made, parts, root, group=group, async_op=async_op)
-    return _ring(given, made, team)
+        parts = list(given.chunk(group.size)) if group.rank == ROOT else None
+        return lambda async_op=False: dist.scatter(made, parts, root, group=members, async_op=async_op)
+    return _ring(given, made, group)
 
 
-def _ring(given: torch.Tensor, made: torch.Tensor, team: Team) -> Launch:
-    if team.size == 1:
+def _ring(given: torch.Tensor, made: torch.Tensor, group: RankGroup) -> Launch:
+    if group.size == 1:
         return lambda async_op=False: Works(()) if made.copy_(given) is made else None
-    ranks, size = team.ranks, team.size
-    # Receive first: gloo sends when the other end has said that it is ready, and that word would wait behind
-    # the data, so that the two directions of a link took turns (50 % of a wire between two nodes).
+    ranks, size = group.ranks, group.size
+    # Receive first: gloo sends once the peer has announced that it is ready. With the other order that
+    # announcement waits behind the data, and the two directions take turns (50 % of a link between nodes).
     pair = [
-        dist.P2POp(dist.irecv, made, ranks[(team.rank - 1) % size], team.group),
-        dist.P2POp(dist.isend, given, ranks[(team.rank + 1) % size], team.group),
+        dist.P2POp(dist.irecv, made, ranks[(group.rank - 1) % size], group.torch_group),
+        dist.P2POp(dist.isend, given, ranks[(group.rank + 1) % size], group.torch_group),
     ]
 
     def run(async_op: bool = False) -> Works | None:

@@ -1,7 +1,7 @@
-"""The two timings, never mixed: a batch of launches with one wait, and every iteration by itself.
+"""The two timings, which are never mixed: a batch of launches with one wait, and every iteration by itself.
 
-On a GPU the times are CUDA events', else the processor's monotonic clock's. Both are of this rank alone;
-`sweep` takes the slowest.
+GPU times come from CUDA events, CPU times from the monotonic clock. Both hold for this rank alone;
+`measurement` takes the slowest rank's.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Once:
-    """One iteration on this rank, in seconds."""
+    """The times of one iteration on this rank, in seconds."""
 
     took: float
     waited: float
-    """From when it was launched until it was done: the rank that comes last waits least."""
+    """Time from the launch to the end: the rank that comes last waits least."""
 
 
 def meet(here: Ranks) -> None:
-    """All ranks, with nothing left to do on the device."""
+    """Let all ranks meet, with no work left on the device."""
     here.synchronize()
     dist.barrier()
     here.synchronize()
 
 
 def batch(launch: Launch, count: int, here: Ranks) -> float:
-    """Seconds for `count` launches and one wait for all of them."""
+    """Time `count` launches and one wait for all of them, in seconds."""
     meet(here)
     if here.device.type == "cuda":
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -53,7 +53,7 @@ def batch(launch: Launch, count: int, here: Ranks) -> float:
 
 
 def once(launch: Launch, here: Ranks) -> Once:
-    """One launch after all have met, and the wait for it."""
+    """Time one launch and the wait for it, after all ranks have met."""
     meet(here)
     if here.device.type == "cuda":
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,7 +74,7 @@ def once(launch: Launch, here: Ranks) -> Once:
 
 
 def agreed(values: Callable[[], tuple[float, ...]], size: int, here: Ranks) -> tuple[float, ...]:
-    """`size` numbers that rank 0 makes and all others get: who counted for himself would wait for ever."""
+    """Broadcast the `size` numbers that rank 0 computes. Ranks that decided alone could wait for ever."""
     numbers = torch.zeros(size, dtype=torch.float64)
     if here.rank == 0:
         numbers = torch.tensor(values(), dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""Data whose right result is known exactly, and the comparison bit by bit, on the device, in chunks.
+"""Input whose result is known exactly, and its comparison bit by bit, on the device, in chunks.
 
 Element j of rank r in iteration k is ``table[(j + 7919 r + 104729 k) mod 131071]``: a table of hashed whole
-numbers, so small that the sum over all ranks is exact in the type. Another place, another rank or another
-iteration has another number, so a shift, swapped chunks and a result that was left from before are all wrong.
-The period is a prime: no two chunks of a buffer are whole periods apart.
+numbers, small enough that the sum over all ranks is exact in the type. The number depends on element, rank
+and iteration, so shifted data, swapped chunks and stale results all compare unequal. The period is prime, so
+that no two chunks of a buffer are whole periods apart.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 PERIOD = 131_071
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements that are filled or compared at once: few launches on a GPU, little memory beside it."""
+"""Elements filled or compared at once: few launches on a GPU, and little extra memory."""
 _RANK_STEP, _ITERATION_STEP = 7_919, 104_729
 _LARGEST = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wrong:
-    """One element that is not what it must be."""
+class WrongElement:
+    """One element that differs from its expected value."""
 
     op: str
     size_bytes: int
@@ -46,20 +46,20 @@ class Wrong:
 
 
 def phase(rank: int, iteration: int) -> int:
-    """Where in the table the input of `rank` begins."""
+    """Position in the table at which the input of `rank` begins."""
     return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
 
 
 def blocks(count: int, first: int, most: int) -> Iterator[tuple[int, int, int]]:
-    """(start, place in the table, length) of the pieces of `count` elements that begin at place `first`."""
+    """Yield (start, position in the table, length) of each block of `count` elements from `first` on."""
     for start in range(0, count, most):
         yield start, (first + start) % PERIOD, min(most, count - start)
 
 
 def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
-    """One period of the table: whole numbers of which `ranks` add up exactly in `dtype`."""
+    """One period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
     modulus = min(max(2, dtype.exact // ranks + 1), _LARGEST)
-    # More ranks than the type can count: most numbers are 0, and half of the range is left for chance.
+    # With more ranks than the type can count, most numbers are 0; half of the range is left for chance.
     keep = (1 << 16) if ranks <= dtype.exact else (dtype.exact << 15) // ranks
     found = array.array("i")
     for place in range(PERIOD):
@@ -71,8 +71,8 @@ def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
     return found
 
 
-class Truth:
-    """The tables of one type and number of ranks on one device."""
+class ExpectedValues:
+    """The tables for one type and number of ranks, on one device."""
 
     def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
         import torch
@@ -90,14 +90,14 @@ class Truth:
         )
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
-        """Make `buffer` the input of `rank`."""
+        """Fill `buffer` with the input of `rank`."""
         for start, place, length in blocks(buffer.numel(), phase(rank, iteration), self._block):
             buffer[start : start + length].copy_(self._one[place : place + length])
 
     def wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
     ) -> tuple[int, tuple[int, float, float] | None]:
-        """How many elements of `buffer` differ from `result`; of the first its index, expected and got."""
+        """Number of elements of `buffer` that differ from `result`; index, expected and got of the first."""
         import torch
 
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)

@@ -1,1 +1,4 @@
-"""The file that a run saves: written, read, described by a schema."""
+"""The file that ``--save`` writes: its values, its writer, its reader, and its JSON Schema.
+
+Uses ``judge`` and ``measure``. ``reader``, ``writer`` and ``json_schema`` use ``values``.
+"""

@@ -1,6 +1,6 @@
-"""``dist-bench schema``: the JSON Schema of the file of ``--save``, made from the values it is written from.
+"""``dist-bench schema``: the JSON Schema of the saved file, generated from its dataclasses.
 
-Fields that are not listed are allowed: a later version may add some, and readers pass over them.
+Unlisted fields are allowed: a later version may add some, and readers ignore them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from imgkit_entrypoints.apps.bench.judge import conditions, counters, fit, nccl_log, verdict
-from imgkit_entrypoints.apps.bench.record import schema
+from imgkit_entrypoints.apps.bench.judge import latency_fit, verdict
+from imgkit_entrypoints.apps.bench.measure import nccl_log, node_conditions, port_counters
+from imgkit_entrypoints.apps.bench.record import values
 from imgkit_entrypoints.arguments import Parser
 
 Schema = dict[str, Any]
@@ -28,7 +29,7 @@ _LEAST: Mapping[str, Schema] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Print it."""
+    """Print the schema."""
     Parser(
         prog="dist-bench schema",
         description="Print the JSON Schema of the file that dist-bench --save writes.",
@@ -42,17 +43,17 @@ def made() -> Schema:
     """The schema (draft 2020-12)."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"{schema.TOOL} --save, schema {schema.SCHEMA}",
+        "title": f"{values.TOOL} --save, schema {values.SCHEMA}",
         "description": "GBps is 1e9 B/s, Gbps 1e9 bit/s; fields: docs/bench-report.md of imgkit",
         **_object(
             {
-                "schema": {"const": schema.SCHEMA},
-                "tool": {"const": schema.TOOL},
+                "schema": {"const": values.SCHEMA},
+                "tool": {"const": values.TOOL},
                 "version": _TEXT,
                 "complete": {"type": "boolean"},
                 "started": {**_TEXT, "format": "date-time"},
                 "command": _array(_TEXT),
-                "world": _of(schema.World),
+                "world": _of(values.World),
                 "fingerprint": {"type": "object"},
                 "line_rate_Gbps": {"type": ["number", "null"], "minimum": 0},
                 "results": _array(_result()),
@@ -66,7 +67,7 @@ def made() -> Schema:
 
 
 def _result() -> Schema:
-    found = _of(schema.Result, optional=(*_SPREAD, "wrong"))
+    found = _of(values.Result, optional=(*_SPREAD, "wrong"))
     found["properties"]["times_us"] = _array({"type": "number", "exclusiveMinimum": 0})
     single = {"properties": {"timing": {"const": "iteration"}}}
     spread = {name: {"type": "number"} for name in _SPREAD if name != "times_us"}
@@ -78,18 +79,18 @@ def _verdict() -> Schema:
     parts = {
         "sentences": _TEXT,
         "traffic": _of(verdict.Traffic),
-        "fits": _of(fit.Fit, op=_TEXT, trusted={"type": "boolean"}),
+        "fits": _of(latency_fit.Fit, op=_TEXT, trusted={"type": "boolean"}),
         "late": _object({"rank": _WHOLE, "host": _TEXT, "late_us": {"type": "number"}}),
-        "ports": _of(counters.Count, host=_TEXT, port=_TEXT),
-        "decided": _of(nccl_log.Decision, op=_TEXT),
-        "conditions": _of(conditions.Node),
+        "ports": _of(port_counters.Count, host=_TEXT, port=_TEXT),
+        "decided": _of(nccl_log.NcclChoice, op=_TEXT),
+        "conditions": _of(node_conditions.NodeConditions),
         "matrix_GBps": _array({"type": "number", "minimum": 0}),
     }
     return _object({name: _array(part) for name, part in parts.items()}, optional=tuple(parts)[1:])
 
 
 def _of(kind: type, *, optional: tuple[str, ...] = (), **more: Schema) -> Schema:
-    """An object with the fields of a dataclass, and `more`."""
+    """The schema of an object with the fields of a dataclass and those in `more`."""
     hints = typing.get_type_hints(kind)
     fields = {
         one.name: {**_type(hints[one.name]), **_LEAST.get(one.name, {})} for one in dataclasses.fields(kind)
@@ -107,7 +108,7 @@ def _array(items: Schema) -> Schema:
 
 
 def _type(hint: Any) -> Schema:
-    """Of the hints that the dataclasses of the file have."""
+    """The schema of a type hint; knows the hints that the file's dataclasses use."""
     arguments = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
@@ -116,7 +117,7 @@ def _type(hint: Any) -> Schema:
         return {"enum": list(arguments)}
     if origin is tuple:
         return _array(_type(arguments[0]))
-    if origin is types.UnionType:  # all are "something or None"
+    if origin is types.UnionType:  # every union here is "X or None"
         inner = _type(arguments[0])
         return {**inner, "type": [inner["type"], "null"]}
     if origin is Mapping:

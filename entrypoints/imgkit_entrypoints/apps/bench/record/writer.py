@@ -1,24 +1,24 @@
-"""One run as it grows: its results, and the file of --save, written anew after every size."""
+"""The record of one run while it grows; ``--save`` writes it again after every size."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import __version__, fabric, facts, files
-from imgkit_entrypoints.apps.bench.record.schema import SCHEMA, TOOL, Result, World
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints import __version__, files
+from imgkit_entrypoints.apps.bench.judge.percentiles import percentile, variation
+from imgkit_entrypoints.apps.bench.record.values import SCHEMA, TOOL, Result, World
+from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(kw_only=True)
 class Record:
-    """Everything of a run that --save keeps."""
+    """Everything that ``--save`` keeps of a run."""
 
     started: str
     """UTC, ISO 8601."""
@@ -31,10 +31,10 @@ class Record:
     complete: bool = False
     transport: tuple[str, ...] = ()
     arm: str = ""
-    """Of ``--compare``; else empty."""
+    """Arm of ``--compare``; empty otherwise."""
 
     def to_json(self) -> str:
-        """The file's text; fields: docs/bench-report.md."""
+        """The text of the file; fields: docs/bench-report.md."""
         return json.dumps(
             {
                 "schema": SCHEMA,
@@ -55,7 +55,7 @@ class Record:
         )
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file whole, or leave the old one.
 
         Raises
         ------
@@ -67,11 +67,11 @@ class Record:
 
 
 def writable(path: Path) -> None:
-    """Check that a file can be made there.
+    """Check that a file can be written at `path`.
 
     Raises
     ------
-    UsageError : it cannot.
+    UsageError : it is a folder, or its folder is not writable.
     """
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         what = "is a folder" if path.is_dir() else "cannot be written"
@@ -86,50 +86,6 @@ def _result(item: Result) -> dict[str, Any]:
     return fields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What a node's files say of it, as far as a benchmark needs it."""
-
-    fingerprint: Mapping[str, str]
-    line_rate_Gbps: float | None
-    fabric: str
-    cpus: int
-
-
-def machine(env: Mapping[str, str], nodes: int, ranks_per_node: int, software: Mapping[str, str]) -> Machine:
-    """This node's fingerprint: named facts only, never the environment, which holds secrets."""
-    try:
-        host, system = facts.gather(env=env), facts.system_facts(env=env)
-        network = fabric.choose(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
-    except ImgkitError:
-        return Machine(
-            fingerprint={"imgkit": __version__, **software},
-            line_rate_Gbps=None,
-            fabric="",
-            cpus=ranks_per_node,
-        )
-    gpus = sorted({gpu.model for gpu in host.gpu_devices})
-    found = {
-        "imgkit": __version__,
-        **software,
-        "driver": host.driver,
-        "gpu": ", ".join(gpus),
-        "image": system.title or system.scheduler if system else "",
-        "fabric": network.kind,
-        "fabric_devices": ",".join(network.devices),
-        "arch": host.arch,
-        "python": platform.python_version(),
-        "cpus_per_rank": str(max(1, host.cpus // ranks_per_node)),
-        "omp_num_threads": env.get("OMP_NUM_THREADS", ""),
-    }
-    return Machine(
-        fingerprint={name: text for name, text in found.items() if text},
-        line_rate_Gbps=network.line_rate_Gbps,
-        fabric=network.kind,
-        cpus=host.cpus,
-    )
-
-
 def result(
     op: str,
     factor: float,
@@ -142,9 +98,7 @@ def result(
     wrong: int | None,
     times: Sequence[float] | None = None,
 ) -> Result:
-    """A result from `seconds` of one operation; with `times` (seconds) that of every iteration."""
-    from imgkit_entrypoints.apps.bench.judge.spread import percentile, variation
-
+    """Make a result from the `seconds` of one operation; `times` are the seconds of each iteration."""
     algbw = size_bytes / seconds / 1e9
     made = Result(
         op=op,

@@ -1,45 +1,29 @@
-"""Bus bandwidth over size as SVG, drawn by hand: neither image nor checkout has a plotting library.
-
-Readable without colours (markers, dashes, a label at every line) and on light and dark pages. Plain classes
-and attributes only: converters for papers know no CSS variables.
-"""
+"""Charts of bus bandwidth over size, as SVG on logarithmic axes."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
 
 WIDTH = 1024
 LEFT, RIGHT, TOP, BOTTOM = 124, 308, 50, 50
 GBIT = 70
-"""From the plot to the end of its second column of units."""
+"""Distance from the plot to the right edge of the second column of units."""
 PLOT_WIDTH = WIDTH - LEFT - RIGHT
 LEAST_HEIGHT = 420
-"""Of the plot; more labels than fit make it higher."""
+"""Height of the plot; more labels than fit make it higher."""
 LABEL_STEP = 17
 LABEL_CHARACTERS = 40
-
-# Okabe and Ito's palette, told apart by colour-blind readers, and its light variants for dark pages.
-COLOURS = (
-    ("#0072b2", "#56b4e9"),
-    ("#d55e00", "#f0894a"),
-    ("#009e73", "#2fc49b"),
-    ("#a0478a", "#dd94c2"),
-    ("#8a6d00", "#e6b020"),
-    ("#4a4a4a", "#c8c8c8"),
-)
-DASHES = ("", "7 3", "2 3")
-"""Of the lines once all colours are taken, twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One run, or one row or sweep of a published table."""
+    """One line: a run, or a row or sweep of a published table."""
 
     label: str
     points: tuple[tuple[int, float], ...]
@@ -49,14 +33,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A bandwidth that does not depend on the size."""
+    """A horizontal line: a bandwidth that does not depend on the size."""
 
     label: str
     GBps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class BandwidthChart:
     """One chart."""
 
     title: str
@@ -64,51 +48,27 @@ class Panel:
     levels: tuple[Level, ...] = ()
 
 
-STYLE = (
-    ".paper{fill:#fff}.grid{stroke:#e3e5e8}.frame{stroke:#8a9099;fill:none}"
-    "text{font:12px system-ui,'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#1c1f23}"
-    "text.quiet{fill:#555b63}text.head{font-size:15px;font-weight:600}"
-    ".published{stroke:#6b7179;fill:#fff}.published.way{fill:none}.level{stroke:#b3001b;fill:none}"
-    "text.rate{fill:#b3001b;stroke:#fff;stroke-width:4px;paint-order:stroke}"
-    + "".join(
-        f".s{number}{{stroke:{light}}}.f{number}{{fill:{light}}}" for number, (light, _) in enumerate(COLOURS)
-    )
-    + "@media (prefers-color-scheme:dark){.paper{fill:#16181b}.grid{stroke:#2c3035}.frame{stroke:#737a83}"
-    "text{fill:#e8eaed}text.quiet{fill:#a9b0b9}.published{stroke:#a9b0b9;fill:#16181b}.level{stroke:#ff8a94}"
-    "text.rate{fill:#ff8a94;stroke:#16181b}"
-    + "".join(
-        f".s{number}{{stroke:{dark}}}.f{number}{{fill:{dark}}}" for number, (_, dark) in enumerate(COLOURS)
-    )
-    + "}"
-)
-"""For the page or file that holds the drawings."""
-
-
-def document(panels: Sequence[Panel]) -> str:
-    """One SVG file, the charts below each other."""
+def document(charts: Sequence[BandwidthChart]) -> str:
+    """One SVG file with the charts below each other."""
     drawings, top = [], 0
-    for panel in panels:
-        drawings.append(draw(panel, y=top))
-        top += height(panel)
-    return (
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}">'
-        f"<style>{STYLE}</style>\n" + "\n".join(drawings) + "\n</svg>\n"
-    )
+    for chart in charts:
+        drawings.append(draw(chart, y=top))
+        top += height(chart)
+    return drawing.document("\n".join(drawings), WIDTH, top)
 
 
-def height(panel: Panel) -> int:
-    """Of the whole drawing, in its own units."""
-    labels = sum(bool(line.points) for line in panel.lines)
+def height(chart: BandwidthChart) -> int:
+    """Height of the whole drawing, in its own units."""
+    labels = sum(bool(line.points) for line in chart.lines)
     return TOP + BOTTOM + max(LEAST_HEIGHT, LABEL_STEP * labels)
 
 
-def draw(panel: Panel, *, y: int = 0) -> str:
-    """An ``<svg>`` element; `STYLE` stands elsewhere."""
-    lines = [line for line in panel.lines if line.points]
-    tall = height(panel)
-    title = text(panel.title)
-    body = _plot(lines, panel.levels, tall - TOP - BOTTOM) if lines else _nothing()
+def draw(chart: BandwidthChart, *, y: int = 0) -> str:
+    """An ``<svg>`` element for a page or file that holds ``drawing.STYLE``."""
+    lines = [line for line in chart.lines if line.points]
+    tall = height(chart)
+    title = escaped(chart.title)
+    body = _plot(lines, chart.levels, tall - TOP - BOTTOM) if lines else _nothing()
     return (
         f'<svg role="img" aria-label="{title}" y="{y}" width="{WIDTH}" height="{tall}" '
         f'viewBox="0 0 {WIDTH} {tall}"><rect class="paper" width="100%" height="100%"/>'
@@ -116,13 +76,8 @@ def draw(panel: Panel, *, y: int = 0) -> str:
     )
 
 
-def text(value: str) -> str:
-    """Escaped for HTML and XML, without characters that XML forbids."""
-    return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))
-
-
 def figure(value: float) -> str:
-    """Three digits, or one behind the point where that is more; never in powers of ten."""
+    """Write with three digits, or with one decimal place if that is more; never in powers of ten."""
     return f"{value:.{max(1, 2 - math.floor(math.log10(value)))}f}" if value else "0"
 
 
@@ -139,7 +94,7 @@ class _Scale:
     high: float
     start: float
     length: float
-    """In the drawing; negative: upwards."""
+    """Length in the drawing; negative: upwards."""
 
     def at(self, value: float) -> float:
         share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -164,7 +119,7 @@ def _plot(lines: Sequence[Line], levels: Sequence[Level], tall: int) -> str:
 
 
 def _numbered(lines: Sequence[Line]) -> Iterator[tuple[int, Line]]:
-    """Published ones take no colour."""
+    """Number the lines that take a colour; published lines take none, and come first."""
     number = 0
     for line in sorted(lines, key=lambda line: not line.published):
         yield number, line
@@ -195,14 +150,14 @@ def _plain(speed: float) -> str:
 
 
 def size_ticks(low: float, high: float) -> list[int]:
-    """Powers of two that lie evenly, at most ten."""
+    """At most ten evenly spaced powers of two."""
     first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(high))
     step = next(step for step in (1, 2, 5, 10, 20) if (last - first) / step <= 10)
     return [1 << power for power in range(-(-first // step) * step, last + 1, step)]
 
 
 def speed_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each decade, or the decades alone where they are many."""
+    """1, 2 and 5 of each decade, or only the decades if there are many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     digits = (1, 2, 5) if math.log10(high / low) <= 3.5 else (1,)
     every = [float(f"{digit}e{power}") for power in range(first, last + 1) for digit in digits]
@@ -216,7 +171,7 @@ def _level(level: Level, up: _Scale) -> str:
 
 def _level_label(level: Level, up: _Scale) -> str:
     place = f'x="{LEFT + 8}" y="{up.at(level.GBps) - 6:.1f}"'
-    return f'<text class="rate" {place}>{text(level.label)}</text>'
+    return f'<text class="rate" {place}>{escaped(level.label)}</text>'
 
 
 def _line(line: Line, number: int, across: _Scale, up: _Scale) -> Iterator[str]:
@@ -231,9 +186,9 @@ def _line(line: Line, number: int, across: _Scale, up: _Scale) -> Iterator[str]:
         yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dashed} points="{way}"/>'
     for (size, speed), (x, y) in zip(line.points, places, strict=True):
         kind = "published" if line.published else f"f{colour}"
-        told = f"{line.label}: {figure(speed)} GBps ({figure(speed * 8)} Gbps) at {sizes.both(size)}"
+        hint = f"{line.label}: {figure(speed)} GBps ({figure(speed * 8)} Gbps) at {sizes.both(size)}"
         shape = _shape(-1 if line.published else number, x, y)
-        yield f'<g class="{kind}">{shape}<title>{text(told)}</title></g>'
+        yield f'<g class="{kind}">{shape}<title>{escaped(hint)}</title></g>'
 
 
 def _shape(number: int, x: float, y: float) -> str:
@@ -249,7 +204,7 @@ def _shape(number: int, x: float, y: float) -> str:
 
 
 def _labels(lines: Sequence[Line], across: _Scale, up: _Scale, tall: int) -> Iterator[str]:
-    """Beside the plot, at the height of the line's end; a thread leads there where that is not possible."""
+    """Draw the labels beside the plot, each with a thin line to the end of its own line."""
     column = LEFT + PLOT_WIDTH + 30
     ends = sorted(
         (
@@ -258,7 +213,7 @@ def _labels(lines: Sequence[Line], across: _Scale, up: _Scale, tall: int) -> Ite
         ),
         key=lambda end: end[0],
     )
-    heights = spread([end[0] for end in ends], LABEL_STEP, TOP + 4, TOP + tall)
+    heights = spaced([end[0] for end in ends], LABEL_STEP, TOP + 4, TOP + tall)
     for (y, x, number, line), label_y in zip(ends, heights, strict=True):
         kind = "published way" if line.published else f"s{number % len(COLOURS)}"
         thread = f"M{x + 7:.1f} {y:.1f}L{column - 24} {label_y:.1f}H{column - 14}"
@@ -271,12 +226,12 @@ def _labels(lines: Sequence[Line], across: _Scale, up: _Scale, tall: int) -> Ite
             short = f"{short[: LABEL_CHARACTERS - 1]}\u2026"
         quiet = ' class="quiet"' if line.published else ""
         place = f'x="{column + 4}" y="{label_y + 4:.1f}"'
-        yield f"<text{quiet} {place}>{text(short)}<title>{text(line.label)}</title></text>"
+        yield f"<text{quiet} {place}>{escaped(short)}<title>{escaped(line.label)}</title></text>"
 
 
-def spread(wanted: Sequence[float], step: float, low: float, high: float) -> list[float]:
-    """Places nearest to the `wanted` ones, ascending like them, `step` apart, in `low` to `high`."""
-    blocks: list[tuple[float, int]] = []  # middle of labels that touch each other, and their number
+def spaced(wanted: Sequence[float], step: float, low: float, high: float) -> list[float]:
+    """Positions from `low` to `high`, at least `step` apart, nearest to the ascending `wanted` ones."""
+    blocks: list[tuple[float, int]] = []  # middle and number of labels that touch each other
     for place in wanted:
         middle, count = place, 1
         while blocks and middle - blocks[-1][0] < step * (count + blocks[-1][1]) / 2:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.apps.bench.report import chart
-from imgkit_entrypoints.apps.bench.report.chart import text
-from imgkit_entrypoints.apps.bench.report.sections import Grid, Report
+from imgkit_entrypoints.apps.bench.report.content import BenchReport, Grid
+from imgkit_entrypoints.apps.drawing import escaped
 
 TITLE = "dist-bench report"
-UNITS = "1 GBps = 1e9 B/s = 8 Gbps; sizes are nccl-tests' size column."
-BESIDE = "Beside published figures for as many nodes and ranks"
-SPREAD = "How much single iterations vary"
+UNITS = "1 GBps = 1e9 B/s = 8 Gbps. Sizes are those of the size column of nccl-tests."
+BESIDE = "Compared with published figures for the same number of nodes and ranks"
+SPREAD = "Variation of single iterations"
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -34,49 +35,49 @@ th,td{border-color:#2c3035}tr.differs td{background:#463a14}a{color:#7cc0f2}}
 """
 
 
-def html(report: Report) -> str:
-    """The page; it loads nothing, and its policy forbids it to."""
+def html(report: BenchReport) -> str:
+    """The page. It loads nothing, and its content security policy forbids it to."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{TITLE}</title><style>{_STYLE}{chart.STYLE}</style></head>\n<body><main>\n"
+        f"<title>{TITLE}</title><style>{_STYLE}{drawing.STYLE}</style></head>\n<body><main>\n"
         + "\n".join(_parts(report))
         + "\n</main></body></html>\n"
     )
 
 
-def _parts(report: Report) -> Iterator[str]:
-    yield f'<h1>{TITLE}</h1><p class="quiet">{text(UNITS)}</p>'
+def _parts(report: BenchReport) -> Iterator[str]:
+    yield f'<h1>{TITLE}</h1><p class="quiet">{escaped(UNITS)}</p>'
     yield _table(report.runs, words=True)
     for label, sentences in report.verdicts:
-        items = "".join(f"<li>{text(sentence)}</li>" for sentence in sentences)
-        yield f"<h3>{text(label)} says</h3><ul>{items}</ul>"
+        items = "".join(f"<li>{escaped(sentence)}</li>" for sentence in sentences)
+        yield f"<h3>Verdict on {escaped(label)}</h3><ul>{items}</ul>"
     for section in report.sections:
-        yield f"<h2>{text(section.title)}</h2>"
-        yield f'<figure class="wide">{chart.draw(section.panel)}</figure>'
-        yield from (f'<p class="quiet">{text(note)}</p>' for note in section.notes)
+        yield f"<h2>{escaped(section.title)}</h2>"
+        yield f'<figure class="wide">{chart.draw(section.chart)}</figure>'
+        yield from (f'<p class="quiet">{escaped(note)}</p>' for note in section.notes)
         if section.beside:
             yield f"<h3>{BESIDE}</h3>{_table(section.beside)}"
         yield f"<h3>All sizes</h3>{_table(section.bandwidth)}"
         if section.spread:
             yield f"<details><summary>{SPREAD}</summary>{_table(section.spread)}</details>"
     if report.published:
-        yield f"<h2>Published</h2>{_table(report.published)}"
+        yield f"<h2>Published figures</h2>{_table(report.published)}"
         for title, note, source in report.sources:
-            link = f'<a href="{text(source)}">{text(source)}</a>'
-            yield f'<p class="quiet">{text(title)}. {text(note)}. {link}</p>'
+            link = f'<a href="{escaped(source)}">{escaped(source)}</a>'
+            yield f'<p class="quiet">{escaped(title)}. {escaped(note)}. {link}</p>'
     yield f"<h2>Where it was measured</h2>{_table(report.fingerprint, words=True)}"
     if report.fingerprint.marked:
-        yield '<p class="quiet">Shaded rows differ between the runs.</p>'
+        yield '<p class="quiet">The runs differ in the shaded rows.</p>'
 
 
 def _table(grid: Grid, *, words: bool = False) -> str:
-    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in grid.head)
+    head = "".join(f'<th scope="col">{escaped(cell)}</th>' for cell in grid.head)
     rows = "".join(
         f"<tr{' class=differs' if number in grid.marked else ''}>"
-        + "".join(f"<td>{text(cell)}</td>" for cell in row)
+        + "".join(f"<td>{escaped(cell)}</td>" for cell in row)
         + "</tr>\n"
         for number, row in enumerate(grid.rows)
     )
@@ -86,18 +87,21 @@ def _table(grid: Grid, *, words: bool = False) -> str:
     )
 
 
-def markdown(report: Report) -> str:
-    """The tables and sentences, without the charts."""
+def markdown(report: BenchReport) -> str:
+    """The tables and sentences as Markdown, without the charts."""
     parts = [f"# {TITLE}", UNITS, _grid(report.runs)]
     for label, sentences in report.verdicts:
-        parts += [f"{_plain(label)} says:", "\n".join(f"- {_plain(sentence)}" for sentence in sentences)]
+        parts += [
+            f"Verdict on {_plain(label)}:",
+            "\n".join(f"- {_plain(sentence)}" for sentence in sentences),
+        ]
     for section in report.sections:
         parts += [f"## {_plain(section.title)}", *map(_plain, section.notes)]
         parts += [f"{BESIDE}:", _grid(section.beside)] if section.beside else []
         parts += [_grid(section.bandwidth)]
         parts += [f"{SPREAD}:", _grid(section.spread)] if section.spread else []
     if report.published:
-        parts += ["## Published", _grid(report.published)]
+        parts += ["## Published figures", _grid(report.published)]
         parts += [f"{_plain(title)}. {_plain(note)}. <{source}>" for title, note, source in report.sources]
     parts += ["## Where it was measured", _grid(report.fingerprint)]
     return "\n\n".join(parts) + "\n"
@@ -110,5 +114,5 @@ def _grid(grid: Grid) -> str:
 
 
 def _plain(value: str) -> str:
-    """One line that Markdown shows as it is."""
+    """One line that Markdown shows literally."""
     return re.sub(r"([\\`*\[\]|<>&])", r"\\\1", " ".join(re.sub(r"[\x00-\x1f\x7f]", " ", value).split()))

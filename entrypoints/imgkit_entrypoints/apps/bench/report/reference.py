@@ -1,7 +1,7 @@
 """Published bandwidths of all_reduce: context for a measurement, never a baseline (no spread, few payloads).
 
-Figures stand here as published, in their own unit. Where a source gives both columns they are bound by
-busbw = algbw * 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md), which tells the unit and finds slips of the pen.
+Figures are given as published, in their own unit. Where a source gives both columns, they must satisfy
+busbw = algbw * 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md), which reveals the unit and typing errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from imgkit_entrypoints.errors import UsageError
 
 PAYLOAD_BYTES = 4_000_000_000
-"""Of both tutorials' script: 500000 x 2000 float32, which their logs call "4.0GB payload"."""
+"""Payload of both tutorials' script: 500000 x 2000 float32, which their logs call "4.0GB payload"."""
 KIB = 1 << 10
 
 
@@ -24,11 +24,11 @@ class Row:
     nodes: int
     ranks: int
     size_bytes: int | None
-    """None: not published, so that the row cannot be drawn over sizes."""
+    """None: not published, so the row cannot be drawn over sizes."""
     algbw: float | None
     busbw: float
     arm: str = ""
-    """What set this row apart, where a table compares two ways."""
+    """Name of the variant, where a table compares two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class Table:
     """The rows of one source."""
 
     name: str
-    """As in ``--reference``."""
+    """Name for ``--reference``."""
     title: str
     unit: Literal["Gbps", "GBps"]
-    """Of `algbw` and `busbw` in the rows: 1e9 bit/s or 1e9 B/s."""
+    """Unit of `algbw` and `busbw` in the rows: 1e9 bit/s or 1e9 B/s."""
     source: str
     note: str
     rows: tuple[Row, ...]
@@ -47,16 +47,16 @@ class Table:
     """Sum over a node's network ports; None: not published."""
 
     def GBps(self, figure: float) -> float:
-        """A figure of this table in 1e9 B/s."""
+        """Convert a figure of this table to 1e9 B/s."""
         return figure / 8 if self.unit == "Gbps" else figure
 
 
 def find(name: str) -> Table:
-    """The table of that name.
+    """Return the table with this name.
 
     Raises
     ------
-    UsageError : there is none; names the nearest.
+    UsageError : there is no such table; names the nearest.
     """
     known = {table.name: table for table in TABLES}
     if name in known:
@@ -66,12 +66,12 @@ def find(name: str) -> Table:
     raise UsageError(
         f"unknown reference {name!r}",
         where="--reference",
-        hint=f"{guess}There are: {', '.join(sorted(known))}",
+        hint=f"{guess}Known tables: {', '.join(sorted(known))}",
     )
 
 
 def _payload(arm: str, ranks_per_node: int, *figures: tuple[int, float, float]) -> tuple[Row, ...]:
-    """Rows of the tutorials: ranks, algbw, busbw, all of the same payload."""
+    """Rows of the tutorials: ranks, algbw, busbw, all with the same payload."""
     return tuple(
         Row(
             nodes=-(-ranks // ranks_per_node),
@@ -86,7 +86,7 @@ def _payload(arm: str, ranks_per_node: int, *figures: tuple[int, float, float]) 
 
 
 def _sweep(arm: str, nodes: int, first_bytes: int, *figures: tuple[float, float]) -> tuple[Row, ...]:
-    """Rows of a sweep over 8 ranks that doubles from `first_bytes`: algbw, busbw."""
+    """Rows of a sweep over 8 ranks whose size doubles from `first_bytes`: algbw, busbw."""
     return tuple(
         Row(nodes=nodes, ranks=8, size_bytes=first_bytes << step, algbw=algbw, busbw=busbw, arm=arm)
         for step, (algbw, busbw) in enumerate(figures)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.data.images import Images, classes_of
+from imgkit_entrypoints.apps.train.data.image_folder import ImageFolder, classes_of
 from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.apps.train.models import CLASSES, CONTEXT, FEATURES, VOCABULARY
 from imgkit_entrypoints.errors import UsageError
@@ -22,7 +22,7 @@ ALIGNED_BYTES = 64
 AT_ONCE_BYTES = 1 << 20
 
 
-class Sliced:
+class TensorSamples:
     """Samples that are rows of tensors: a batch is one indexing, without Python for each sample."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -47,7 +47,7 @@ class Sliced:
         return max(1, AT_ONCE_BYTES // int(sum(sizes) * sum(rows)))
 
 
-class Text:
+class TextFile:
     """A file's bytes: sample i is its i-th window of CONTEXT bytes, with the byte after each.
 
     The last tenth of the samples is held out, whether somebody looks at it or not.
@@ -77,35 +77,35 @@ class Text:
         return rows[:, :-1], rows[:, 1:]
 
 
-def _regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> Sliced:
+def _regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
     """y = w.x + b + a little noise."""
     weights, bias = torch.randn(FEATURES, 1, generator=truth), torch.randn(1, generator=truth)
     inputs = torch.randn(samples, FEATURES, generator=draw)
-    return Sliced(inputs, inputs @ weights + bias + NOISE * torch.randn(samples, 1, generator=draw))
+    return TensorSamples(inputs, inputs @ weights + bias + NOISE * torch.randn(samples, 1, generator=draw))
 
 
-def _classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> Sliced:
+def _classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
     """The largest of CLASSES random projections."""
     inputs = torch.randn(samples, FEATURES, generator=draw)
-    return Sliced(inputs, (inputs @ torch.randn(FEATURES, CLASSES, generator=truth)).argmax(1))
+    return TensorSamples(inputs, (inputs @ torch.randn(FEATURES, CLASSES, generator=truth)).argmax(1))
 
 
-def _images(samples: int, truth: torch.Generator, draw: torch.Generator) -> Sliced:
+def _images(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
     """Images 3x32x32: a picture for each class, under noise."""
     labels = torch.randint(CLASSES, (samples,), generator=draw)
     pictures = torch.randn(CLASSES, 3, 32, 32, generator=truth)
-    return Sliced(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
+    return TensorSamples(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
 
 
-def _sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> Sliced:
+def _sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
     """Bytes that count up by a stride from 1 to 8, each sample with its own stride and beginning."""
     first = torch.randint(VOCABULARY, (samples, 1), generator=draw)
     stride = torch.randint(1, 9, (samples, 1), generator=draw)
     rows = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
-    return Sliced(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    return TensorSamples(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-_BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generator], Sliced]]] = {
+_BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generator], TensorSamples]]] = {
     "linear": (2048, _regression),
     "mlp": (2048, _classes),
     "resnet18": (2048, _images),
@@ -114,7 +114,7 @@ _BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generat
 }
 
 
-def built_in(config: Config, split: str) -> Sliced | Text | Images:
+def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFolder:
     """The data that goes with a built-in model; ``eval`` is held out.
 
     Raises
@@ -132,16 +132,16 @@ def built_in(config: Config, split: str) -> Sliced | Text | Images:
     return make(config.samples or samples, truth, draw)
 
 
-def _from_disk(config: Config, path: Path, split: str, *, images: bool) -> Text | Images:
+def _from_disk(config: Config, path: Path, split: str, *, images: bool) -> TextFile | ImageFolder:
     if path.is_dir() and not images:
         raise UsageError(
             f"{config.model} reads no images", where=config.data, hint="--model resnet18 or resnet50"
         )
     if path.is_dir():
-        return Images(path, split, config.image_size)
+        return ImageFolder(path, split, config.image_size)
     if config.model != "gpt":
         raise UsageError(f"{config.model} cannot read a text file", where=config.data, hint="--model gpt")
-    return Text(path, split)
+    return TextFile(path, split)
 
 
 def classes(config: Config) -> int:

@@ -32,7 +32,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MicroBatchSlice:
     """One micro-batch of one rank: samples `first` up to `end` of those of the step."""
 
     first: int
@@ -75,7 +75,7 @@ class Order:
             return Position(step=position.step + steps, epoch=position.epoch, consumed=consumed)
         return Position(step=position.step + steps, epoch=position.epoch + 1)
 
-    def parts(self, count: int, rank: int) -> tuple[Part, ...]:
+    def parts(self, count: int, rank: int) -> tuple[MicroBatchSlice, ...]:
         """The micro-batches of `rank` in a step of `count` samples; all ranks have as many."""
         rounds = math.ceil(math.ceil(count / self.world_size) / self.batch_size)
         first, end = share(count, rank, self.world_size)
@@ -84,7 +84,7 @@ class Order:
             start, stop = (first + cut for cut in share(end - first, turn, rounds))
             weight = (stop - start) * self.world_size / count
             start, stop = (start, stop) if stop > start else (0, 1)
-            parts.append(Part(first=start, end=stop, weight=weight, last=turn == rounds - 1))
+            parts.append(MicroBatchSlice(first=start, end=stop, weight=weight, last=turn == rounds - 1))
         return tuple(parts)
 
 

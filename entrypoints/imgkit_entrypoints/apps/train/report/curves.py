@@ -1,4 +1,4 @@
-"""What a run was like, as SVG: values over the steps, drawn by hand like the charts of dist-bench."""
+"""Charts of a run as SVG: values over the steps, on linear axes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.apps.bench.report.chart import DASHES, STYLE, text
+from imgkit_entrypoints.apps import drawing
+from imgkit_entrypoints.apps.drawing import DASHES, escaped
 
 WIDTH, HEIGHT = 860, 300
 LEFT, RIGHT, TOP, BOTTOM = 90, 20, 40, 50
 MOST_POINTS = 2000
-"""Of a line: more than its pixels help nobody."""
+"""Points per line; more than its pixels would not be visible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class StepCurve:
     """One line."""
 
     label: str
@@ -24,11 +25,11 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class StepChart:
     """One chart."""
 
     title: str
-    curves: tuple[Curve, ...]
+    curves: tuple[StepCurve, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +38,29 @@ class _Axis:
     high: float
     start: float
     length: float
-    """In the drawing; negative: upwards."""
+    """Length in the drawing; negative: upwards."""
 
     def at(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * self.length
 
 
-def document(panels: Sequence[Panel]) -> str:
-    """One SVG file, the charts below each other."""
-    high = HEIGHT * len(panels)
-    size = f'width="{WIDTH}" height="{high}" viewBox="0 0 {WIDTH} {high}"'
+def document(charts: Sequence[StepChart]) -> str:
+    """One SVG file with the charts below each other."""
+    high = HEIGHT * len(charts)
     drawings = [
-        f'<svg y="{HEIGHT * row}" width="{WIDTH}" height="{HEIGHT}">{"".join(_draw(panel))}</svg>'
-        for row, panel in enumerate(panels)
+        f'<svg y="{HEIGHT * row}" width="{WIDTH}" height="{HEIGHT}">{"".join(_draw(chart))}</svg>'
+        for row, chart in enumerate(charts)
     ]
-    return (
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-        f'<style>{STYLE}</style><rect class="paper" width="100%" height="100%"/>\n'
-        + "\n".join(drawings)
-        + "\n</svg>\n"
-    )
+    paper = '<rect class="paper" width="100%" height="100%"/>'
+    return drawing.document("\n".join((paper, *drawings)), WIDTH, high)
 
 
-def _draw(panel: Panel) -> Iterator[str]:
+def _draw(chart: StepChart) -> Iterator[str]:
     wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    curves = [curve for curve in panel.curves if curve.points]
-    yield f'<text class="head" x="{LEFT}" y="24">{text(panel.title)}</text>'
+    curves = [curve for curve in chart.curves if curve.points]
+    yield f'<text class="head" x="{LEFT}" y="24">{escaped(chart.title)}</text>'
     if not curves:
-        yield f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">Nothing is known.</text>'
+        yield f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">No data.</text>'
         return
     steps, values = zip(*(point for curve in curves for point in curve.points), strict=True)
     across = _Axis(min(0, *steps), max(steps), LEFT, wide)
@@ -85,9 +80,9 @@ def _draw(panel: Panel) -> Iterator[str]:
         yield from _line(curve, number, across, up)
 
 
-def _line(curve: Curve, number: int, across: _Axis, up: _Axis) -> Iterator[str]:
+def _line(curve: StepCurve, number: int, across: _Axis, up: _Axis) -> Iterator[str]:
     every = math.ceil(len(curve.points) / MOST_POINTS)
-    points = curve.points[::-every][::-1]  # the last one is always there
+    points = curve.points[::-every][::-1]  # always includes the last one
     way = " ".join(f"{across.at(step):.1f},{up.at(value):.1f}" for step, value in points)
     look = f'class="s{number}" fill="none" stroke-width="2" stroke-dasharray="{DASHES[number]}"'
     yield f'<polyline {look} points="{way}"/>'
@@ -95,11 +90,11 @@ def _line(curve: Curve, number: int, across: _Axis, up: _Axis) -> Iterator[str]:
         yield f'<circle class="f{number}" cx="{across.at(step):.1f}" cy="{up.at(value):.1f}" r="3.5"/>'
     if curve.label:
         x, y = WIDTH - RIGHT - 150, TOP + 20 + 18 * number
-        yield f'<path {look} d="M{x} {y - 4}h30"/><text x="{x + 38}" y="{y}">{text(curve.label)}</text>'
+        yield f'<path {look} d="M{x} {y - 4}h30"/><text x="{x + 38}" y="{y}">{escaped(curve.label)}</text>'
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, at most six."""
+    """At most six round numbers from `low` to `high`."""
     if high <= low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / 5))

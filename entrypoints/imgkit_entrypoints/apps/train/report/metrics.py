@@ -85,7 +85,7 @@ class Gauges:
     """What one rank would do at its device's peak; None: not known."""
 
 
-class Report:
+class RunLog:
     """Sums up what becomes known, a line every `log_every` steps or `LINE_EVERY_S` seconds."""
 
     def __init__(
@@ -222,13 +222,13 @@ def _step(text: str) -> float:
 def _draw(folder: Path) -> None:
     known = [json.loads(text) for text in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
 
-    def curve(label: str, key: str) -> curves.Curve:
+    def curve(label: str, key: str) -> curves.StepCurve:
         points = tuple((one["step"], one[key]) for one in known if one.get(key) is not None)
-        return curves.Curve(label=label, points=points)
+        return curves.StepCurve(label=label, points=points)
 
-    loss = curves.Panel("loss", (curve("trained on", "loss"), curve("held out", "eval_loss")))
+    loss = curves.StepChart("loss", (curve("trained on", "loss"), curve("held out", "eval_loss")))
     files.put(
-        folder / CURVES, curves.document((loss, curves.Panel("samples/s", (curve("", "samples_per_s"),))))
+        folder / CURVES, curves.document((loss, curves.StepChart("samples/s", (curve("", "samples_per_s"),))))
     )
 
 

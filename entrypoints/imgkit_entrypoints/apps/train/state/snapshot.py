@@ -26,14 +26,14 @@ from imgkit_entrypoints import __version__
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
-from imgkit_entrypoints.apps.train.state import vault
+from imgkit_entrypoints.apps.train.state import snapshot_files
 from imgkit_entrypoints.errors import UsageError
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Snapshot:
     """A snapshot, as every rank has it."""
 
     where: Path
@@ -47,7 +47,7 @@ class Found:
     """Of the ranks that there were."""
 
 
-def begin_random(number: int) -> None:
+def seed_everything(number: int) -> None:
     """Begin every generator of this process anew."""
     torch.manual_seed(number)
     random.seed(number)
@@ -88,7 +88,7 @@ def on_host(value: Any) -> Any:
     return value
 
 
-class Keeper:
+class SnapshotWriter:
     """Takes snapshots of the run in `folder` and writes them beside the training."""
 
     def __init__(self, run_dir: Path, keep: int, here: Ranks, say: Say) -> None:
@@ -119,7 +119,7 @@ class Keeper:
                     "python": platform.python_version(),
                 },
             }
-            parts: dict[str, vault.Part] = {
+            parts: dict[str, snapshot_files.WriteFile] = {
                 "weights.pt": lambda sink: torch.save(weights, sink),
                 "optimizer.pt": lambda sink: torch.save(optimizer, sink),
                 "random.pt": lambda sink: torch.save(every, sink),
@@ -130,10 +130,10 @@ class Keeper:
             self._thread.start()
         self.longest_stall_s = max(self.longest_stall_s, time.perf_counter() - began)
 
-    def _write(self, step: int, parts: Mapping[str, vault.Part]) -> None:
+    def _write(self, step: int, parts: Mapping[str, snapshot_files.WriteFile]) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            vault.write(self._folder, step, parts, keep=self._keep)
+            snapshot_files.write(self._folder, step, parts, keep=self._keep)
             self.saved_step = step
         except OSError as error:
             self._error = error
@@ -166,7 +166,7 @@ def _cause(error: BaseException) -> OSError:
     return OSError(0, str(error))
 
 
-def find(config: Config, here: Ranks, say: Say) -> Found | None:
+def find(config: Config, here: Ranks, say: Say) -> Snapshot | None:
     """What `config` wants to go on from, read by one rank that has it and sent to all.
 
     No shared file system is assumed: the first rank of each node looks, and the one with the newest reads.
@@ -183,9 +183,9 @@ def find(config: Config, here: Ranks, say: Say) -> Found | None:
         return None
     mine: Path | None = None
     if here.local_rank == 0:
-        mine = next(vault.valid_ones(place, say), None)
+        mine = next(snapshot_files.valid_ones(place, say), None)
     offers: list[Any] = [None] * here.world_size
-    dist.all_gather_object(offers, -1 if mine is None else vault.step_of(mine))
+    dist.all_gather_object(offers, -1 if mine is None else snapshot_files.step_of(mine))
     newest = max(offers)
     if newest < 0:
         if config.resume == "auto":
@@ -198,7 +198,7 @@ def find(config: Config, here: Ranks, say: Say) -> Found | None:
 
 def _refuse_a_used_folder(folder: Path, here: Ranks) -> None:
     used: list[Any] = [None] * here.world_size
-    dist.all_gather_object(used, bool(vault.newest_first(folder)))
+    dist.all_gather_object(used, bool(snapshot_files.newest_first(folder)))
     if any(used):
         raise UsageError(
             "snapshots of another run are here, which this one would replace",
@@ -207,7 +207,7 @@ def _refuse_a_used_folder(folder: Path, here: Ranks) -> None:
         )
 
 
-def _sent(mine: Path | None, source: int, here: Ranks) -> Found:
+def _sent(mine: Path | None, source: int, here: Ranks) -> Snapshot:
     """The snapshot `mine` of rank `source`, to all ranks."""
 
     def part(name: str) -> bytes:
@@ -218,7 +218,7 @@ def _sent(mine: Path | None, source: int, here: Ranks) -> Found:
 
     where = os.fsdecode(_broadcast(os.fsencode(mine) if mine is not None else b"", source, here))
     about = json.loads(part("state.json"))
-    return Found(
+    return Snapshot(
         where=Path(where),
         position=Position(**about["position"]),
         config=json.loads(part("config.json")),

@@ -1,6 +1,6 @@
-"""``--compare``: what the launcher starts, what it believes, and what it refuses.
+"""``--compare``: the launches, the evidence it accepts, and its refusals.
 
-There is no NCCL here: `FakeLauncher` writes the files that its workers would, with a log made up after NCCL's
+No NCCL here: `FakeLauncher` writes the files that workers would, with a log in the form of NCCL's
 sources. The launches themselves are real in tests/lab/apps/test_bench_real.py, on gloo.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints.apps.bench import compare
-from imgkit_entrypoints.apps.bench.judge import nccl_log
-from imgkit_entrypoints.apps.bench.record import schema, writer
+from imgkit_entrypoints.apps.bench import arms, compare
+from imgkit_entrypoints.apps.bench.measure import nccl_log
+from imgkit_entrypoints.apps.bench.record import reader, values, writer
 from imgkit_entrypoints.cli import options as launch_options
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.request import Series
@@ -48,7 +48,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
 
 
 class FakeLauncher:
-    """Stands for the launches: each writes what a run would that went by `networks[turn]`."""
+    """Stands in for the launches: each writes the file of a run over `networks[turn]`."""
 
     def __init__(
         self, *networks: str, ratio: float = 4.0, counted: bool = True, codes: Sequence[int] = (0, 0, 0, 0)
@@ -78,7 +78,7 @@ class FakeLauncher:
         made = writer.Record(
             started="2026-11-21T15:00:00+00:00",
             command=("dist-bench",),
-            world=schema.World(
+            world=values.World(
                 ranks=8, nodes=2, ranks_per_node=4, hosts=("n1", "n2"), backend="nccl", device="cuda"
             ),
             fingerprint={"nccl": "2.20.5"},
@@ -146,7 +146,9 @@ def test_ratio_is_told_for_every_size(machine: dict[str, str], capsys: pytest.Ca
     rows = [line for line in told if line.startswith("all_reduce")]
     assert [line.split()[-3:] for line in rows] == [["4.00", "4,", "4"]] * 2
     assert "1GiB (1.07GB)" in rows[1]
-    assert any("rdma: NCCL's log says network IB, via NET/IB with GDRDMA; the ports" in line for line in told)
+    assert any(
+        "rdma: NCCL's log names network IB, via NET/IB with GDRDMA; the ports" in line for line in told
+    )
 
 
 def test_other_nodes_start_the_same_and_save_nothing(machine: dict[str, str]) -> None:
@@ -157,14 +159,14 @@ def test_other_nodes_start_the_same_and_save_nothing(machine: dict[str, str]) ->
 
 def test_rounds_of_an_arm_become_one_file(machine: dict[str, str], tmp_path: Path) -> None:
     series(machine, FakeLauncher(*IN_TURN), *RDMA_TCP, "--save", str(tmp_path / "run.json"))
-    found = schema.load(tmp_path / "run.rdma.json")
+    found = reader.load(tmp_path / "run.rdma.json")
     assert (found.arm, found.complete) == ("rdma", True)
     assert found.command == ("dist-bench", *RDMA_TCP, "--save", str(tmp_path / "run.json"))
     batched, single = found.results[:2]
     assert batched.iterations == 20
     assert batched.algbw_GBps == pytest.approx(4 / 1.05)  # the mean of both rounds' times
     assert len(single.times_us) == 6
-    assert schema.load(tmp_path / "run.tcp.json").transport == (
+    assert reader.load(tmp_path / "run.tcp.json").transport == (
         "network Socket",
         "via NET/Socket without GDRDMA",
     )
@@ -178,8 +180,7 @@ def test_arm_by_the_wrong_way_is_an_error(
     assert series(machine, launcher, *RDMA_TCP) == 1
     told = capsys.readouterr().out
     assert (
-        "NOT PROVEN: the arm rdma must go by RDMA, and went by sockets: NCCL's log says network Socket"
-        in told
+        "NOT PROVEN: the arm rdma must use RDMA, but it used sockets: NCCL's log names network Socket" in told
     )
     assert "No ratio" in told
     assert len(launcher.started) == 4  # the other nodes do not know, and start theirs
@@ -189,13 +190,13 @@ def test_arm_without_evidence_is_an_error(
     machine: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert series(machine, FakeLauncher("", "", "", "", counted=False), *RDMA_TCP) == 1
-    assert "the arm tcp must go by sockets, and nothing proves that it did" in capsys.readouterr().out
+    assert "the arm tcp must use sockets, but nothing proves that it did" in capsys.readouterr().out
 
 
 def test_log_and_ports_that_disagree_prove_nothing() -> None:
     launcher = FakeLauncher("IB")
     text = launcher.saved("IB", 1.0, 0).replace("mlx5_0:1", "eth0")
-    assert compare.carrier(schema.parse(json.loads(text), "a"))[0] == ""
+    assert compare.carrier(reader.parse(json.loads(text), "a"))[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_log_and_ports_that_disagree_prove_nothing() -> None:
 )
 def test_carrier_is_told_by_log_and_ports(network: str, carrier: str) -> None:
     launcher = FakeLauncher(network)
-    found = schema.parse(json.loads(launcher.saved(network, 1.0, 0)), "a")
+    found = reader.parse(json.loads(launcher.saved(network, 1.0, 0)), "a")
     assert compare.carrier(found)[0] == carrier
 
 
@@ -215,25 +216,25 @@ def test_failed_arm_ends_the_comparison(
     assert series(machine, launcher, *RDMA_TCP, "--save", str(tmp_path / "run.json")) == 7
     assert len(launcher.started) == 3
     assert "INCOMPLETE: not all rounds" in capsys.readouterr().out
-    assert not schema.load(tmp_path / "run.rdma.json").complete
+    assert not reader.load(tmp_path / "run.rdma.json").complete
 
 
 @pytest.mark.parametrize("text", ["rdma", "rdma,rdma", "rdma,ipoib", "rdma,tcp,rdma", ""])
 def test_other_arms_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not two of rdma, tcp"):
-        compare.arms(text)
+        arms.arms(text)
 
 
 @pytest.mark.parametrize(
     ("words", "launch", "at", "message"),
     [
-        ((), ("--device", "cpu"), None, "gloo has one transport, sockets"),
-        ((), (), place(nnodes=1), "nothing crosses a network"),
+        ((), ("--device", "cpu"), None, "only NCCL between GPUs can choose"),
+        ((), (), place(nnodes=1), "nothing crosses the network"),
         ((), (), place(min_nnodes=1), "workers of its own"),
-        (("--baseline", "old.json"), (), None, "--baseline is of a single run"),
-        (("--matrix",), (), None, "--matrix is of a single run"),
+        (("--baseline", "old.json"), (), None, "--baseline needs a single run"),
+        (("--matrix",), (), None, "--matrix needs a single run"),
         (("--group", "node"), (), None, "within a node"),
-        ((), ("--plan",), None, "--plan is of a single run"),
+        ((), ("--plan",), None, "--plan needs a single run"),
     ],
 )
 def test_impossible_comparisons_are_refused(

@@ -26,7 +26,7 @@ def test_sizes_are_binary_unless_they_say_b(text: str, value: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-4K", "4X", "4 Mi", "0.3K", "4K,1M", "1e6", "4iB"])
 def test_odd_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         sizes.size(text)
 
 

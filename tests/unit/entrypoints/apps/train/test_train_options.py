@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.apps.train import options, plugins
-from imgkit_entrypoints.apps.train.config import due, every, held_against, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.errors import UsageError
 
 OWN = """
@@ -233,7 +233,7 @@ def test_one_file_is_imported_once(own: Path) -> None:
 def test_contradicting_run_is_refused_key_by_key() -> None:
     saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
     with pytest.raises(UsageError) as caught:
-        held_against(options.read(["--seed", "1", "--global-batch", "32"], {}), saved, Path("s"))
+        resumed(options.read(["--seed", "1", "--global-batch", "32"], {}), saved, Path("s"))
     assert "seed is 1, the snapshot has 0" in str(caught.value)
     assert "global_batch is 32, the snapshot has 64" in str(caught.value)
     assert "lr" not in caught.value.what
@@ -241,7 +241,7 @@ def test_contradicting_run_is_refused_key_by_key() -> None:
 
 def test_going_on_keeps_the_global_batch_and_tells_changes() -> None:
     saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
-    config, changed = held_against(options.read(["--lr", "0.5", "--steps", "9"], {}), saved, Path("s"))
+    config, changed = resumed(options.read(["--lr", "0.5", "--steps", "9"], {}), saved, Path("s"))
     assert config.global_batch == 64
     assert changed == ("lr was 0.05, now 0.5",)
 

@@ -1,4 +1,4 @@
-"""What a set of times says: nearest-rank percentiles and the coefficient of variation."""
+"""Statistics of a set of times: nearest-rank percentiles and the coefficient of variation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value of nearest rank in sorted `ordered`: one that was measured, never between two."""
+    """The nearest-rank percentile of sorted `ordered`: always a measured value, never an interpolated one."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def variation(values: Sequence[float]) -> float:
-    """Standard deviation by mean; 0 for one value."""
+    """Standard deviation divided by the mean; 0 for one value."""
     return statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0

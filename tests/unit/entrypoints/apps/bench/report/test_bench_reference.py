@@ -79,4 +79,4 @@ def test_unknown_reference_names_the_nearest(typed: str, meant: str) -> None:
 def test_unknown_reference_lists_all_of_them() -> None:
     with pytest.raises(UsageError, match="unknown reference 'zzz'") as caught:
         reference.find("zzz")
-    assert caught.value.hint == "There are: cscs, h200, hpe, mn5, rcp"
+    assert caught.value.hint == "Known tables: cscs, h200, hpe, mn5, rcp"

@@ -1,4 +1,4 @@
-"""What a rank says that is ended from outside, by the signal itself."""
+"""The last words of a rank that gets SIGHUP; the signal is real."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 STUCK = """
 import ctypes, threading
-from imgkit_entrypoints.apps.bench.ending import Ending
-ending = Ending()
-ending.tell = lambda: print("INCOMPLETE")
+from imgkit_entrypoints.apps.bench.sighup import HangupThread
+hangup = HangupThread()
+hangup.last_words = lambda: print("INCOMPLETE")
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 {before}
 print("ready", flush=True)
@@ -36,9 +36,9 @@ def test_rank_that_hangs_has_last_words() -> None:
 
 
 def test_rank_that_has_told_is_silent() -> None:
-    assert ended("with ending.own(): pass") == (1, "")
+    assert ended("with hangup.held_off(): pass") == (1, "")
 
 
 @pytest.mark.parametrize("tell", ["None", "lambda: 1 / 0"])
 def test_rank_ends_in_any_case(tell: str) -> None:
-    assert ended(f"ending.tell = {tell}") == (1, "")
+    assert ended(f"hangup.last_words = {tell}") == (1, "")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from imgkit_entrypoints.apps.train.state import vault
+from imgkit_entrypoints.apps.train.state import snapshot_files
 
 EFFECTS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
 DIES = 77
 
 
-def parts(step: int) -> dict[str, vault.Part]:
+def parts(step: int) -> dict[str, snapshot_files.WriteFile]:
     return {
         "weights.pt": lambda sink: (sink.write(b"w" * 100), sink.write(bytes([step] * 50))),
         "state.json": lambda sink: sink.write(json.dumps({"step": step}).encode()),
@@ -26,12 +26,13 @@ def parts(step: int) -> dict[str, vault.Part]:
 
 
 def write(folder: Path, step: int, keep: int = 2) -> Path:
-    return vault.write(folder, step, parts(step), keep=keep)
+    return snapshot_files.write(folder, step, parts(step), keep=keep)
 
 
 def valid_steps(folder: Path, said: list[str] | None = None) -> list[int]:
     return [
-        vault.step_of(path) for path in vault.valid_ones(folder, (said if said is not None else []).append)
+        snapshot_files.step_of(path)
+        for path in snapshot_files.valid_ones(folder, (said if said is not None else []).append)
     ]
 
 
@@ -63,7 +64,7 @@ def killed_at(folder: Path, step: int, call: int, *, after: bool) -> bool:
     """Write in a process that is gone at its `call`-th system call; False when it had no more."""
     pid = os.fork()
     if pid == 0:
-        vault.os = Faulty(call, lambda _: os._exit(DIES), after=after)  # type: ignore[attr-defined]
+        snapshot_files.os = Faulty(call, lambda _: os._exit(DIES), after=after)  # type: ignore[attr-defined]
         write(folder, step)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == DIES
@@ -106,7 +107,7 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
         folder.mkdir()
         write(folder, 1)
         faulty = Faulty(call, full)
-        monkeypatch.setattr(vault, "os", faulty)
+        monkeypatch.setattr(snapshot_files, "os", faulty)
         try:
             write(folder, 2)
         except OSError as error:
@@ -117,20 +118,20 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
         else:
             assert valid_steps(folder)[0] == 2
         finally:
-            monkeypatch.setattr(vault, "os", os)
+            monkeypatch.setattr(snapshot_files, "os", os)
         if faulty.calls < call:
             break
     assert failures > 15
 
 
 def test_failing_part_leaves_nothing(tmp_path: Path) -> None:
-    def fails(sink: vault.Sink) -> None:
+    def fails(sink: snapshot_files.Sink) -> None:
         sink.write(b"half")
         raise RuntimeError("as torch.save does")
 
     write(tmp_path, 1)
     with pytest.raises(RuntimeError):
-        vault.write(tmp_path, 2, {"weights.pt": fails}, keep=2)
+        snapshot_files.write(tmp_path, 2, {"weights.pt": fails}, keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
@@ -173,6 +174,6 @@ def test_damaged_snapshot_is_named_and_skipped(
 def test_run_and_snapshot_are_places_too(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
     one = write(tmp_path / "snapshots", 1)
-    assert list(vault.valid_ones(tmp_path, print)) == [one]
-    assert list(vault.valid_ones(one, print)) == [one]
-    assert list(vault.valid_ones(tmp_path / "nowhere", print)) == []
+    assert list(snapshot_files.valid_ones(tmp_path, print)) == [one]
+    assert list(snapshot_files.valid_ones(one, print)) == [one]
+    assert list(snapshot_files.valid_ones(tmp_path / "nowhere", print)) == []

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.data.built_in import Sliced
+from imgkit_entrypoints.apps.train.data.built_in import TensorSamples
 from imgkit_entrypoints.apps.train.data.loader import one_by_one
 from imgkit_entrypoints.apps.train.data.order import Order, Position, seed_of
 
@@ -26,7 +26,7 @@ class MicroBatch(NamedTuple):
     last: bool
 
 
-class Feed:
+class Batches:
     """The batches of one rank."""
 
     def __init__(
@@ -36,11 +36,15 @@ class Feed:
         self._dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         if isinstance(samples, TensorDataset):
-            samples = Sliced(*samples.tensors)
-        if isinstance(samples, Sliced):
-            samples = Sliced(*(self._as_wanted(tensor, torch.device("cpu")) for tensor in samples.tensors))
+            samples = TensorSamples(*samples.tensors)
+        if isinstance(samples, TensorSamples):
+            samples = TensorSamples(
+                *(self._as_wanted(tensor, torch.device("cpu")) for tensor in samples.tensors)
+            )
         self._samples = samples
-        self._as_it_is = isinstance(samples, Sliced) and here.device.type == "cpu" and not channels_last
+        self._as_it_is = (
+            isinstance(samples, TensorSamples) and here.device.type == "cpu" and not channels_last
+        )
         self._parts = functools.cache(functools.partial(order.parts, rank=here.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._permute)
         self.waited_s = 0.0
@@ -59,14 +63,14 @@ class Feed:
             yield position, micro_batches
 
     def _batches(self, start: Position, steps: int) -> Iterator[Any]:
-        if isinstance(self._samples, Sliced):
+        if isinstance(self._samples, TensorSamples):
             return self._cut(self._samples, start, steps)
         wanted = self._wanted(start, steps)
         if hasattr(self._samples, "batch"):
             return (self._on_device(self._samples.batch(indices)) for _, indices in wanted)
         return map(self._on_device, one_by_one(self._samples, wanted, self._config, self._here))
 
-    def _cut(self, samples: Sliced, start: Position, steps: int) -> Iterator[Any]:
+    def _cut(self, samples: TensorSamples, start: Position, steps: int) -> Iterator[Any]:
         """Micro-batches cut from the samples of some steps at once: picking rows costs more than cutting."""
         position = start
         while position.step < steps:

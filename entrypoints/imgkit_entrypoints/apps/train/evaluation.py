@@ -11,19 +11,19 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.data.feed import Feed
+from imgkit_entrypoints.apps.train.data.batches import Batches
 from imgkit_entrypoints.apps.train.data.order import Order, Position
 from imgkit_entrypoints.apps.train.loop import Trainer
 
 
-class HeldOut:
+class Evaluation:
     """Samples in the batches of the training, each once, shared by the ranks."""
 
     def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, here: Ranks) -> None:
         at_once = min(order.batch_size * order.world_size, order.global_batch)
         self._order = dataclasses.replace(order, size=len(samples), global_batch=at_once)
         self._trainer, self._here = trainer, here
-        self._feed = Feed(samples, self._order, config, here, channels_last=trainer.channels_last)
+        self._feed = Batches(samples, self._order, config, here, channels_last=trainer.channels_last)
 
     def loss(self, lives: Callable[[], object]) -> float:
         """Mean over all samples, the same number on every rank; all of them call it.

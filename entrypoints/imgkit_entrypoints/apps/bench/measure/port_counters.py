@@ -1,4 +1,4 @@
-"""Bytes and errors that a node's ports have counted: what left it, whatever the library says."""
+"""Byte and error counters of a node's ports: the traffic that left it, whatever NCCL reports."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ERRORS_NET = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
 
 _INSIDE = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tun", "kube", "podman", "ifb")
 _OVER_RDMA = ("ib", "hsn")
-"""Interfaces whose bytes an RDMA device's port counts too."""
+"""Prefixes of interfaces whose bytes an RDMA port counts as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Counters of one port or interface, or what has come to them."""
+    """Byte counters of one port or interface, or their growth."""
 
     sent_bytes: int
     received_bytes: int
 
     def since(self, before: Count) -> Count:
-        """What has come since then; a counter that went back has been reset and counts from 0."""
+        """The growth since `before`. A counter that went back was reset, and counts from 0."""
         return Count(
             sent_bytes=_grown(before.sent_bytes, self.sent_bytes),
             received_bytes=_grown(before.received_bytes, self.received_bytes),
@@ -36,7 +36,7 @@ def _grown(before: int, now: int) -> int:
 
 
 def read(reader: Reader) -> dict[str, Count]:
-    """Every port by its name: ``mlx5_0:1``, ``cxi0``, ``eth0``; lo carries what stays on the node."""
+    """The counters of every port by its name: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     found: dict[str, Count] = {}
     for name in reader.names("/sys/class/infiniband"):
         for number in reader.names(f"/sys/class/infiniband/{name}/ports"):
@@ -50,7 +50,7 @@ def read(reader: Reader) -> dict[str, Count]:
             found[name] = Count(sent_bytes=sent, received_bytes=received)
     for name in reader.names("/sys/class/net"):
         if any(inner.startswith("lower_") for inner in reader.names(f"/sys/class/net/{name}")):
-            continue  # a bond, bridge or VLAN: what lies below it counts the same bytes
+            continue  # a bond, bridge or VLAN: the interface below it counts the same bytes
         folder = f"/sys/class/net/{name}/statistics"
         sent, received = reader.number(f"{folder}/tx_bytes"), reader.number(f"{folder}/rx_bytes")
         if sent is not None and received is not None:
@@ -79,7 +79,7 @@ def errors(reader: Reader) -> dict[str, int]:
 
 
 def _infiniband(reader: Reader, folder: str) -> Count | None:
-    # Words of four bytes: Linux, Documentation/ABI/stable/sysfs-class-infiniband.
+    # The unit is words of four bytes: Linux, Documentation/ABI/stable/sysfs-class-infiniband.
     sent, received = (reader.number(f"{folder}/counters/port_{way}_data") for way in ("xmit", "rcv"))
     if sent is None or received is None:
         return None
@@ -93,21 +93,21 @@ def _stamped(reader: Reader, path: str) -> int | None:
 
 
 def since(before: Mapping[str, Count], now: Mapping[str, Count]) -> dict[str, Count]:
-    """What came to every port that is in both."""
+    """The growth of every port that is in both."""
     return {name: now[name].since(before[name]) for name in now if name in before}
 
 
 def is_rdma(name: str) -> bool:
-    """Whether it is a port of an RDMA device or a Slingshot NIC, and no interface."""
+    """Whether the name is that of an RDMA port or a Slingshot NIC, rather than an interface."""
     return ":" in name or name.startswith("cxi")
 
 
 def carriers(counts: Mapping[str, Count]) -> dict[str, Count]:
-    """The ports that lead out of the node and have carried something, each byte once.
+    """The ports that lead out of the node and carried traffic, with each byte counted once.
 
-    RDMA passes by an interface's own counters, so RoCE ports and their interfaces stand side by side. Sockets
-    over InfiniBand (ib0) and Slingshot (hsn0) are in their port's counters as well: where they are most of
-    it, the interfaces stand for all, else the ports.
+    RDMA traffic does not reach an interface's counters, so RoCE ports and their interfaces are both kept.
+    Sockets over InfiniBand (ib0) and Slingshot (hsn0) appear in their port's counters too. Where sockets are
+    most of that traffic, the interfaces are kept; otherwise the ports.
     """
     used = {
         name: count
@@ -122,6 +122,6 @@ def carriers(counts: Mapping[str, Count]) -> dict[str, Count]:
 
 
 def busiest(counts: Mapping[str, Count]) -> int:
-    """Bytes through the node's ports, in the direction that had more."""
+    """Bytes through the node's ports, in the busier direction."""
     used = carriers(counts).values()
     return max(sum(count.sent_bytes for count in used), sum(count.received_bytes for count in used))

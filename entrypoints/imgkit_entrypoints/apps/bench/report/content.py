@@ -1,4 +1,4 @@
-"""What a report says, before it has a format: charts, tables of texts, sentences."""
+"""The content of a report, before it has a format: charts, tables of texts, sentences."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.record.schema import TIMINGS, Result, Run, Timing
-from imgkit_entrypoints.apps.bench.report.chart import Level, Line, Panel, figure
+from imgkit_entrypoints.apps.bench.record.values import TIMINGS, Result, Run, Timing
+from imgkit_entrypoints.apps.bench.report.chart import BandwidthChart, Level, Line, figure
 from imgkit_entrypoints.apps.bench.report.reference import Table
 from imgkit_entrypoints.errors import UsageError
 
 DRAWN_WITH_REFERENCES = ("all_reduce", "world")
-"""Op and group of all published tables."""
+"""Op and group of every published table."""
 NEAR = 1.25
-"""A published payload is held against the nearest size, at most this many times off: 4 GiB for 4 GB."""
-TIMING_SAYS = {
-    "batched": "many launches, one synchronisation, mean time: comparable with nccl-tests",
-    "iteration": "each iteration timed after a barrier, slowest rank, median",
+"""Largest factor between a published payload and the measured size it is compared with: 4 GiB for 4 GB."""
+TIMING_MEANS = {
+    "batched": "many launches, one synchronisation, mean time (as in nccl-tests)",
+    "iteration": "each iteration after a barrier, slowest rank, median",
 }
 
 
@@ -30,12 +30,12 @@ class Grid:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     marked: tuple[int, ...] = ()
-    """Rows whose columns differ, where all should agree."""
+    """Rows whose columns differ although they should agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One run's results of one op, type and group in one timing, by size."""
+class BandwidthCurve:
+    """One run's results of one op, type, group and timing, by size."""
 
     label: str
     run: Run
@@ -44,24 +44,24 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One op in one group, of all runs that measured it."""
+    """One op over one group, from all runs that measured it."""
 
     title: str
-    panel: Panel
+    chart: BandwidthChart
     bandwidth: Grid
     spread: Grid | None
     beside: Grid | None
-    """Published figures of the same shape."""
+    """Published figures for the same number of nodes and ranks."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything that a page shows."""
+class BenchReport:
+    """Everything that a report shows."""
 
     runs: Grid
     verdicts: tuple[tuple[str, tuple[str, ...]], ...]
-    """Label and sentences of each run that has some."""
+    """Label and sentences of each run that has a verdict."""
     sections: tuple[Section, ...]
     published: Grid | None
     sources: tuple[tuple[str, str, str], ...]
@@ -69,20 +69,20 @@ class Report:
     fingerprint: Grid
 
 
-def build(runs: Sequence[Run], tables: Sequence[Table]) -> Report:
-    """The report of `runs`, with the published `tables` beside them.
+def build(runs: Sequence[Run], tables: Sequence[Table]) -> BenchReport:
+    """Build the report of `runs`, compared with the published `tables`.
 
     Raises
     ------
-    UsageError : no run has a result, or a chart would mix batched with per-iteration times.
+    UsageError : no run has a result, or a chart would mix batched and per-iteration times.
     """
     names = labels([run.where for run in runs])
     named = list(zip(names, runs, strict=True))
     found = dict.fromkeys((one.op, one.group) for run in runs for one in run.results)
     if not found:
         where = ", ".join(run.where for run in runs)
-        raise UsageError("no size was finished, so there is nothing to report", where=where)
-    return Report(
+        raise UsageError("no run finished a size, so there is nothing to report", where=where)
+    return BenchReport(
         runs=_runs(named),
         verdicts=tuple((name, run.sentences) for name, run in named if run.sentences),
         sections=tuple(_section(op, group, named, tables) for op, group in found),
@@ -93,7 +93,7 @@ def build(runs: Sequence[Run], tables: Sequence[Table]) -> Report:
 
 
 def labels(files: Sequence[str]) -> list[str]:
-    """A short name for each file, all different."""
+    """A short, unique name for each file."""
     short = [Path(name).stem for name in files]
     return short if len(set(short)) == len(short) else list(files)
 
@@ -105,20 +105,20 @@ def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequ
     referred = tables if (op, group) == DRAWN_WITH_REFERENCES else ()
     over = {"world": "all ranks", "node": "the ranks of a node"}.get(group, f"groups of a {group}")
     title = f"{op} over {over}"
-    panel = Panel(
+    chart = BandwidthChart(
         title=f"{title}: bus bandwidth, {timing} times",
         lines=(*_published_lines(referred), *(_line(curve) for curve in curves)),
         levels=_levels(curves) if group != "node" else (),
     )
     return Section(
         title=title,
-        panel=panel,
+        chart=chart,
         bandwidth=_bandwidth(curves),
         spread=_spread(spread) if spread else None,
         beside=_beside(curves, referred),
         notes=(
-            f"Times are {timing}: {TIMING_SAYS[timing]}.",
-            *_level_notes(op, panel.levels),
+            f"Times are {timing}: {TIMING_MEANS[timing]}.",
+            *_level_notes(op, chart.levels),
         ),
     )
 
@@ -131,15 +131,15 @@ def _common_timing(op: str, group: str, runs: Sequence[Run]) -> Timing:
     for timing in TIMINGS:
         if all(timing in found for found in measured.values()):
             return timing
-    told = "; ".join(f"{where}: {', '.join(sorted(found))}" for where, found in measured.items())
+    timings = "; ".join(f"{where}: {', '.join(sorted(found))}" for where, found in measured.items())
     raise UsageError(
-        f"{op} was timed in different ways, which are never drawn together",
-        where=told,
+        f"the runs timed {op} in different ways, which cannot share a chart",
+        where=timings,
         hint="report the files one by one",
     )
 
 
-def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]]) -> list[Curve]:
+def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]]) -> list[BandwidthCurve]:
     chosen = [
         (name, run, one)
         for name, run in named
@@ -150,7 +150,7 @@ def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]
     keys = dict.fromkeys((name, one.dtype) for name, _, one in chosen)
     runs = {name: run for name, run, _ in chosen}
     return [
-        Curve(
+        BandwidthCurve(
             label=f"{name} {dtype}" if len(types) > 1 else name,
             run=runs[name],
             results=tuple(
@@ -164,7 +164,7 @@ def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]
     ]
 
 
-def _line(curve: Curve) -> Line:
+def _line(curve: BandwidthCurve) -> Line:
     return Line(
         label=f"{curve.label}: {_world(curve.run)}",
         points=tuple((one.size_bytes, one.busbw_GBps) for one in curve.results if one.busbw_GBps > 0),
@@ -179,7 +179,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _levels(curves: Sequence[Curve]) -> tuple[Level, ...]:
+def _levels(curves: Sequence[BandwidthCurve]) -> tuple[Level, ...]:
     rates = sorted({curve.run.line_rate_Gbps for curve in curves if curve.run.line_rate_Gbps})
     return tuple(
         Level(label=f"line rate of a node: {rate:g} Gbps = {rate / 8:g} GBps", GBps=rate / 8)
@@ -190,13 +190,13 @@ def _levels(curves: Sequence[Curve]) -> tuple[Level, ...]:
 def _level_notes(op: str, levels: Sequence[Level]) -> Iterator[str]:
     if levels:
         yield (
-            "The line rate is what a node's network ports carry one way. What stays within a node never "
-            "meets it."
+            "The line rate is the bandwidth of a node's network ports in one direction. Data within a node "
+            "does not count towards it."
         )
     if levels and op == "all_reduce":
         yield (
-            "A flat ring keeps busbw at or below it; a hierarchical all_reduce of n ranks on N nodes may "
-            "show up to (n-1)/n x N/(N-1) of it."
+            "The busbw of a flat ring cannot exceed it. That of a hierarchical all_reduce of n ranks on N "
+            "nodes can reach (n-1)/n x N/(N-1) of it."
         )
 
 
@@ -209,17 +209,17 @@ def _published_lines(tables: Sequence[Table]) -> Iterator[Line]:
                 for row in rows
                 if (row.arm, row.nodes, row.ranks) == (arm, nodes, ranks) and row.size_bytes
             )
-            told = f"{_told(table, arm)}, {_count(nodes, 'node')}, {_count(ranks, 'GPU')}"
+            label = f"{_name(table, arm)}, {_count(nodes, 'node')}, {_count(ranks, 'GPU')}"
             value = f": {figure(points[0][1])} GBps" if len(points) == 1 else ""
-            yield Line(label=f"{told}{value}", points=points, published=True)
+            yield Line(label=f"{label}{value}", points=points, published=True)
 
 
-def _told(table: Table, arm: str) -> str:
+def _name(table: Table, arm: str) -> str:
     return f"{table.name} {arm}".strip()
 
 
-def _beside(curves: Sequence[Curve], tables: Sequence[Table]) -> Grid | None:
-    """Runs on GPUs beside what was published for as many nodes and ranks and nearly the same payload."""
+def _beside(curves: Sequence[BandwidthCurve], tables: Sequence[Table]) -> Grid | None:
+    """Compare runs on GPUs with published figures for equal nodes and ranks and nearly the same payload."""
     rows = []
     for curve in curves:
         world = curve.run.world
@@ -241,7 +241,7 @@ def _beside(curves: Sequence[Curve], tables: Sequence[Table]) -> Grid | None:
                         sizes.both(nearest.size_bytes),
                         figure(nearest.busbw_GBps * 8),
                         figure(published * 8),
-                        _told(table, arm),
+                        _name(table, arm),
                         f"{nearest.busbw_GBps / published:.2f}",
                     )
                 )
@@ -253,7 +253,7 @@ def _off(one: int, other: int | None) -> float:
     return max(one, other) / min(one, other) if other else float("inf")
 
 
-def _bandwidth(curves: Sequence[Curve]) -> Grid:
+def _bandwidth(curves: Sequence[BandwidthCurve]) -> Grid:
     by_size = [{one.size_bytes: one for one in curve.results} for curve in curves]
     alone, pair = len(curves) == 1, len(curves) == 2
     head = ["size"]
@@ -289,7 +289,7 @@ def _bandwidth(curves: Sequence[Curve]) -> Grid:
     return Grid(head=tuple(head), rows=tuple(rows))
 
 
-def _spread(curves: Sequence[Curve]) -> Grid:
+def _spread(curves: Sequence[BandwidthCurve]) -> Grid:
     return Grid(
         head=("run", "size", "iterations", "p50 (us)", "p95 (us)", "p99 (us)", "cv"),
         rows=tuple(
@@ -324,14 +324,16 @@ def _runs(named: Sequence[tuple[str, Run]]) -> Grid:
 
 
 def _values(run: Run) -> str:
-    # Of the two timings of a size one is enough: the other then needs no check of its own.
+    # Verifying one of the two timings of a size is enough.
     checked = {one.key[:4] for one in run.results if one.wrong is not None}
     if total := sum(one.wrong or 0 for one in run.results):
         return f"{total} WRONG elements"
     if not checked:
-        return "not checked"
+        return "not verified"
     every = {one.key[:4] for one in run.results}
-    return "checked, all right" if checked == every else f"{len(checked)} of {len(every)} checked, all right"
+    return (
+        "verified, all right" if checked == every else f"{len(checked)} of {len(every)} verified, all right"
+    )
 
 
 def _published(tables: Sequence[Table]) -> Grid | None:
@@ -341,7 +343,7 @@ def _published(tables: Sequence[Table]) -> Grid | None:
         head=("published", "nodes", "GPUs", "size", "algbw (Gbps)", "busbw (Gbps)", "busbw (GBps)"),
         rows=tuple(
             (
-                _told(table, row.arm),
+                _name(table, row.arm),
                 str(row.nodes),
                 str(row.ranks),
                 sizes.both(row.size_bytes) if row.size_bytes else "-",
@@ -356,7 +358,7 @@ def _published(tables: Sequence[Table]) -> Grid | None:
 
 
 def _fingerprint(named: Sequence[tuple[str, Run]]) -> Grid:
-    told = []
+    columns = []
     for _, run in named:
         world = {
             name: ", ".join(value) if isinstance(value, tuple) else str(value)
@@ -364,9 +366,9 @@ def _fingerprint(named: Sequence[tuple[str, Run]]) -> Grid:
         }
         ways = {"arm": run.arm, "NCCL's log": ", ".join(run.transport)}
         found = {name: value for name, value in ways.items() if value}
-        told.append({**world, **found, **run.fingerprint, "saved by imgkit": run.version})
-    names = list(dict.fromkeys(name for one in told for name in one))
-    rows = [(name, *(one.get(name, "-") for one in told)) for name in names]
+        columns.append({**world, **found, **run.fingerprint, "saved by imgkit": run.version})
+    names = list(dict.fromkeys(name for one in columns for name in one))
+    rows = [(name, *(one.get(name, "-") for one in columns)) for name in names]
     return Grid(
         head=("", *(name for name, _ in named)),
         rows=tuple(rows),

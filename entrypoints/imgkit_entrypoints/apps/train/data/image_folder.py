@@ -51,7 +51,7 @@ def classes_of(data: Path) -> list[str]:
     return found
 
 
-class Images:
+class ImageFolder:
     """One sample a file: (3, size, size), and the number of its class.
 
     Training samples are cut out and mirrored by chance; `torch` draws, so each follows from seed, epoch and

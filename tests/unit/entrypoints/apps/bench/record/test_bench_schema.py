@@ -1,4 +1,4 @@
-"""The JSON Schema of the saved file: it is one, it holds what is written, and the reader asks for no less."""
+"""The JSON Schema of the saved file: it is valid, covers all that is written, and the reader asks no less."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench.judge import conditions, nccl_log, verdict
-from imgkit_entrypoints.apps.bench.judge.counters import Count
+from imgkit_entrypoints.apps.bench.judge import verdict
 from imgkit_entrypoints.apps.bench.judge.stragglers import Late
-from imgkit_entrypoints.apps.bench.record import json_schema, schema, writer
+from imgkit_entrypoints.apps.bench.measure import nccl_log, node_conditions
+from imgkit_entrypoints.apps.bench.measure.port_counters import Count
+from imgkit_entrypoints.apps.bench.record import json_schema, reader, values, writer
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = json_schema.made()
@@ -46,11 +47,11 @@ def whole() -> dict[str, Any]:
                 **common,
             )
         )
-    gpu = conditions.Gpu(
+    gpu = node_conditions.GpuClocks(
         index=0, sm_MHz=1980, most_MHz=None, temperature_C=61, slowed_by=("heat (hardware)",)
     )
-    now = conditions.Condition(gpus=(gpu,), errors={"mlx5_0:1 symbol_error": 0})
-    setting = verdict.Setting(
+    now = node_conditions.Condition(gpus=(gpu,), errors={"mlx5_0:1 symbol_error": 0})
+    context = verdict.RunContext(
         hosts=("n1", "n2"),
         ranks=8,
         group="world",
@@ -58,8 +59,8 @@ def whole() -> dict[str, Any]:
         device="cuda",
         fabric="infiniband",
         line_rate_Gbps=200.0,
-        decided={"all_reduce": nccl_log.Decision(algorithm="Ring", protocol="Simple", channels=16)},
-        conditions=(conditions.Node(host="n1", before=now, after=now),),
+        decided={"all_reduce": nccl_log.NcclChoice(algorithm="Ring", protocol="Simple", channels=16)},
+        conditions=(node_conditions.NodeConditions(host="n1", before=now, after=now),),
     )
     largest = verdict.Largest(
         op="all_reduce",
@@ -73,13 +74,13 @@ def whole() -> dict[str, Any]:
     made = writer.Record(
         started="2026-11-21T15:00:00+00:00",
         command=("dist-bench",),
-        world=schema.World(
+        world=values.World(
             ranks=8, nodes=2, ranks_per_node=4, hosts=("n1", "n2"), backend="nccl", device="cuda"
         ),
         fingerprint={"nccl": "2.27.3"},
         line_rate_Gbps=None,
         results=results,
-        verdict=verdict.judge([largest], setting, [Late(rank=1, seconds=0.02)], ["n1"] * 8),
+        verdict=verdict.judge([largest], context, [Late(rank=1, seconds=0.02)], ["n1"] * 8),
         complete=True,
         transport=("network IB",),
         arm="rdma",
@@ -159,7 +160,7 @@ def test_missing_fields_are_refused_where_the_reader_does(path: tuple[Any, ...])
         place = place[step]
     del place[path[-1]]
     try:
-        schema.parse(data, "run.json")
+        reader.parse(data, "run.json")
     except UsageError:
         assert not VALIDATOR.is_valid(data)
 
@@ -173,7 +174,7 @@ READ = [path for path in paths(WHOLE) if path and path[:1] != ("verdict",)]
 def test_what_the_reader_takes_is_valid(path: tuple[Any, ...], value: object) -> None:
     data = changed(path, value)
     try:
-        schema.parse(data, "run.json")
+        reader.parse(data, "run.json")
     except UsageError:
         return
     VALIDATOR.validate(data)

@@ -1,4 +1,4 @@
-"""``dist-bench report``: the file's check, what is drawn, and that nothing in a file can break a page."""
+"""``dist-bench report``: the checks of the file, the drawing, and hostile files that break no page."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench.record import schema
-from imgkit_entrypoints.apps.bench.report import chart, command, page, reference, sections
+from imgkit_entrypoints.apps.bench.record import reader
+from imgkit_entrypoints.apps.bench.record.values import Run
+from imgkit_entrypoints.apps.bench.report import chart, command, content, page, reference
 from imgkit_entrypoints.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
-DOCS = Path(__file__).resolve().parents[5] / "docs"
+DOCS = Path(__file__).resolve().parents[6] / "docs"
 Saved = dict[str, Any]
 Keep = Callable[..., Path]
 
@@ -84,14 +85,14 @@ def keep(tmp_path: Path) -> Keep:
     return write
 
 
-def parsed(*results: Saved, **changed: object) -> schema.Run:
+def parsed(*results: Saved, **changed: object) -> Run:
     where = str(changed.pop("where", "run.json"))
-    return schema.parse(saved(*results, **changed), where)
+    return reader.parse(saved(*results, **changed), where)
 
 
-def drawing(*runs: schema.Run, tables: tuple[str, ...] = ()) -> ET.Element:
-    built = sections.build(runs, [reference.find(name) for name in tables])
-    return ET.fromstring(chart.document([one.panel for one in built.sections]))  # noqa: S314 - our own
+def drawing(*runs: Run, tables: tuple[str, ...] = ()) -> ET.Element:
+    built = content.build(runs, [reference.find(name) for name in tables])
+    return ET.fromstring(chart.document([one.chart for one in built.sections]))  # noqa: S314 - our own
 
 
 def texts(root: ET.Element) -> list[str]:
@@ -102,7 +103,7 @@ def texts(root: ET.Element) -> list[str]:
 
 
 def test_whole_file_becomes_values(keep: Keep) -> None:
-    run = schema.load(keep("run", saved(result(timing="iteration"))))
+    run = reader.load(keep("run", saved(result(timing="iteration"))))
     assert (run.world.ranks, run.world.hosts) == (8, ("node1", "node2"))
     assert run.fingerprint["cpus_per_rank"] == "20"
     assert run.results[0].times_us == pytest.approx((104.8576, 314.5728))
@@ -115,15 +116,15 @@ def test_unknown_fields_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"schema": 2, "version": "9.1"}, "schema 2, and this imgkit reads schema 1"),
+        ({"schema": 2, "version": "9.1"}, "schema 2; this imgkit reads schema 1"),
         ({"schema": True}, "schema True"),
-        ({"tool": "nccl-tests"}, "not a file of dist-bench"),
+        ({"tool": "nccl-tests"}, "not a file written by dist-bench"),
         ({"complete": "yes"}, "complete is 'yes'"),
-        ({"command": "dist-bench"}, "command is no array"),
+        ({"command": "dist-bench"}, "command is not an array"),
         ({"line_rate_Gbps": -1}, "line_rate_Gbps is -1.0"),
-        ({"world": []}, "an object is expected here"),
-        ({"fingerprint": None}, "an object is expected here"),
-        ({"verdict": {"sentences": [1]}}, "sentences holds 1, not a text"),
+        ({"world": []}, "expected a JSON object"),
+        ({"fingerprint": None}, "expected a JSON object"),
+        ({"verdict": {"sentences": [1]}}, "sentences holds 1, not a string"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -135,15 +136,15 @@ def test_wrong_fields_are_refused(changed: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"size_bytes": 0}, "size_bytes is no whole number from 1"),
-        ({"size_bytes": 10**400}, "size_bytes is no whole number from 1"),
+        ({"size_bytes": 0}, "size_bytes must be a whole number of at least 1"),
+        ({"size_bytes": 10**400}, "size_bytes must be a whole number of at least 1"),
         ({"timing": "fast"}, "timing 'fast'"),
         ({"timing": "iteration"}, "times_us is missing"),
         ({"time_us": "12"}, "time_us is '12', not a number"),
         ({"time_us": 10**400}, "time_us is inf"),
         ({"time_us": 0}, "time_us is 0"),
-        ({"wrong": 1.5}, "wrong is no whole number"),
-        ({"dtype": None}, "dtype holds None, not a text"),
+        ({"wrong": 1.5}, "wrong must be a whole number"),
+        ({"dtype": None}, "dtype holds None, not a string"),
         ({"algbw_GBps": 80.0}, "are 10 GBps, not 80"),  # Gbps
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -157,7 +158,7 @@ def test_wrong_results_are_refused_by_place(changed: dict[str, object], message:
 def test_newer_schema_names_its_writer() -> None:
     with pytest.raises(UsageError) as caught:
         parsed(schema=2, version="9.1")
-    assert "version 9.1" in (caught.value.hint or "")
+    assert "imgkit 9.1" in (caught.value.hint or "")
 
 
 def test_one_size_twice_is_refused() -> None:
@@ -167,15 +168,15 @@ def test_one_size_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"schema": NaN}', "\ufeff{}"])
 def test_broken_json_is_refused(keep: Keep, text: str) -> None:
-    with pytest.raises(UsageError, match="this is no JSON"):
-        schema.load(keep("broken", text=text))
+    with pytest.raises(UsageError, match="not valid JSON"):
+        reader.load(keep("broken", text=text))
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\x80\x04")
-    for name, said in (("", "directory"), ("none.json", "No such file"), ("binary.json", "no JSON")):
+    for name, said in (("", "directory"), ("none.json", "No such file"), ("binary.json", "not valid JSON")):
         with pytest.raises(UsageError, match=said):
-            schema.load(tmp_path / name)
+            reader.load(tmp_path / name)
 
 
 def test_documentation_names_every_field() -> None:
@@ -240,27 +241,27 @@ def test_published_tables_stay_with_their_op() -> None:
 
 def test_each_op_has_its_own_chart() -> None:
     runs = [parsed(result(), result(op="all_gather")), parsed(result(), where="b.json")]
-    built = sections.build(runs, [])
-    assert [len(one.panel.lines) for one in built.sections] == [2, 1]
+    built = content.build(runs, [])
+    assert [len(one.chart.lines) for one in built.sections] == [2, 1]
 
 
 def test_types_never_share_a_line() -> None:
-    built = sections.build([parsed(result(), result(dtype="bf16", GBps=20.0))], [])
-    assert [line.label.split(":")[0] for line in built.sections[0].panel.lines] == ["run fp32", "run bf16"]
+    built = content.build([parsed(result(), result(dtype="bf16", GBps=20.0))], [])
+    assert [line.label.split(":")[0] for line in built.sections[0].chart.lines] == ["run fp32", "run bf16"]
 
 
 def test_timings_never_share_a_chart() -> None:
     batched, iteration = parsed(where="a.json"), parsed(result(timing="iteration"), where="b.json")
-    with pytest.raises(UsageError, match="never drawn together") as caught:
-        sections.build([batched, iteration], [])
+    with pytest.raises(UsageError, match="cannot share a chart") as caught:
+        content.build([batched, iteration], [])
     assert caught.value.where == "a.json: batched; b.json: iteration"
 
 
 def test_common_timing_is_found() -> None:
     both = parsed(result(), result(timing="iteration", GBps=5.0), where="a.json")
-    (section,) = sections.build([both, parsed(result(timing="iteration"), where="b.json")], []).sections
-    assert "iteration times" in section.panel.title
-    assert [line.points[0][1] for line in section.panel.lines] == [8.75, 17.5]
+    (section,) = content.build([both, parsed(result(timing="iteration"), where="b.json")], []).sections
+    assert "iteration times" in section.chart.title
+    assert [line.points[0][1] for line in section.chart.lines] == [8.75, 17.5]
 
 
 def test_one_rank_has_nothing_to_draw() -> None:
@@ -270,14 +271,14 @@ def test_one_rank_has_nothing_to_draw() -> None:
 
 def test_two_runs_are_held_against_each_other() -> None:
     slow = parsed(result(GBps=2.5), where="tcp.json")
-    (section,) = sections.build([parsed(result(GBps=10.0), where="rdma.json"), slow], []).sections
+    (section,) = content.build([parsed(result(GBps=10.0), where="rdma.json"), slow], []).sections
     assert section.bandwidth.head[-1] == "tcp / rdma"
     assert section.bandwidth.rows[0][-1] == "0.25"
 
 
 def test_run_stands_beside_its_published_shape() -> None:
     fast = parsed(result(1 << 32, GBps=87.9))
-    (section,) = sections.build([fast], [reference.find("mn5")]).sections
+    (section,) = content.build([fast], [reference.find("mn5")]).sections
     assert section.beside
     (row,) = section.beside.rows
     assert (row[0], row[3], row[4], row[5]) == ("run", "1230.8", "mn5", "1.00")
@@ -285,12 +286,12 @@ def test_run_stands_beside_its_published_shape() -> None:
 
 def test_differing_fingerprints_are_marked() -> None:
     other = parsed(where="b.json", fingerprint={"torch": "2.3.0", "nccl": "2.27.7"})
-    grid = sections.build([parsed(where="a.json"), other], []).fingerprint
+    grid = content.build([parsed(where="a.json"), other], []).fingerprint
     assert {grid.rows[index][0] for index in grid.marked} == {"nccl", "cpus_per_rank"}
 
 
 def test_wrong_values_and_broken_ends_are_told() -> None:
-    told = page.markdown(sections.build([parsed(result(wrong=7), complete=False)], []))
+    told = page.markdown(content.build([parsed(result(wrong=7), complete=False)], []))
     assert "7 WRONG elements" in told
     assert "INCOMPLETE" in told
 
@@ -298,19 +299,19 @@ def test_wrong_values_and_broken_ends_are_told() -> None:
 @pytest.mark.parametrize(
     ("results", "said"),
     [
-        ([result(wrong=None)], "not checked"),
-        ([result(wrong=None), result(timing="iteration")], "checked, all right"),
-        ([result(wrong=None), result(64)], "1 of 2 checked, all right"),
+        ([result(wrong=None)], "not verified"),
+        ([result(wrong=None), result(timing="iteration")], "verified, all right"),
+        ([result(wrong=None), result(64)], "1 of 2 verified, all right"),
     ],
     ids=["none", "other timing", "one size"],
 )
 def test_checked_values_are_told(results: list[Saved], said: str) -> None:
-    assert sections.build([parsed(*results)], []).runs.rows[0][3] == said
+    assert content.build([parsed(*results)], []).runs.rows[0][3] == said
 
 
 def test_no_finished_size_is_refused() -> None:
-    with pytest.raises(UsageError, match="no size was finished"):
-        sections.build([schema.parse(saved() | {"results": []}, "run.json")], [])
+    with pytest.raises(UsageError, match="no run finished a size"):
+        content.build([reader.parse(saved() | {"results": []}, "run.json")], [])
 
 
 @given(
@@ -320,7 +321,7 @@ def test_no_finished_size_is_refused() -> None:
 @example([0.0, 5.0, 6.0, 6.0, 6.0, 6.0, 500.0], 10.0)
 @example([500.0, 512.0, 513.0, 513.0, 513.0], 10.0)
 def test_labels_never_overlap(wanted: list[float], step: float) -> None:
-    places = chart.spread(wanted, step, 0, 1000)
+    places = chart.spaced(wanted, step, 0, 1000)
     assert all(second - first >= step - 1e-6 for first, second in itertools.pairwise(places))
     if step * len(wanted) <= 1000:
         assert all(-1e-6 <= place <= 1000 + 1e-6 for place in places)
@@ -353,7 +354,7 @@ EVIL = "</svg><script>alert(1)</script><img src=x onerror=y>\"'&\x1b[31m\ud800|`
 
 def test_page_loads_and_runs_nothing() -> None:
     tags = Tags()
-    tags.feed(page.html(sections.build([parsed()], [reference.find("rcp")])))
+    tags.feed(page.html(content.build([parsed()], [reference.find("rcp")])))
     assert not tags.names & {"script", "link", "img", "iframe", "object", "base"}
     assert not tags.loads
 
@@ -401,12 +402,12 @@ def test_any_file_is_reported_or_refused(path: tuple[Any, ...], value: object) -
         place = place[step]
     place[path[-1]] = value
     try:
-        built = sections.build([schema.parse(data, "run.json")], [reference.find("mn5")])
+        built = content.build([reader.parse(data, "run.json")], [reference.find("mn5")])
     except UsageError:
         return
     page.html(built).encode()
     page.markdown(built).encode()
-    ET.fromstring(chart.document([one.panel for one in built.sections]))  # noqa: S314 - our own
+    ET.fromstring(chart.document([one.chart for one in built.sections]))  # noqa: S314 - our own
 
 
 # The command
@@ -419,13 +420,13 @@ def test_markdown_goes_to_stdout(keep: Keep, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", ["report.pdf", "report", ".html"])
 def test_unknown_format_is_refused(keep: Keep, name: str) -> None:
-    with pytest.raises(UsageError, match="cannot tell the format"):
+    with pytest.raises(UsageError, match="names no known format"):
         command.main([str(keep("run")), "-o", name])
 
 
 def test_same_file_twice_is_refused(keep: Keep) -> None:
     file = str(keep("run"))
-    with pytest.raises(UsageError, match="the same file twice"):
+    with pytest.raises(UsageError, match="the same file is given twice"):
         command.main([file, file])
 
 
@@ -439,15 +440,15 @@ def test_unknown_reference_writes_nothing(keep: Keep, tmp_path: Path) -> None:
 def test_failed_write_leaves_the_old_report(keep: Keep, tmp_path: Path) -> None:
     target = tmp_path / "folder.html"
     target.mkdir()
-    with pytest.raises(UsageError, match="cannot write it"):
+    with pytest.raises(UsageError, match="cannot write the report"):
         command.main([str(keep("run")), "-o", str(target)])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert target.is_dir()
 
 
 def test_equal_names_are_told_apart(tmp_path: Path) -> None:
-    assert sections.labels(["a/run.json", "b/run.json"]) == ["a/run.json", "b/run.json"]
-    assert sections.labels(["a/one.json", "b/two.json"]) == ["one", "two"]
+    assert content.labels(["a/run.json", "b/run.json"]) == ["a/run.json", "b/run.json"]
+    assert content.labels(["a/one.json", "b/two.json"]) == ["one", "two"]
 
 
 def test_command_runs_without_torch_or_launch(keep: Keep) -> None:
@@ -476,4 +477,4 @@ def test_command_tells_its_mistakes(keep: Keep) -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert f"dist-bench: {file}: this is no JSON" in done.stderr
+    assert f"dist-bench: {file}: not valid JSON" in done.stderr

@@ -14,21 +14,21 @@ import pytest
 from imgkit_entrypoints.apps.train import options
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S
 from imgkit_entrypoints.apps.train.report import curves, utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Report, Seen, clock
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, RunLog, Seen, clock
 
 
-def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> Report:
+def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> RunLog:
     config = dataclasses.replace(options.read([], {}), run_dir=run_dir, global_batch=64, log_every=10)
     waited_s = itertools.count(5.0, 0.25)  # some of it before the first step
     gauges = Gauges(waited_s=lambda: next(waited_s), memory_MiB=lambda: 512.0)
-    return Report(config, start=start, steps=steps, ranks=2, gauges=gauges, say=print)
+    return RunLog(config, start=start, steps=steps, ranks=2, gauges=gauges, say=print)
 
 
 def seen(step: int, steps: int, loss: float, skipped: int = 0) -> Seen:
     return Seen(step=step, steps=steps, loss=loss, skipped=skipped, seconds=1.0)
 
 
-def end(of: Report, step: int) -> None:
+def end(of: RunLog, step: int) -> None:
     of.close(step=step, reason="all steps are done", saved_step=-1, stall_s=0.0)
 
 
@@ -56,7 +56,7 @@ def test_slow_steps_have_lines_in_between(capsys: pytest.CaptureFixture[str]) ->
 def test_utilization_is_told_where_known(capsys: pytest.CaptureFixture[str]) -> None:
     gauges = Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, samples_per_s_at_peak=64.0)
     config = dataclasses.replace(options.read([], {}), global_batch=64, log_every=10)
-    one = Report(config, start=0, steps=20, ranks=2, gauges=gauges, say=print)
+    one = RunLog(config, start=0, steps=20, ranks=2, gauges=gauges, say=print)
     one.note(seen(1, 1, 1.0))  # 64 samples in a second, by 2 ranks
     assert "50.0% MFU" in capsys.readouterr().out
 
@@ -95,7 +95,7 @@ def test_drawing_of_nothing_is_one(tmp_path: Path) -> None:
     one = report(tmp_path)
     one.note(seen(1, 1, math.nan))
     end(one, 1)
-    assert "Nothing is known." in (tmp_path / "curves.svg").read_text()
+    assert "No data." in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""A run against a saved one: is it slower, and by more than both runs vary?
+"""``--baseline``: compare a run with a saved one. Is it slower, and by more than both runs vary?
 
-What varies are the iterations themselves. Confidence intervals of the medians would be narrower, but they
-take iterations as independent, and slow phases of a machine last longer than that: between equal runs on a
-busy one they were apart at every fourth size (docs/bench-report.md).
+The spread is that of the iterations. Confidence intervals of the medians would be narrower, but they assume
+independent iterations, and the slow phases of a machine last longer than one iteration. Between equal runs on
+a busy machine, such intervals were apart at every fourth size (docs/bench-report.md).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.record.schema import Result, Run
+from imgkit_entrypoints.apps.bench.record.values import Result, Run
 from imgkit_entrypoints.errors import UsageError
 
 LEAST_TIMES = 6
-"""Six and six equal times are apart by chance once in 924, five and five once in 252."""
-HINT = "measure both in the same way on the same machines, or save a new baseline with --save"
+"""Two sets of six times of equal runs are apart by chance once in 924 cases, of five once in 252."""
+HINT = "measure both runs in the same way on the same machines, or save a new baseline with --save"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The times of one size without the fastest and the slowest tenth."""
+    """The range of the times of one size, without the fastest and the slowest tenth."""
 
     low: float
     median: float
@@ -31,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One op and size, in both runs."""
+    """One op and size in both runs."""
 
     op: str
     group: str
@@ -40,7 +40,7 @@ class Change:
     old_us: Spread
     new_us: Spread
     ratio: float
-    """Bandwidth now by that of the baseline, from the medians: below 1 is slower."""
+    """Bandwidth now divided by the baseline's, from the medians; below 1 is slower."""
     regressed: bool
 
     def __str__(self) -> str:
@@ -52,27 +52,27 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What `compare` found."""
+class BaselineVerdict:
+    """The result of the comparison with a baseline."""
 
     tolerance: float
     changes: tuple[Change, ...]
     not_compared: int
-    """Results of either run without a partner in the other, or with too few times."""
+    """Results that the other run lacks, or that have too few times."""
 
     @property
     def regressions(self) -> tuple[Change, ...]:
-        """The worst first."""
+        """The changes that are regressions, the worst first."""
         return tuple(sorted((one for one in self.changes if one.regressed), key=lambda one: one.ratio))
 
     @property
     def visible(self) -> float:
-        """How many times slower half of the sizes would have to be, at least, to leave their spread."""
+        """Factor by which half of the sizes would have to be slower to leave the baseline's spread."""
         return statistics.median(one.old_us.high / one.old_us.low for one in self.changes)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """For people; the first one is the answer."""
+        """The result as sentences; the first one is the answer."""
         bad = self.regressions
         answer = (
             f"slower than the baseline by more than {self.tolerance:.0%}, beyond the spread of both runs, at "
@@ -81,33 +81,35 @@ class Verdict:
             else f"no regression: none of {len(self.changes)} sizes is slower than the baseline by more than "
             f"{self.tolerance:.0%} and beyond the spread of both runs"
         )
-        told = [answer, *map(str, bad)]
+        result = [answer, *map(str, bad)]
         if self.visible > 1 / (1 - self.tolerance):
-            told.append(
-                f"the baseline's iterations vary: at half of the sizes nothing below {self.visible:.2g} "
-                "times slower can be told from that"
+            result.append(
+                f"the baseline's iterations vary: at half of the sizes, only a run at least "
+                f"{self.visible:.2g} times slower can be told apart from that"
             )
         if self.not_compared:
-            told.append(
-                f"{self.not_compared} results had no partner with enough times, and were not compared"
+            result.append(
+                f"{self.not_compared} results were not compared: the other run lacks them, or they have "
+                "too few times"
             )
-        return tuple(told)
+        return tuple(result)
 
 
-def compare(new: Run, old: Run, tolerance: float) -> Verdict:
-    """Judge the results that both runs timed per iteration; batched ones have no spread to judge by.
+def compare(new: Run, old: Run, tolerance: float) -> BaselineVerdict:
+    """Compare the results that both runs timed per iteration; batched times have no spread.
 
-    A regression needs both: bandwidth below ``1 - tolerance`` of the baseline's by the medians, and spreads
-    apart, which is nine tenths of the iterations slower than nine tenths of the baseline's.
+    A regression meets two conditions. The bandwidth from the medians is below ``1 - tolerance`` of the
+    baseline's. The spreads are apart: nine tenths of the iterations are slower than nine tenths of the
+    baseline's.
 
     Raises
     ------
-    UsageError : the runs cannot be compared; names what differs.
+    UsageError : the runs cannot be compared; names every difference.
     """
     _same_place(new, old)
     if faulty := [one for one in old.results if one.wrong]:
         raise UsageError(
-            f"the baseline had {faulty[0].wrong} wrong elements in {faulty[0].op}: its times mean nothing",
+            f"the baseline had {faulty[0].wrong} wrong elements in {faulty[0].op}, so its times mean nothing",
             where=old.where,
             hint=HINT,
         )
@@ -125,11 +127,11 @@ def compare(new: Run, old: Run, tolerance: float) -> Verdict:
         )
         raise UsageError(f"nothing to compare: {said}", where=f"{new.where} and {old.where}", hint=HINT)
     apart = len(new_spread.keys() ^ old_spread.keys()) + len(both) - len(judged)
-    return Verdict(tolerance=tolerance, changes=tuple(judged), not_compared=apart)
+    return BaselineVerdict(tolerance=tolerance, changes=tuple(judged), not_compared=apart)
 
 
 def spread(times: Sequence[float]) -> Spread:
-    """Of at least one time; with fewer than ten nothing is left out."""
+    """The spread of at least one time; with fewer than ten, none is left out."""
     ordered = sorted(times)
     cut = len(ordered) // 10
     return Spread(low=ordered[cut], median=statistics.median(ordered), high=ordered[-1 - cut])
@@ -158,21 +160,21 @@ def _change(new: Result, old: Result, tolerance: float) -> Change:
 
 
 def _same_place(new: Run, old: Run) -> None:
-    """The same software on as many ranks; other nodes of the same kind are welcome."""
+    """Raise UsageError unless both used the same software on as many ranks; the hosts may differ."""
 
-    def told(run: Run) -> dict[str, str]:
+    def facts(run: Run) -> dict[str, str]:
         world = {name: str(value) for name, value in asdict(run.world).items() if name != "hosts"}
         return {**world, **run.fingerprint}
 
-    here, there = told(new), told(old)
+    here, there = facts(new), facts(old)
     differ = [
-        f"{name}: {there.get(name, 'not known')} then, {here.get(name, 'not known')} now"
+        f"{name}: {there.get(name, 'unknown')} then, {here.get(name, 'unknown')} now"
         for name in sorted(here.keys() | there.keys())
         if here.get(name) != there.get(name)
     ]
     if differ:
         raise UsageError(
-            f"the baseline was measured elsewhere or otherwise: {'; '.join(differ)}",
+            f"the baseline was measured under other conditions: {'; '.join(differ)}",
             where=old.where,
             hint=HINT,
         )
@@ -185,13 +187,14 @@ def _same_timing(
         batched = {one.key[:4] for one in run.results if one.timing == "batched"}
         if not mine and batched & others.keys():
             raise UsageError(
-                f"only batched times here, times per iteration in {other.where}: they are never compared",
+                f"this run has only batched times, {other.where} has times per iteration: "
+                "they cannot be compared",
                 where=run.where,
                 hint=HINT,
             )
     if not new_spread and not old_spread:
         raise UsageError(
-            "only batched times, which have no spread to judge by",
+            "both runs have only batched times, which have no spread",
             where=f"{new.where} and {old.where}",
-            hint="times per iteration are needed in both",
+            hint="both runs need times per iteration",
         )

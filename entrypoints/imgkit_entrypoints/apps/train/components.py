@@ -12,12 +12,12 @@ from imgkit_entrypoints.apps.train import models, plugins
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data import built_in
 from imgkit_entrypoints.apps.train.data.order import seed_of
-from imgkit_entrypoints.apps.train.state.snapshot import begin_random
+from imgkit_entrypoints.apps.train.state.snapshot import seed_everything
 from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Components:
     """What is trained, on what, to what end."""
 
     model: Callable[[Config], nn.Module]
@@ -25,7 +25,7 @@ class Parts:
     loss: Callable[[nn.Module, Any], Tensor]
 
 
-def load(config: Config) -> Parts:
+def load(config: Config) -> Components:
     """The parts that `config` names; nothing is made yet.
 
     Raises
@@ -39,7 +39,7 @@ def load(config: Config) -> Parts:
     loss = models.loss_of if config.step == "builtin" else plugins.load(config.step, plugins.STEP)
 
     def seeded_model(config: Config) -> nn.Module:
-        begin_random(config.seed)
+        seed_everything(config.seed)
         made = model(config)
         if not isinstance(made, nn.Module):
             raise _wrong(config.model, made, plugins.MODEL)
@@ -47,13 +47,13 @@ def load(config: Config) -> Parts:
 
     def seeded_data(config: Config, split: str) -> Any:
         # The same data on every rank, should it be random, and other data held out.
-        begin_random(config.seed if split == "train" else seed_of(config.seed, split))
+        seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
         made = samples(config, split)
         if not hasattr(made, "__len__") or not (hasattr(made, "__getitem__") or hasattr(made, "batch")):
             raise _wrong(config.data, made, plugins.DATA)
         return made
 
-    return Parts(model=seeded_model, data=seeded_data, loss=loss)
+    return Components(model=seeded_model, data=seeded_data, loss=loss)
 
 
 def _built_in(config: Config) -> nn.Module:

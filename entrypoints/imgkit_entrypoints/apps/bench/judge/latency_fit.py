@@ -1,4 +1,4 @@
-"""The line ``t(S) = a + S/B`` through the times of one collective."""
+"""Fit the line ``t(S) = a + S/B`` to the times of one collective."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TRUSTED = 0.30
-"""With a larger relative residual anywhere the line is no description, and nothing is said from it."""
+"""Largest relative residual of a usable fit; beyond it, latency and bandwidth are not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The line, and how far the worst time is from it."""
+    """A fitted line and its largest residual."""
 
     latency_s: float
     bytes_per_s: float
     residual: float
-    """Largest relative difference of a time from the line."""
+    """Largest relative difference between a time and the line."""
 
     @property
     def trusted(self) -> bool:
-        """True if it describes the times."""
+        """True if the line describes the times."""
         return self.residual <= TRUSTED
 
     @property
     def half_bytes(self) -> float:
-        """The size that reaches half of the bandwidth."""
+        """The size at which half of the bandwidth is reached."""
         return self.latency_s * self.bytes_per_s
 
 
 def fit(times: Sequence[tuple[int, float]]) -> Fit | None:
-    """Least squares over (bytes, seconds), weighted by 1/t^2; None where no line with a, B >= 0 exists.
+    """Least squares over (bytes, seconds), weighted by 1/t^2; None if no line with a, B >= 0 exists.
 
-    Unweighted, the largest size alone would decide, and the latency would be noise.
+    Without weights the largest size alone would decide the line, and the latency would be noise.
     """
     if len({size for size, _ in times}) < 3:
         return None  # two points fit any line

@@ -30,7 +30,7 @@ class Sink(Protocol):
         """Nothing is held back; torch.save asks."""
 
 
-Part = Callable[[Sink], object]
+WriteFile = Callable[[Sink], object]
 """Writes one file."""
 
 
@@ -67,7 +67,7 @@ def name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def write(folder: Path, step: int, parts: Mapping[str, Part], *, keep: int) -> Path:
+def write(folder: Path, step: int, parts: Mapping[str, WriteFile], *, keep: int) -> Path:
     """Write a snapshot into `folder` and remove all but the `keep` newest.
 
     One that is there for a later step belongs to a course that was given up, and goes too.
@@ -100,7 +100,7 @@ def write(folder: Path, step: int, parts: Mapping[str, Part], *, keep: int) -> P
     return target
 
 
-def _fill(temporary: Path, step: int, parts: Mapping[str, Part]) -> None:
+def _fill(temporary: Path, step: int, parts: Mapping[str, WriteFile]) -> None:
     files: dict[str, dict[str, int | str]] = {}
 
     def manifest(sink: Sink) -> None:

@@ -1,0 +1,102 @@
+"""The ranks that run a collective together, and the node of every rank."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.apps.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLocation:
+    """The node of one rank."""
+
+    rank: int
+    local_rank: int
+    host: str
+    """The node's name, with the node's number where several nodes share the name."""
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """The ranks that run a collective together."""
+
+    torch_group: Any
+    """torch's process group; None for all ranks."""
+    ranks: tuple[int, ...]
+    rank: int
+    """This process' rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+
+def locations(here: Ranks) -> tuple[RankLocation, ...]:
+    """Locate every rank; a collective call."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * here.world_size
+    dist.all_gather_object(found, (os.environ.get("GROUP_RANK", ""), platform.node(), here.local_rank))
+    return located(found)
+
+
+def located(found: Sequence[tuple[str, str, int]]) -> tuple[RankLocation, ...]:
+    """Locations from (torchrun's node number or empty, host name, local rank) of every rank, in order."""
+    nodes: dict[tuple[str, str], int] = {}
+    for number, host, _ in found:
+        nodes.setdefault((number, host), len(nodes))
+    names = [host for _, host in nodes]
+    return tuple(
+        RankLocation(
+            rank=rank,
+            local_rank=local_rank,
+            host=f"{host} (node {nodes[number, host]})" if names.count(host) > 1 else host,
+            node=nodes[number, host],
+        )
+        for rank, (number, host, local_rank) in enumerate(found)
+    )
+
+
+def members(kind: str, all_ranks: Sequence[RankLocation]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every group: one for all ranks, one per node, or one per local rank.
+
+    Raises
+    ------
+    UsageError : the groups have different sizes, so that no figure holds for all of them.
+    """
+    if kind == "world":
+        return (tuple(one.rank for one in all_ranks),)
+    groups: dict[int, list[int]] = {}
+    for one in all_ranks:
+        groups.setdefault(one.node if kind == "node" else one.local_rank, []).append(one.rank)
+    if len({len(ranks) for ranks in groups.values()}) > 1:
+        raise UsageError(
+            f"--group {kind}: the nodes have different numbers of ranks",
+            hint="start with the same --nproc N on every node",
+        )
+    return tuple(tuple(ranks) for ranks in groups.values())
+
+
+def joined(kind: str, all_ranks: Sequence[RankLocation], here: Ranks) -> RankGroup:
+    """Make all groups and return this rank's; a collective call."""
+    import torch.distributed as dist
+
+    mine: RankGroup | None = None
+    for ranks in members(kind, all_ranks):
+        group = (
+            None if kind == "world" else dist.new_group(list(ranks))
+        )  # every rank must call this, members or not
+        if here.rank in ranks:
+            mine = RankGroup(torch_group=group, ranks=ranks, rank=ranks.index(here.rank))
+    assert mine is not None
+    return mine

@@ -1,0 +1,158 @@
+"""Set up a run: find the ranks' nodes, form the groups, agree on the free memory, and open the files."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from imgkit_entrypoints.apps.bench.judge import stragglers
+from imgkit_entrypoints.apps.bench.measure import dtypes, groups, memory, timing
+from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
+from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues
+from imgkit_entrypoints.apps.bench.options import BenchOptions
+from imgkit_entrypoints.apps.bench.record import machine, reader, writer
+from imgkit_entrypoints.apps.bench.record.values import Run, World
+from imgkit_entrypoints.errors import ImgkitError, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.apps.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """Everything about a run that is known before its first collective is timed."""
+
+    options: BenchOptions
+    here: Ranks
+    locations: tuple[groups.RankLocation, ...]
+    hosts: tuple[str, ...]
+    """Name of each node."""
+    speaks: bool
+    """True on one rank per node, which reads the node's files."""
+    measurer: Measurer
+    world: World
+    machine: machine.Machine
+    baseline: Run | None
+    """The run of ``--baseline``; only rank 0 has it."""
+    free_bytes: float
+    """Free memory per rank, on the rank that has least."""
+    late_from_s: float
+    """Least lateness of a rank that is reported."""
+
+    @property
+    def group(self) -> groups.RankGroup:
+        """The ranks that run a collective together with this one."""
+        return self.measurer.group
+
+    @property
+    def dtype(self) -> dtypes.Dtype:
+        """The element type."""
+        return self.measurer.dtype
+
+    @property
+    def line_rate_Gbps(self) -> float | None:
+        """Line rate of a node's network: ``--line-rate``, or the sum of its active ports."""
+        return self.options.line_rate_Gbps or self.machine.line_rate_Gbps
+
+    def first_ranks(self) -> list[int]:
+        """The first rank of each node."""
+        nodes = range(len(self.hosts))
+        return [next(one.rank for one in self.locations if one.node == node) for node in nodes]
+
+    def new_record(self) -> writer.Record:
+        """A record without results, started now."""
+        return writer.Record(
+            started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            command=("dist-bench", *sys.argv[1:]),
+            world=self.world,
+            fingerprint=self.machine.fingerprint,
+            line_rate_Gbps=self.line_rate_Gbps,
+        )
+
+
+def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
+    """Set up the run; a collective call.
+
+    Raises
+    ------
+    UsageError : on all ranks: the groups differ in size, or rank 0 cannot use the files of
+        ``--save`` and ``--baseline``.
+    """
+    locations = groups.locations(here)
+    group = groups.joined(options.group, locations, here)
+    dtype = dtypes.named(options.dtype)
+    nodes = 1 + max(one.node for one in locations)
+    hosts = tuple(next(one.host for one in locations if one.node == node) for node in range(nodes))
+    speaks = here.rank == min(one.rank for one in locations if one.node == locations[here.rank].node)
+    ranks_per_node = -(-here.world_size // nodes)
+    found = machine.machine(os.environ, nodes, ranks_per_node, _software(here))
+    shared = ranks_per_node > found.cpus
+    return RunSetup(
+        options=options,
+        here=here,
+        locations=locations,
+        hosts=hosts,
+        speaks=speaks,
+        measurer=Measurer(
+            options=options,
+            here=here,
+            group=group,
+            dtype=dtype,
+            expected=ExpectedValues(dtype, group.size, here.device) if options.check else None,
+            counting=nodes > 1 and speaks,
+            nodes=nodes,
+        ),
+        world=World(
+            ranks=here.world_size,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            hosts=hosts,
+            backend=str(dist.get_backend()),
+            device=here.device.type,
+        ),
+        machine=found,
+        baseline=_usable_files(options, here),
+        free_bytes=_least_free_bytes(here, ranks_per_node),
+        late_from_s=stragglers.LEAST_SHARED_S if shared else stragglers.LEAST_S,
+    )
+
+
+def _least_free_bytes(here: Ranks, ranks_per_node: int) -> float:
+    free = memory.free_bytes(here, ranks_per_node)
+    least = torch.tensor([float("inf") if free is None else float(free)], device=here.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least.item())
+
+
+def _usable_files(options: BenchOptions, here: Ranks) -> Run | None:
+    """Check the files now, not after an hour of measuring; returns the baseline, on rank 0."""
+    problem: ImgkitError | None = None
+    baseline: Run | None = None
+    if here.rank == 0:
+        try:
+            if options.save:
+                writer.writable(Path(options.save))
+            if options.baseline:
+                baseline = reader.load(Path(options.baseline))
+        except ImgkitError as error:
+            problem = error
+    if timing.agreed(lambda: (float(problem is not None),), 1, here)[0]:
+        raise problem or UsageError("rank 0 cannot use the files of --save and --baseline")
+    return baseline
+
+
+def _software(here: Ranks) -> Mapping[str, str]:
+    versions = {"torch": torch.__version__}
+    if here.device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["gpu"] = torch.cuda.get_device_name(here.device)
+    return versions

@@ -1,0 +1,54 @@
+"""Shared parts of the SVG charts of dist-bench and dist-train, drawn without a plotting library.
+
+Charts are readable without colours (markers, dashes, labels) and on light and dark pages. They use plain
+classes and attributes only, because converters for papers do not support CSS variables.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, with light variants for dark pages.
+COLOURS = (
+    ("#0072b2", "#56b4e9"),
+    ("#d55e00", "#f0894a"),
+    ("#009e73", "#2fc49b"),
+    ("#a0478a", "#dd94c2"),
+    ("#8a6d00", "#e6b020"),
+    ("#4a4a4a", "#c8c8c8"),
+)
+DASHES = ("", "7 3", "2 3")
+"""Dash patterns: solid for the first round of colours, then dashed for the next two."""
+STYLE = (
+    ".paper{fill:#fff}.grid{stroke:#e3e5e8}.frame{stroke:#8a9099;fill:none}"
+    "text{font:12px system-ui,'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#1c1f23}"
+    "text.quiet{fill:#555b63}text.head{font-size:15px;font-weight:600}"
+    ".published{stroke:#6b7179;fill:#fff}.published.way{fill:none}.level{stroke:#b3001b;fill:none}"
+    "text.rate{fill:#b3001b;stroke:#fff;stroke-width:4px;paint-order:stroke}"
+    + "".join(
+        f".s{number}{{stroke:{light}}}.f{number}{{fill:{light}}}" for number, (light, _) in enumerate(COLOURS)
+    )
+    + "@media (prefers-color-scheme:dark){.paper{fill:#16181b}.grid{stroke:#2c3035}.frame{stroke:#737a83}"
+    "text{fill:#e8eaed}text.quiet{fill:#a9b0b9}.published{stroke:#a9b0b9;fill:#16181b}.level{stroke:#ff8a94}"
+    "text.rate{fill:#ff8a94;stroke:#16181b}"
+    + "".join(
+        f".s{number}{{stroke:{dark}}}.f{number}{{fill:{dark}}}" for number, (_, dark) in enumerate(COLOURS)
+    )
+    + "}"
+)
+"""CSS for the page or file that holds the drawings."""
+
+
+def document(body: str, width: int, height: int) -> str:
+    """One SVG file that holds `body`."""
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}"><style>{STYLE}</style>\n{body}\n</svg>\n'
+    )
+
+
+def escaped(value: str) -> str:
+    """Escape `value` for HTML and XML, and replace the characters that XML forbids."""
+    return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))
