@@ -87,7 +87,7 @@ def test_sockets_beside_rdma_are_told() -> None:
     text = told(slow)
     assert "Sockets are in use" in text
     assert "This node has infiniband, but it did not carry the data" in text
-    assert "about a fifth of this fabric's line rate: dist-doctor says why" in text
+    assert "about a fifth of this fabric's line rate. Run dist-doctor to see why" in text
 
 
 def test_one_rank_needs_another() -> None:

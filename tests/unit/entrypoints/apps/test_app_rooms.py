@@ -1,0 +1,67 @@
+"""The sub-rooms of dist-bench and dist-train import downwards only, and no app imports another."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import imgkit_entrypoints
+
+APPS = Path(imgkit_entrypoints.__file__).parent / "apps"
+PREFIX = "imgkit_entrypoints.apps."
+BELOW = {
+    "bench/report": {"bench/record"},
+    "bench/record": {"bench/judge", "bench/measure"},
+    "bench/judge": {"bench/measure"},
+    "bench/measure": set[str](),
+    "train/state": {"train/data"},
+    "train/report": {"train/data"},
+    "train/data": set[str](),
+}
+"""Sub-rooms that each sub-room may import; the docstrings of the packages say the same."""
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of apps that `file` imports, as paths: ``bench/judge/verdict``, ``ranks``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(PREFIX):
+            for name in node.names:
+                path = f"{node.module}.{name.name}".removeprefix(PREFIX).replace(".", "/")
+                is_module = (APPS / f"{path}.py").exists() or (APPS / path).is_dir()
+                found.add(path if is_module else path.rpartition("/")[0])
+    return found
+
+
+def app_of(path: str) -> str:
+    return path.partition("/")[0]
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_subroom_imports_only_those_below(room: str) -> None:
+    files = list((APPS / room).rglob("*.py"))
+    assert len(files) > 1
+    rooms = {str(Path(path).parent) for file in files for path in imported(file)}
+    assert {other for other in rooms if other in BELOW and other != room} <= BELOW[room]
+
+
+@pytest.mark.parametrize("app", ["bench", "train"])
+def test_modules_of_an_app_import_in_no_circle(app: str) -> None:
+    files = {str(file.relative_to(APPS).with_suffix("")): file for file in (APPS / app).rglob("*.py")}
+    left = {name: imported(file) & set(files) - {name} for name, file in files.items()}
+    while ready := {name for name, needs in left.items() if not needs & set(left)}:
+        left = {name: needs for name, needs in left.items() if name not in ready}
+    assert left == {}
+
+
+def test_no_app_imports_another() -> None:
+    apps = {"bench", "train", "hello", "pi", "doctor"}
+    wrong = {
+        f"{file.relative_to(APPS)} -> {path}"
+        for file in APPS.rglob("*.py")
+        for path in imported(file)
+        if app_of(path) in apps and app_of(path) != app_of(str(file.relative_to(APPS).with_suffix("")))
+    }
+    assert wrong == set()
