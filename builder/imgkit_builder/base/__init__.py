@@ -1,1 +1,1 @@
-"""Programs, files, progress and checks: what every other room builds on."""
+"""Programs, files, progress, checks and the platform: every other room builds on these."""

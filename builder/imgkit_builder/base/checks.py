@@ -1,4 +1,4 @@
-"""One shape for every answer of ``test``, ``verify`` and ``doctor``. Standard library only."""
+"""The result of a check, for ``test``, ``verify`` and ``doctor``. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Verdict = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
     found: str
-    """What was seen: a version, a digest, the first line of an error."""
+    """A version, a digest, the first line of an error."""
     hint: str = ""
-    """What to do, where the verdict is not ok."""
+    """The fix, where the verdict is not ok."""
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Whether nothing failed."""
+    """Whether no check failed."""
     return all(check.verdict != "fail" for check in checks)
 
 
@@ -40,7 +40,7 @@ def to_dict(checks: Sequence[Check], **about: Any) -> dict[str, Any]:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """Aligned plain text, one check a line, hints below their check."""
+    """Aligned plain text, one check per line, with hints below their check."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and where imgkit keeps its own."""
+"""Atomic files, and the folders for imgkit's own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import BinaryIO
 
 
 def state_dir() -> Path:
-    """Where logs of runs are kept: ``$XDG_STATE_HOME/imgkit``."""
+    """The folder for logs of builds and jobs: ``$XDG_STATE_HOME/imgkit``."""
     return _xdg("XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
-    """What may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
+    """The folder for files that may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
     return _xdg("XDG_CACHE_HOME", ".cache")
 
 
@@ -33,9 +33,9 @@ def temporary_name(target: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary name; on success the file there is fsynced and renamed to `target`.
+    """Yield a temporary name; on success the file is fsynced and renamed to `target`.
 
-    On any failure the temporary file is removed and an old `target` is left as it was.
+    On failure the temporary file is removed, and an old `target` stays as it was.
     """
     temporary = temporary_name(target)
     try:

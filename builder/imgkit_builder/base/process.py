@@ -1,4 +1,4 @@
-"""The one place that starts programs: argv lists only, both streams drained, output kept for the error."""
+"""The only module that starts programs: argv lists, both streams drained, output kept for the error."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PIPE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A program that ran to its end."""
+    """A program that has ended."""
 
     argv: tuple[str, ...]
     returncode: int
     output: str
-    """Standard output and error, merged, in full."""
+    """Standard output and standard error, merged and complete."""
 
     def tail(self) -> str:
         """The last lines, as quoted in errors."""
@@ -44,7 +44,7 @@ def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> 
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Run `argv` with this terminal as its own; its exit code.
+    """Run `argv` on this terminal and return its exit code.
 
     Raises
     ------
@@ -54,11 +54,11 @@ def attached(argv: Sequence[str]) -> int:
     try:
         return subprocess.run(list(argv), check=False).returncode
     except KeyboardInterrupt:
-        return 130  # the program has had the same Ctrl-C
+        return 130  # the program got the same Ctrl-C
 
 
 def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
-    """Run `argv` in place of this process: the terminal, signals and the exit code are its own.
+    """Replace this process by `argv`, which inherits the terminal, signals and exit code.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
     os.chdir(cwd)
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and that would be inherited
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children inherit that
         signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
 
@@ -82,11 +82,11 @@ def run(
     check: bool = True,
     hint: str = "",
 ) -> Finished:
-    """Run `argv` to its end; each output line goes to `on_line` as it comes.
+    """Run `argv` to its end; `on_line` receives each line of output as it comes.
 
     Raises
     ------
-    ToolMissing : the program is not on PATH; `hint` says how to get it.
+    ToolMissing : the program is not on PATH; `hint` explains how to install it.
     ToolFailed : `check` and the exit code is not 0; quotes the last lines.
     """
     words = tuple(str(word) for word in argv)
@@ -123,12 +123,12 @@ def run(
 def through(
     argv: Sequence[str], chunks: Iterable[bytes], *, cwd: Path | None = None, hint: str = ""
 ) -> Iterator[bytes]:
-    """Feed `chunks` to a program and yield what it writes, with bounded memory and no thread.
+    """Feed `chunks` to a program and yield its output, with bounded memory and no thread.
 
     Raises
     ------
     ToolMissing : the program is not on PATH.
-    ToolFailed : it failed; quotes what it said.
+    ToolFailed : it failed; quotes its standard error.
     """
     need(argv[0], hint)
     with (
@@ -140,7 +140,7 @@ def through(
         try:
             yield from _pumped(program, iter(chunks))
         finally:
-            # Reached on errors and when the reader stops early; a program that ended does not care.
+            # Reached on errors and when the reader stops early; harmless once the program has ended.
             if program.poll() is None and program.stdout is not None and not program.stdout.closed:
                 program.kill()
         if program.wait() != 0:
@@ -157,7 +157,7 @@ def _pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterat
     sink, source = program.stdin, program.stdout
     os.set_blocking(sink.fileno(), False)
     for end in (sink, source):
-        # Fewer, larger moves; refused beyond a user's pipe quota, and then the default does.
+        # Fewer, larger writes; beyond a user's pipe quota this is refused, and the default stays.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     waiting = memoryview(b"")

@@ -1,4 +1,4 @@
-"""How library functions tell what they are doing, without printing: the verbs choose the shape."""
+"""How library functions report progress without printing: the verbs choose the output."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ class Reporter(Protocol):
     """Receives progress; implementations are in ``cli/progress.py``."""
 
     def stage(self, text: str) -> None:
-        """A new stage begins, for example ``squash``; the one before is over."""
+        """Begin a stage, for example ``squash``, and end the one before."""
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        """Bytes done so far in this stage; called often."""
+        """Report the bytes done so far in this stage; called often."""
 
     def line(self, text: str) -> None:
-        """One line of a tool's own output."""
+        """Report one line of a tool's output."""
 
     def note(self, text: str) -> None:
-        """A sentence the user should see, whatever the verbosity."""
+        """Report a sentence that the user should always see."""
 
 
 class Silent:
-    """Tells nobody; the default of library functions."""
+    """Reports nothing; the default of library functions."""
 
     def stage(self, text: str) -> None:
         """Ignore."""

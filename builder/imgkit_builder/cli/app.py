@@ -1,4 +1,4 @@
-"""Which verbs there are. Verb modules import nothing heavy at their top: ``--help`` must stay quick."""
+"""The list of verbs, and `main`. Verb modules import nothing heavy at their top: ``--help`` stays quick."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ VERBS: dict[str, str] = {
     "doctor": "doctor",
     "bundle": "bundle",
 }
-"""Verb to the module in ``cli`` that holds its function ``verb_<name>``, in the order of ``--help``."""
+"""Verb to the module in ``cli`` that has its function ``verb_<name>``, in the order of ``--help``."""
 
 INTERRUPTED = 130
 
 BUNDLE_VERBS = ("test", "sif", "apply", "flatten", "verify", "doctor")
-"""What the one-file tool offers on a cluster: verbs that need pure Python only."""
+"""Verbs of the one-file tool: those that need pure Python only."""
 
 
 def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
@@ -50,7 +50,7 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
     app = typer.Typer(
         name="imgkit",
         no_args_is_help=True,
-        # Plain help: the decorated one imports a Markdown parser, half of the time that --help takes.
+        # Plain help: decorated help imports a Markdown parser, which doubles the time of --help.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -74,30 +74,30 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """From a recipe to a running .sif: container images for distributed PyTorch on clusters.
+    """Build container images for distributed PyTorch on clusters, from a recipe to a running .sif.
 
     \b
     Start with:
       imgkit build mn5                              on a laptop or in CI
-      imgkit sif mn5                                there, or of an archive on the cluster
+      imgkit sif mn5                                there, or from an archive on the cluster
       singularity exec --nv mn5.sif dist-train      in a job
     """
 
 
 def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
-    """Run the command line; errors become one message on stderr and the exit code of their kind."""
+    """Run the command line; an error prints one message on stderr and exits with the code of its kind."""
     try:
         build_app(verbs)()
     except ImgkitError as error:
         print(f"imgkit: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        # Whatever no function expected: a full disk or a denied folder is no reason for a traceback.
+        # No function expected this one: a full disk or a denied folder needs no traceback.
         place = f"{error.filename}: " if error.filename else ""
         print(f"imgkit: {place}{error.strerror or error}", file=sys.stderr)
         sys.exit(EXIT_TOOL_FAILED)
     except SystemExit as done:
-        # typer has turned Ctrl-C into this code by now.
+        # typer has turned Ctrl-C into this code.
         if done.code == INTERRUPTED:
-            print("imgkit: interrupted; nothing half-written was left", file=sys.stderr)
+            print("imgkit: interrupted; no partial file is left", file=sys.stderr)
         raise

@@ -1,4 +1,4 @@
-"""``imgkit build``: from a recipe to a tested image, or only what it would be."""
+"""``imgkit build``: a recipe becomes a tested image; ``--dry-run`` prints the plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SCHEMA = 1
 _JSON = typer.Option(
     False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
 )
-_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show everything the engine says.")
+_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show all output of the Docker engine.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """The options of ``imgkit build``; None is "as the recipe says"."""
+    """The options of ``imgkit build``; None takes the recipe's value."""
 
     tag: str | None
     base: str | None
@@ -41,7 +41,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What is printed: `text` for people, `data` for ``--json``."""
+    """The result: `text` for people, `data` for ``--json``."""
 
     text: str
     data: dict[str, Any]
@@ -51,30 +51,30 @@ def verb_build(
     recipe: str = typer.Argument(
         metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file."
     ),
-    tag: str | None = typer.Option(None, help="Name of the image; without it RECIPE:latest."),
-    base: str | None = typer.Option(
-        None, metavar="REF", help="Build on this image, not on the recipe's base."
-    ),
-    platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64, where the recipe has both."),
+    tag: str | None = typer.Option(None, help="Name of the image (default: RECIPE:latest)."),
+    base: str | None = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
+    platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64, if the recipe allows both."),
     no_cache: bool = typer.Option(False, "--no-cache", help="Run every step again."),
-    pull: bool = typer.Option(False, "--pull", help="Fetch the base even if it is here."),
+    pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     no_test: bool = typer.Option(False, "--no-test", help="Skip the smoke test."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be built; needs no engine."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker."
+    ),
     as_json: bool = _JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
     """Build the image of a recipe, then test it.
 
-    A base that is already here is used without any network. The image gets its
-    name last: a build that fails leaves the old image as it was. The full log and
-    the Dockerfile stay under $XDG_STATE_HOME/imgkit/builds.
+    A local base needs no network. The image gets its name last, so a failed build
+    leaves the old image in place. The full log and the Dockerfile stay in
+    $XDG_STATE_HOME/imgkit/builds.
 
     \b
     Examples:
       imgkit build mn5
       imgkit build ./mine.yaml --tag group/mine:1
       imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
-      imgkit build olivia --dry-run                        (needs no engine)
+      imgkit build olivia --dry-run                        (needs no Docker)
     """
     from imgkit_builder.recipe.load import load
 
@@ -90,7 +90,7 @@ def verb_build(
 
 
 def plan(recipe: Recipe, options: BuildOptions) -> Outcome:
-    """What would be built, found out without an engine."""
+    """Work out what would be built, without an engine."""
     from imgkit_builder.base.platform import host_platform
     from imgkit_builder.engine import check_name, choose_platform, default_tag
     from imgkit_builder.image.context import pack, revision
@@ -129,7 +129,7 @@ def plan(recipe: Recipe, options: BuildOptions) -> Outcome:
 
 
 def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) -> Outcome:
-    """Build and test the image of `recipe`, which the user called `typed`."""
+    """Build and test the image of `recipe`; `typed` is the user's word for it."""
     from imgkit_builder import engine as engines
     from imgkit_builder.image import context as contexts
 
@@ -142,7 +142,7 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
         )
         probe = engines.probe(engine, base)
         if probe.skipped:
-            report.note(f"the base was not probed: {probe.skipped}")
+            report.note(f"the base could not be probed: {probe.skipped}")
         base = dataclasses.replace(base, probe=probe)
         report.stage("context")
         context = contexts.pack(
@@ -157,7 +157,7 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
         built = engines.build(
             engine, context, tag=tag, report=report, no_cache=options.no_cache, accept=accept
         )
-    # What was typed is what the next command takes too, unless the image has a name of its own.
+    # The next command takes the same word, unless --tag gave the image another name.
     return _outcome(built, base, tested, again=options.tag or typed)
 
 
@@ -168,7 +168,7 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
     from imgkit_entrypoints.errors import CheckFailed
 
     if smoke.passed_before(image.id):
-        report.note("smoke test: this very image passed before")
+        report.note("smoke test: skipped, this image has passed it before")
         return ()
     report.stage("smoke test")
     results = smoke.check(
@@ -178,9 +178,9 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
     )
     if not checks.passed(results):
         raise CheckFailed(
-            "the image was built, but its smoke test failed; it got no name, an old image keeps it",
-            hint=f"{checks.table(results)}\n  -> look into it: docker run --rm -it {image.id} bash; "
-            "to name it all the same: --no-test",
+            "the image was built, but its smoke test failed; an older image keeps the name",
+            hint=f"{checks.table(results)}\n  -> look inside: docker run --rm -it {image.id} bash; "
+            "to name it anyway: --no-test",
         )
     smoke.remember(image.id)
     return results
@@ -195,7 +195,7 @@ def _outcome(built: Built, base: BaseImage, tested: Sequence[Check], *, again: s
         f"next: imgkit sif {again}     (for a cluster: imgkit save {again})",
     ]
     if base.standin:
-        lines.insert(1, f"a STAND-IN: {base.name} has none of NVIDIA's software; for tests only")
+        lines.insert(1, f"a STAND-IN: {base.name} has no NVIDIA software; for tests only")
     data = {
         "schema": SCHEMA,
         "id": image.id,

@@ -21,8 +21,8 @@ def verb_bundle(
 ) -> None:
     """Write a one-file imgkit for a cluster without internet.
 
-    It runs test, sif, verify and doctor with any Python 3.10 or newer on any architecture,
-    with nothing installed. Copy it beside the archive.
+    It runs test, sif, apply, flatten, verify and doctor on any architecture. It
+    needs Python 3.10 or newer and no installation. Copy it beside the archive.
 
     \b
     Examples:
@@ -40,5 +40,5 @@ def verb_bundle(
         print(json.dumps({"schema": SCHEMA, **found}, indent=2))
     else:
         print(f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}")
-        print(f"holds {', '.join(made.distributions)}")
+        print(f"contains {', '.join(made.distributions)}")
         print(f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif")

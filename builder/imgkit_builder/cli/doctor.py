@@ -1,4 +1,4 @@
-"""``imgkit doctor``: what this machine, or the hosts of a job, have and lack."""
+"""``imgkit doctor``: check this machine, or the hosts of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Purpose(str, enum.Enum):
-    """What the machine is to do."""
+    """The task that the machine must be able to do."""
 
     ANY = "any"
     BUILD = "build"
@@ -25,25 +25,25 @@ class Purpose(str, enum.Enum):
 
 
 def verb_doctor(
-    recipe: str | None = typer.Argument(
-        None, metavar="[RECIPE]", help="Also look at what this recipe needs, and name its modules."
-    ),
+    recipe: str | None = typer.Argument(None, metavar="[RECIPE]", help="Also check what this recipe needs."),
     purpose: Purpose = typer.Option(
         Purpose.ANY,
         "--for",
-        help="What must work here: build needs the engine, sif all but the engine, any one of the two.",
+        help="build: Docker must work. sif: everything but Docker. any: either.",
     ),
     hosts: str = typer.Option(
-        "", metavar="A,B", help="Look at these hosts of one job instead: are they reached, and alike?"
+        "", metavar="A,B", help="Check these hosts instead: can ssh reach them, and are they alike?"
     ),
-    hostfile: Path | None = typer.Option(None, metavar="FILE", help="The same, one host a line."),
-    image: str = typer.Option("", metavar="PATH|REF", help="With --hosts: without it as imgkit job has it."),
+    hostfile: Path | None = typer.Option(None, metavar="FILE", help="File with the hosts, one per line."),
+    image: str = typer.Option(
+        "", metavar="PATH|REF", help="With --hosts: the image of the job (default: as imgkit job)."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
 ) -> None:
-    """Say what this machine has and lacks, with fixes.
+    """Check what this machine has and lacks, and suggest fixes.
 
-    Changes nothing. A fail (exit code 1) makes what --for names impossible.
-    A warn does not: a laptop without singularity still builds.
+    Changes nothing. A fail (exit code 1) rules out the task named by --for; a
+    warn does not: a laptop without singularity still builds images.
 
     \b
     Examples:
@@ -78,7 +78,7 @@ def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tupl
 
     if target is None:
         raise UsageError(
-            "the hosts of which system?",
+            "--hosts needs the recipe of their system",
             where="RECIPE",
             hint=f"imgkit doctor lambda --hosts {','.join(hosts)}",
         )

@@ -1,4 +1,4 @@
-"""Images that exist: test, shell, push, pull."""
+"""Verbs for built images: test, shell, push, pull."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ SCHEMA = 1
 _JSON = typer.Option(
     False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
 )
-_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show everything the engine says.")
+_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show all output of the Docker engine.")
 
 
 def verb_test(
     image: str = typer.Argument(metavar="IMAGE|SIF|RECIPE", help="A local image, a .sif file or a recipe."),
     as_json: bool = _JSON,
-    runtime: str | None = typer.Option(None, metavar="COMMAND", help="singularity or apptainer, for a .sif."),
+    runtime: str | None = typer.Option(
+        None, metavar="COMMAND", help="Runtime for a .sif: singularity or apptainer."
+    ),
 ) -> None:
     """Run the smoke test in an image or .sif.
 
-    Exit code 1 if a check fails.
-    Architecture, Python, torch and NCCL as in the base, no new pip conflict, imgkit's own files, dist-env.
+    Checks the architecture, Python, torch and NCCL (as in the base), new pip
+    conflicts, imgkit's own files and dist-env. Exit code 1 if a check fails.
 
     \b
     Examples:
@@ -73,7 +75,7 @@ def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
     from imgkit_builder.sif.runtime import exec_argv, find_runtime
 
     if not sif_image.is_sif(path):
-        raise UsageError(f"{path} is no .sif", hint=f"an archive is checked by: imgkit verify {path}")
+        raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
     target = _target_of(path)
     tool = find_runtime(runtime, module_hint=(target.module_line or None) if target else None)
@@ -84,10 +86,12 @@ def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
 
 def verb_shell(
     image: str = typer.Argument(metavar="IMAGE|SIF|RECIPE", help="A local image, a .sif file or a recipe."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only print the command."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show the image's facts first."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and stop."),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="First print what imgkit knows about the image."
+    ),
 ) -> None:
-    """Open a shell in an image or .sif, with the usual options.
+    """Open a shell in an image or .sif, with the options of the recipe.
 
     \b
     Examples:
@@ -111,7 +115,7 @@ def _image_shell(target: str, *, verbose: bool) -> list[str]:
     try:
         return _docker_shell(target, verbose=verbose)
     except ToolMissing:
-        # A cluster has no engine; what a name means there is the .sif that was made of it.
+        # A cluster has no engine: there the name means the .sif made from the image.
         beside = Path(f"{target}.sif")
         if not beside.is_file():
             raise
@@ -147,7 +151,7 @@ def _sif_shell(path: Path) -> list[str]:
 
 
 def _target_of(path: Path) -> Target | None:
-    """The system that a .sif is for: mn5.sif is mn5's; None for a name that says nothing."""
+    """The system that a .sif is for, by its file name (mn5.sif); None for an unknown name."""
     from imgkit_builder.recipe import targets
 
     try:
@@ -157,7 +161,7 @@ def _target_of(path: Path) -> Target | None:
 
 
 def _recipe_of(target: str, labels: Mapping[str, str]) -> Recipe | None:
-    """The recipe that `target` names or that the image says it was made from; None if it is not at hand."""
+    """The recipe called `target` or the one in the image's labels; None if neither is available."""
     from imgkit_builder.recipe.load import load
 
     for ref in (target, labels.get("imgkit.recipe", "")):
@@ -170,9 +174,9 @@ def _recipe_of(target: str, labels: Mapping[str, str]) -> Recipe | None:
 
 
 def verb_push(
-    image: str = typer.Argument(metavar="IMAGE|RECIPE", help="What to send."),
+    image: str = typer.Argument(metavar="IMAGE|RECIPE", help="The image to send."),
     ref: str | None = typer.Argument(
-        None, metavar="[REF]", help="Under which name: registry/group/name:tag."
+        None, metavar="[REF]", help="Its name in the registry: registry/group/name:tag."
     ),
     as_json: bool = _JSON,
     verbose: bool = _VERBOSE,
@@ -198,9 +202,7 @@ def verb_push(
 
 def verb_pull(
     ref: str = typer.Argument(metavar="REF", help="registry/group/name:tag or ...@sha256:..."),
-    platform: str | None = typer.Option(
-        None, help="linux/amd64 or linux/arm64; without it the engine's own."
-    ),
+    platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64 (default: the engine's own)."),
     as_json: bool = _JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
@@ -234,12 +236,12 @@ def _is_file(target: str) -> bool:
     if Path(target).is_file():
         return True
     if target.endswith(".sif"):
-        raise UsageError(f"there is no file {target}", hint=f"make it: imgkit sif {Path(target).stem}")
+        raise UsageError(f"there is no file {target}", hint=f"create it: imgkit sif {Path(target).stem}")
     return False
 
 
 def _image_name(target: str) -> str:
-    """The image that `target` means: a recipe's file has a default name, a shipped recipe the same name."""
+    """The image called `target`; a recipe's file stands for the image that imgkit build makes of it."""
     if not target.endswith((".yaml", ".yml")):
         return target
     from imgkit_builder.engine import default_tag

@@ -17,7 +17,7 @@ PLAIN_EVERY_S = 5.0
 
 
 def reporter(*, as_json: bool = False, verbose: bool = False) -> _ContextReporter:
-    """Choose the reporter that fits stderr and the flags; use it as a context manager."""
+    """Choose the reporter for stderr and the flags; use it as a context manager."""
     if as_json:
         return JsonReporter()
     if sys.stderr.isatty() and not verbose:
@@ -57,7 +57,7 @@ class PlainReporter(_ContextReporter):
         text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
         if total_bytes:
             text += f" of {total_bytes / 1e6:.0f} MB"
-        if rate > 1e6:  # an engine that still prepares its stream says nothing of the speed to come
+        if rate > 1e6:  # the engine still prepares its stream: its speed is not known yet
             text += f", {rate / 1e6:.0f} MB/s"
             text += f", {max(total_bytes - done_bytes, 0) / rate:.0f} s left" if total_bytes else ""
         self._print(text)
@@ -137,7 +137,7 @@ class LiveReporter(_ContextReporter):
             self._progress.update(self._task, completed=done_bytes, total=total_bytes)
 
     def line(self, text: str) -> None:
-        """Kept in the log, not shown: ``-v`` shows it."""
+        """Ignore: the log has it, and ``-v`` shows it."""
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
@@ -145,7 +145,7 @@ class LiveReporter(_ContextReporter):
     def _finish(self) -> None:
         if self._task is not None:
             task = self._progress.tasks[self._progress.task_ids.index(self._task)]
-            # A stage that never told a size is complete when it ends: show a full bar, not a frozen spinner.
+            # A stage without a known size ends with a full bar, not with a frozen spinner.
             self._progress.update(
                 self._task, total=task.total or max(task.completed, 1), completed=task.total or 1
             )

@@ -1,4 +1,4 @@
-"""Verbs about recipes: list, show, check, schema."""
+"""Verbs for recipes: list, show, check, schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_recipe(ref: str) -> Recipe:
-    """`recipe.load.load`, with the recipe's warnings on stderr."""
+    """Load a recipe and print its warnings on stderr."""
     from imgkit_builder.recipe.load import load
 
     recipe = load(ref)
@@ -69,12 +69,14 @@ def verb_list(
 
 
 def verb_show(
-    recipe: str = typer.Argument(..., metavar="RECIPE|IMAGE|FILE", help="Also a .sif or a delta."),
+    recipe: str = typer.Argument(
+        ..., metavar="RECIPE|IMAGE|FILE", help="A recipe, an image, or a .sif or delta file."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show a recipe and where its values come from, an image, or what is in a .sif or delta.
+    """Show a recipe with the origin of each value, an image, a .sif or a delta.
 
-    A name without a colon or slash is a recipe's; write NAME:TAG for an image.
+    A name without a colon or slash is a recipe; write NAME:TAG for an image.
 
     \b
     Examples:
@@ -102,21 +104,21 @@ def verb_show(
 
 
 def _is_image(name: str) -> bool:
-    """Whether `name` can only be an image reference: not a recipe's file, but with a tag, digest or slash."""
+    """Whether `name` can only be an image reference: it has a tag, digest or slash and is no file."""
     if name.endswith((".yaml", ".yml")) or name.startswith((".", "/", "~")):
         return False
     try:
         return (":" in name or "/" in name) and not Path(name).exists()
-    except OSError:  # a name too long for a file may still be an image's
+    except OSError:  # too long for a file name, but not for an image
         return True
 
 
 def verb_check(
-    files: list[str] = typer.Argument(..., metavar="FILE...", help="Recipes by file or name."),
+    files: list[str] = typer.Argument(..., metavar="FILE...", help="Files or names of recipes."),
 ) -> None:
-    """Check recipes: all problems of all files in one run.
+    """Check recipes and report every problem in one run.
 
-    Exit code 2 if there is any.
+    Exit code 2 if a recipe has a problem.
 
     \b
     Examples:
@@ -141,7 +143,7 @@ def verb_check(
         for other in others:
             print(f"imgkit: {other}", file=sys.stderr)
     if problems:
-        # A parent of several files is read, and told about, once for each of them.
+        # A parent that several files extend is read once for each of them.
         raise RecipeErrors(dict.fromkeys(problems))
     if others:
         raise others[0] if len(others) == 1 else UsageError("\n".join(str(other) for other in others))

@@ -1,4 +1,4 @@
-"""``imgkit render``: see what would be built, or take it elsewhere."""
+"""``imgkit render``: print the Dockerfile or definition file of a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class RenderFormat(str, enum.Enum):
-    """What a recipe can be rendered to."""
+    """Formats of a rendered recipe."""
 
     DOCKERFILE = "dockerfile"
     DEF = "def"
@@ -21,25 +21,25 @@ def verb_render(
     form: RenderFormat = typer.Option(
         RenderFormat.DOCKERFILE,
         "--format",
-        help="A Dockerfile, or a definition file of singularity and apptainer.",
+        help="dockerfile, or def for singularity and apptainer.",
     ),
     base: str | None = typer.Option(
         None, "--base", metavar="REF", help="Base image instead of the recipe's."
     ),
     platform: str | None = typer.Option(
-        None, "--platform", metavar="OS/ARCH", help="Platform to name; default: the recipe's first."
+        None, "--platform", metavar="OS/ARCH", help="Platform to name (default: the recipe's first)."
     ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write here instead of stdout."
     ),
     context: Path | None = typer.Option(
-        None, "--context", metavar="FILE", help="Also write the build context, a tar with all that is copied."
+        None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 
-    Each instruction stands below a comment with the recipe line it comes
-    from. The same recipe gives the same bytes on every machine.
+    A comment above each instruction names its line in the recipe. The same
+    recipe gives the same bytes on every machine.
 
     \b
     Examples:
@@ -71,6 +71,6 @@ def verb_render(
     if output is not None:
         files.write_text(output, text)
     else:
-        # As bytes: a locale's encoding or line ends must not change them.
+        # As bytes: the locale must not change encoding or line ends.
         sys.stdout.buffer.write(text.encode())
         sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""The one-file tool: a zip that any Python >= 3.10 runs, with nothing installed and no network.
+"""The one-file tool: a zip that any Python >= 3.10 runs, without installation or network.
 
-It holds imgkit's own packages and the pure-Python distributions that its verbs need, copied from what is
-installed here, with their licences. Compiled modules are refused: the file must run on every architecture.
+It holds imgkit's own packages and the pure-Python distributions that its verbs need, copied from this
+installation, with their licences. Compiled modules are refused: the file must run on every architecture.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ROOTS = ("typer", "rich", "spython")
-"""Distributions that the verbs import; what these require comes along."""
+"""Distributions that the verbs import; their requirements follow."""
 
 PACKAGES = ("imgkit_builder", "imgkit_entrypoints", "imgkit_recipes")
 
 FLOOR = (3, 10)
 """The oldest Python that must run the file."""
 _NEWEST_MINOR = 15
-"""Conditions on the Python version are judged for 3.10 up to this."""
+"""Requirements that depend on the Python version are evaluated from 3.10 up to this minor version."""
 
 _COMPILED = (".so", ".pyd", ".dylib")
 _LICENCES = ("licen", "copying", "notice", "authors")
 
 _OMITTED = ("/tests/", "pygments/lexers/", "pygments/formatters/", "pygments/styles/")
-"""Never imported here and most of the size; the files below are."""
+"""Most of the size, and never imported; `_KEPT` lists the exceptions."""
 _KEPT = ("__init__.py", "_mapping.py")
 
 _MAIN = """\
@@ -49,7 +49,7 @@ if sys.version_info < (3, {minor}):
 
 import os
 
-# Only the standard library and this file: a login node's PYTHONPATH and site-packages hold other versions.
+# Only the standard library and this file: PYTHONPATH and site-packages of a login node hold other versions.
 foreign = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
 sites = ("site-packages", "dist-packages")
 sys.path[1:] = [
@@ -64,21 +64,21 @@ main(BUNDLE_VERBS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A one-file tool that ran."""
+    """A one-file tool that was tried and works."""
 
     path: Path
     size_bytes: int
     sha256: str
     distributions: tuple[str, ...]
-    """``rich 15.0.0``, sorted; without imgkit itself."""
+    """``rich 15.0.0``, sorted; imgkit itself is not listed."""
 
 
 def bundle(target: Path) -> Bundle:
-    """Write the one-file tool to `target`; the same installation gives the same bytes.
+    """Write the one-file tool to `target`; one installation always gives the same bytes.
 
     Raises
     ------
-    UsageError : a distribution that is needed is compiled, too new for Python 3.10, or not installed.
+    UsageError : a required distribution is compiled, too new for Python 3.10, or not installed.
     ToolFailed : the file does not run on a bare interpreter.
     """
     if not target.parent.is_dir():
@@ -109,7 +109,7 @@ def bundle(target: Path) -> Bundle:
 
 
 def _closure() -> dict[str, metadata.Distribution]:
-    """The distributions of `ROOTS` and all that they require on Linux, under their normalised names."""
+    """The distributions of `ROOTS` and their requirements on Linux, by normalised name."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -154,7 +154,7 @@ def _refuse_compiled(distribution: metadata.Distribution, wanted_by: str) -> Non
         if path.suffix in _COMPILED:
             raise UsageError(
                 f"{distribution.name} {distribution.version}, needed by {wanted_by}, is compiled ({path})",
-                hint=f"install a version of {wanted_by.partition(' ')[0]} that does without it: "
+                hint=f"install a version of {wanted_by.partition(' ')[0]} that does not need it: "
                 "pip install --upgrade imgkit-hpc",
             )
 
@@ -162,8 +162,8 @@ def _refuse_compiled(distribution: metadata.Distribution, wanted_by: str) -> Non
 def _refuse_newer(name: str, data: bytes) -> None:
     """Refuse syntax that `FLOOR` cannot read.
 
-    ``Requires-Python`` is not asked: it states what a project still supports, and has excluded 3.10 for a
-    release without any change in the code.
+    ``Requires-Python`` is ignored: it states what a project still supports, and one release excluded 3.10
+    without any change in the code.
     """
     if not name.endswith(".py"):
         return
@@ -177,7 +177,7 @@ def _refuse_newer(name: str, data: bytes) -> None:
 
 
 def _own(package: str) -> Iterator[tuple[str, bytes]]:
-    """Files of one of imgkit's packages; of the recipes only the module, as `targets` carries their facts."""
+    """Files of one of imgkit's packages; for recipes only the module, since `targets` carries their facts."""
     folder = Path(importlib.import_module(package).__path__[0])
     for path in folder.rglob("*"):
         name = PurePosixPath(package, path.relative_to(folder).as_posix())
@@ -220,20 +220,20 @@ def _wanted(name: str) -> bool:
 
 
 def _zipped(members: dict[str, bytes]) -> bytes:
-    """A zip with a first line for the kernel; sorted, with fixed times and modes."""
+    """A zip that begins with a ``#!`` line; members are sorted, with fixed times and modes."""
     stream = io.BytesIO()
     stream.write(b"#!/usr/bin/env python3\n")
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name in sorted(members):
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            info.create_system, info.external_attr = 3, 0o100644 << 16  # Unix, whatever made it
+            info.create_system, info.external_attr = 3, 0o100644 << 16  # Unix, on every host
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, members[name])
     return stream.getvalue()
 
 
 def _try(path: Path) -> None:
-    """Run it without anything installed; every start imports all verbs, a help text all of typer and rich."""
+    """Run it without site-packages: every start imports all verbs, and a help text imports typer and rich."""
     for words in (["--version"], [BUNDLE_VERBS[0], "--help"]):
         done = process.run([sys.executable, "-I", "-S", path, *words], check=False)
         if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""The Docker engine; the only importer of docker, and only once a function needs it.
+"""The Docker engine: the only importer of docker, and only inside functions.
 
 Read in this order: ``connection``, ``images``, ``base_image``, ``probing``, ``building``, ``streams``,
 ``transfer``, ``storage``, ``copies``, ``local_image``.

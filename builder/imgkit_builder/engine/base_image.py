@@ -30,19 +30,19 @@ def resolve_base(
     pull: bool = False,
     report: Reporter | None = None,
 ) -> BaseImage:
-    """The base to build on, local afterwards, of the right architecture.
+    """Find the base image, pull it if need be, and check its architecture.
 
     Parameters
     ----------
-    override : what ``--base`` named; it is taken instead of the recipe's.
-    platform : what ``--platform`` named; else the engine's own where the recipe has it, else its first.
-    pull : fetch it even if it is local.
+    override : the value of ``--base``, which replaces the recipe's base.
+    platform : the value of ``--platform``; default: see `choose_platform`.
+    pull : pull the base even if it is local.
 
     Raises
     ------
     UsageError : platform not in the recipe, base of another architecture, unknown base, or a stand-in
-        that ``--base`` did not name.
-    ToolMissing : another architecture than the engine's, and no emulator for it.
+        that was not named by ``--base``.
+    ToolMissing : the base is for another architecture, and the engine has no emulator for it.
     ToolFailed : the registry cannot be reached.
     """
     report = report or Silent()
@@ -52,14 +52,14 @@ def resolve_base(
     image = None if pull and not name.startswith(STANDIN_HOST) else find(engine, name)
     if image is None:
         if name.startswith(STANDIN_HOST):
-            raise UsageError(f"there is no stand-in {name!r} here", hint="make it: ci/lab/base-image")
-        # Before the pull: 20 GB of an architecture that cannot run here help nobody.
+            raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
+        # Before the pull: 20 GB for an architecture that cannot run here would be wasted.
         _can_run(engine, target)
         try:
             image = fetch(engine, name, target, report)
         except ImgkitError as error:
             stated = None if override else recipe.where("image", "base")
-            local = "without a network, name a local base: --base NAME (what there is: docker images)"
+            local = "without a network, use a local base: --base NAME (list them: docker images)"
             hint = f"{error.hint}\n  -> {local}" if error.hint else local
             raise type(error)(error.what, where=error.where or stated, hint=hint) from error
     if image.platform != target:
@@ -68,7 +68,7 @@ def resolve_base(
         raise UsageError(
             f"the base {name!r} is a stand-in without NVIDIA's software",
             where=recipe.where("image", "base"),
-            hint=f"if that is meant: --base {name}; else: docker rmi {name}, then build again to fetch "
+            hint=f"to use it anyway: --base {name}; otherwise: docker rmi {name}, then build again to pull "
             "the real one",
         )
     _can_run(engine, target)
@@ -83,7 +83,7 @@ def resolve_base(
 
 
 def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
-    """`wanted` if the recipe allows it; without it `host` if the recipe has that, else its first."""
+    """Return `wanted` if the recipe allows it; default: `host` if allowed, else the recipe's first."""
     offered = recipe.image.platforms
     if wanted is None:
         return host if host in offered else offered[0]
@@ -92,18 +92,18 @@ def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
         raise UsageError(
             f"{recipe.name} is not for {wanted!r}",
             where=recipe.where("image", "platforms"),
-            hint=f"it has: {', '.join(offered)}; leave --platform out, or add it to the recipe",
+            hint=f"it allows: {', '.join(offered)}; omit --platform, or add the platform to the recipe",
         )
     return full
 
 
 def _other_platform(image: ImageInfo, name: str, target: str, recipe: Recipe) -> UsageError:
-    # The engine does not look: it builds the wrong thing, or fails at the first step that runs a program.
-    ways = [f"name a {target} base with --base"]
+    # The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
+    ways = [f"choose a {target} base: --base NAME"]
     if not name.startswith(STANDIN_HOST):
         ways.insert(0, f"docker pull --platform {target} {name}")
     if image.platform in recipe.image.platforms:
-        ways.append(f"build for this one: --platform {image.platform}")
+        ways.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
         f"the local image {name!r} is {image.platform}, the build is for {target}",
         where=recipe.where("image", "platforms"),
@@ -119,11 +119,11 @@ def _can_run(engine: Engine, target: str) -> None:
         raise ToolMissing(
             f"{target} images cannot run on this {engine.platform} machine: {fault}",
             hint="sudo apt-get install qemu-user-static binfmt-support (they register binfmt handlers; in a "
-            "container or virtual machine: sudo mount -t binfmt_misc none /proc/sys/fs/binfmt_misc first)",
+            "container first: sudo mount -t binfmt_misc none /proc/sys/fs/binfmt_misc)",
         )
 
 
 def _in_virtual_machine(engine: Engine) -> bool:
-    """Docker Desktop's containers run on another kernel, which brings its own handlers."""
+    """Docker Desktop runs containers on a kernel of its own, which has its own handlers."""
     with translated("ask the engine's system"):
         return "Docker Desktop" in str(engine.api.info().get("OperatingSystem", ""))

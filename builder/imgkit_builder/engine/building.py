@@ -1,4 +1,4 @@
-"""Build an image: the events become progress, a full log, and one error that names the recipe's line."""
+"""Builds an image: the engine's events become progress, a log, and an error that names the recipe's line."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Built:
     image: ImageInfo
     tag: str
     log: Path
-    """Everything the engine said; the Dockerfile lies beside it."""
+    """The engine's whole output; the Dockerfile is in the same folder."""
 
 
 def default_tag(recipe: Recipe | Target) -> str:
-    """The image's name where ``--tag`` is not given: ``mn5:latest``."""
+    """The default of ``--tag``: ``mn5:latest``."""
     return f"{recipe.name}:latest"
 
 
@@ -59,15 +59,15 @@ def build(
     no_cache: bool = False,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
-    """Build `context` and call the result `tag`.
+    """Build `context` and name the result `tag`.
 
-    The tag moves last, after the result's architecture was compared and `accept` returned: a build that
+    The tag moves last, after the architecture has been checked and `accept` has returned. A build that
     fails, is interrupted or is not accepted leaves the old image under its name.
 
     Raises
     ------
     ToolFailed : a step failed (with the recipe's line and the last output), or the engine went away.
-    UsageError : the engine cannot read the Dockerfile, or knows no such base.
+    UsageError : the engine cannot read the Dockerfile or find the base.
     """
     check_name(tag)
     folder = _run_folder(context.manifest.recipe)
@@ -84,8 +84,8 @@ def build(
     image = inspect(engine, image_id)
     if image.platform != context.manifest.platform:
         raise ToolFailed(
-            f"the engine built {image.platform} where {context.manifest.platform} was asked for",
-            hint=f"the base {context.manifest.base.name} is of that architecture; log: {log}",
+            f"the engine built {image.platform} instead of {context.manifest.platform}",
+            hint=f"the base {context.manifest.base.name} has that architecture; log: {log}",
         )
     if accept:
         accept(image)
@@ -96,12 +96,12 @@ def build(
 def _run(
     engine: Engine, context: BuildContext, dockerfile: str, watch: _BuildFollower, *, no_cache: bool
 ) -> str:
-    """Have the engine build; returns the image id.
+    """Let the engine build, and return the image id.
 
     Notes
     -----
-    When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, by ``forcerm``, removes
-    its container within a second (docker 20.10). Where imgkit still lives it makes sure of that.
+    When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
+    removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well.
     """
     with _no_container_left(engine, watch), context.open() as tar:
         try:
@@ -124,7 +124,7 @@ def _run(
         except ImgkitError as error:
             raise watch.located(error) from error
         if not watch.image_id:
-            # A dying engine may close the stream in good order.
+            # A dying engine may close the stream cleanly.
             raise watch.located(broken("build", "it ended before the image was finished"))
     return watch.image_id
 
@@ -142,7 +142,7 @@ def _no_container_left(engine: Engine, watch: _BuildFollower) -> Iterator[None]:
 
 
 class _BuildFollower:
-    """Follows one build: knows the step, the running container and the last lines."""
+    """Follows the events of one build: the step, the running container and the last lines."""
 
     def __init__(self, log: TextIO, dockerfile: str, *, base: str, log_path: Path, report: Reporter) -> None:
         self._log, self._log_path = log, log_path
@@ -154,7 +154,7 @@ class _BuildFollower:
         self.image_id = ""
 
     def take(self, event: Event) -> None:
-        """Follow one event; raises what it says went wrong."""
+        """Process one event; raises the error that it reports."""
         message = error_of(event)
         if message:
             self._flush()
@@ -167,7 +167,7 @@ class _BuildFollower:
             self._line(line)
 
     def located(self, error: ImgkitError) -> ImgkitError:
-        """`error` with the log's path, and the recipe's line where the engine names the Dockerfile's."""
+        """Add the log's path to `error`, and the recipe's line where the engine names a line."""
         parse = _PARSE_ERROR.search(error.what)
         line = int(parse.group(1) or parse.group(2)) if parse else self._line_of_step()
         hint = error.hint or ""
@@ -176,7 +176,7 @@ class _BuildFollower:
         return type(error)(error.what, where=error.where or self._origin(line), hint=hint)
 
     def _line(self, line: str) -> None:
-        # A progress bar rewrites its line; what stands at the end is what counts.
+        # A progress bar rewrites its line; only the last text counts.
         text = clean(line).rstrip("\r").rpartition("\r")[2]
         self._log.write(text + "\n")
         self._log.flush()
@@ -207,7 +207,7 @@ class _BuildFollower:
         self._log.write(message + "\n")
         doing = f"step {self._step}/{self._steps} ({self._short()})"
         error = explain(message, doing=doing, name=self._base)
-        # RUN's own message says only "returned a non-zero code": the reason is in what it printed.
+        # The engine only reports "returned a non-zero code": the reason is in the step's output.
         hint = error.hint or hint_for("\n".join(self._tail)) or ""
         if self._tail:
             hint = "its last lines:\n" + "\n".join(self._tail) + (f"\n{hint}" if hint else "")
@@ -215,7 +215,7 @@ class _BuildFollower:
         return type(error)(error.what, where=self._origin(self._line_of_step()), hint=hint)
 
     def _where_to_look(self) -> str:
-        return f"full log: {self._log_path}, the Dockerfile lies beside it"
+        return f"full log: {self._log_path}, with the Dockerfile in the same folder"
 
     def _line_of_step(self) -> int | None:
         lines = instruction_lines(self._dockerfile)
@@ -230,13 +230,15 @@ class _BuildFollower:
 
 
 def _run_folder(name: str) -> Path:
-    """A fresh folder for this run's log; two builds in one second get two folders."""
+    """A new folder for the log of this build, unique even within one second."""
     parent = files.state_dir() / "builds"
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"the build's log cannot be kept: {error.strerror}", where=str(parent), hint="set XDG_STATE_HOME"
+            f"cannot create the folder for the build's log: {error.strerror}",
+            where=str(parent),
+            hint="set XDG_STATE_HOME",
         ) from error
     stamp = time.strftime("%Y%m%dT%H%M%S")
     number = 0

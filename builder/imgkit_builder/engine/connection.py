@@ -1,4 +1,4 @@
-"""Reach the Docker engine, or say exactly why not."""
+"""Connections to the Docker engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import docker
 
 ANSWER_TIMEOUT_S = 120
-"""For short questions only: an engine that writes a layer to a slow disk answers late, a dead one never."""
+"""Limit for short requests: an engine that writes a layer to a slow disk answers late, a dead one never."""
 
 
 class Engine:
@@ -23,7 +23,7 @@ class Engine:
 
     Attributes
     ----------
-    api : the SDK's low-level client; only modules of this package use it.
+    api : the SDK's low-level client; only modules of this room use it.
     host : the address, for example ``unix:///var/run/docker.sock``.
     """
 
@@ -42,7 +42,7 @@ class Engine:
 
     @property
     def platform(self) -> str:
-        """What the engine runs without an emulator, for example ``linux/amd64``."""
+        """The platform that runs without an emulator, for example ``linux/amd64``."""
         if not self._platform:
             from imgkit_builder.engine.errors import translated
 
@@ -53,7 +53,7 @@ class Engine:
 
     @property
     def has_nvidia(self) -> bool:
-        """Whether containers can be given GPUs."""
+        """Whether containers can use GPUs."""
         from imgkit_builder.engine.errors import translated
 
         with translated("ask the engine's runtimes"):
@@ -61,16 +61,16 @@ class Engine:
 
     @property
     def is_here(self) -> bool:
-        """Whether containers run on this machine's kernel, so that its /proc speaks for them."""
+        """Whether containers run on this machine's kernel, so that its /proc describes them."""
         return self.host.startswith("unix://") and sys.platform == "linux"
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[docker.APIClient]:
-        """The client without a read timeout, for what may take an hour: save, load, export, push, pull.
+        """The client without a read timeout, for calls that may take an hour: save, load, export, push, pull.
 
         Notes
         -----
-        The SDK's default of 60 s covers them all but build; saving an image of 20 GB stages it before
+        The SDK's default of 60 s applies to all calls but build; saving an image of 20 GB stages it before
         the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
         before, self.api.timeout = self.api.timeout, None  # type: ignore[assignment]  # None is requests' "never"
@@ -87,7 +87,7 @@ def connect(*, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
     ------
     ToolMissing : no engine, no permission for its socket, or no SDK.
     ToolFailed : something answers, but not as an engine.
-    UsageError : ``DOCKER_HOST`` is no address.
+    UsageError : ``DOCKER_HOST`` is not an address.
     """
     try:
         import docker

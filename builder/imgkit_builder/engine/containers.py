@@ -1,4 +1,4 @@
-"""Short-lived containers that are gone afterwards, even if imgkit is killed."""
+"""Short-lived containers that are always removed, even if imgkit is killed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import clean, translated
 
 NOT_FOUND = 127
-"""What a shell returns for a program that is not there; the engine answers the start request instead."""
+"""The exit code of a shell for a missing program; the engine refuses the start instead."""
 
-# Runs beside imgkit and waits for its pipe to close. A word before that means "removed, go home"; silence
-# means that imgkit was killed, so it removes the container. Twice, as the engine may still be creating it.
+# Runs beside imgkit and waits for its pipe to close. A word before that means: the container is removed.
+# Silence means that imgkit was killed: the guard then removes the container. It tries twice, as the engine
+# may still be creating it.
 _GUARD = """
 import sys
 if not sys.stdin.buffer.read():
@@ -35,7 +36,7 @@ if not sys.stdin.buffer.read():
 
 @contextlib.contextmanager
 def created(engine: Engine, image: str, argv: Sequence[str], *, purpose: str) -> Iterator[str]:
-    """Yield the name of a container of `image` that would run `argv`; it is not started, and always removed.
+    """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
 
     Notes
     -----
@@ -64,7 +65,7 @@ def created(engine: Engine, image: str, argv: Sequence[str], *, purpose: str) ->
 
 
 def remove(engine: Engine, name: str) -> None:
-    """Remove the container `name`, running or not; one that is not there is fine."""
+    """Remove the container `name`, running or not; a missing container is no error."""
     import docker.errors
 
     with translated(f"remove the container {name}"):
@@ -81,7 +82,7 @@ def remove(engine: Engine, name: str) -> None:
 def run(engine: Engine, image: str, argv: Sequence[str]) -> Finished:
     """Run `argv` in a container of `image` to its end.
 
-    A program that the image does not have gives return code 127 and the engine's sentence as output.
+    A program missing from the image gives return code 127, and the engine's message as output.
     """
     import docker.errors
 
@@ -92,7 +93,7 @@ def run(engine: Engine, image: str, argv: Sequence[str]) -> Finished:
             except docker.errors.APIError as error:
                 said = str(error.explanation)
                 if "executable file not found" in said or "no such file or directory" in said:
-                    # Before it stands what containerd and runc were doing.
+                    # The text before "exec:" describes what containerd and runc were doing.
                     return Finished(
                         argv=tuple(argv), returncode=NOT_FOUND, output=said[max(said.find("exec:"), 0) :]
                     )
@@ -105,7 +106,7 @@ def run(engine: Engine, image: str, argv: Sequence[str]) -> Finished:
 
 @contextlib.contextmanager
 def _guarded(name: str) -> Iterator[None]:
-    # Its own session: a Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
+    # A session of its own: Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What an image's last layers have copied, for whoever may not read the engine's disk."""
+"""What the last layers of an image copied, for users who cannot read the engine's disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WITHOUT_LAYER = re.compile(
 
 
 def copied(engine: Engine, name: str, layers: int) -> tuple[str, ...] | None:
-    """Targets of the last `layers` layers of the image where COPY and ADD made all of them; else None.
+    """Targets of the last `layers` layers if COPY and ADD made all of them, else None.
 
-    The history does not say which steps made a layer, so one that may or may not (WORKDIR) is "else" too.
+    The history does not show which steps made a layer. A step that may have made one (WORKDIR) gives None.
     """
     with translated(f"read the history of {name}", name=name):
         steps: list[dict[str, Any]] = engine.api.history(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
@@ -38,7 +38,7 @@ def copied(engine: Engine, name: str, layers: int) -> tuple[str, ...] | None:
 
 
 def fetch(engine: Engine, name: str, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-    """A tar in `folder` of each of `paths` in the image, None where it has none; nothing is started."""
+    """Write a tar of each of `paths` into `folder`, None for a missing path; starts no container."""
     import docker.errors
 
     found: list[Path | None] = []

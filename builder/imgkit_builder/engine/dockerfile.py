@@ -1,12 +1,12 @@
-"""From the engine's step number back to a line of the Dockerfile."""
+"""Maps the engine's step numbers to lines of the Dockerfile."""
 
 from __future__ import annotations
 
 
 def instruction_lines(text: str) -> tuple[int, ...]:
-    """Line, from 1, at which each instruction of the Dockerfile `text` begins.
+    """First line, from 1, of each instruction of the Dockerfile `text`.
 
-    The engine numbers its steps in the same order, from 1. Here-documents are not understood: the classic
+    The engine numbers its steps in the same order, from 1. Here-documents are not supported: the classic
     builder does not know them either.
     """
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""What the engine says, as errors a user can act on: exceptions, in-band messages and broken connections."""
+"""Turns the engine's exceptions, in-band messages and broken connections into errors with a hint."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _UNKNOWN = ("manifest unknown", "manifest for", "repository does not exist", "no
 _DENIED = ("unauthorized", "authentication required", "no basic auth", "denied: requested access", "denied:")
 
 RESTART_HINT = (
-    "see why: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start docker; "
-    "then run the same command again"
+    "find the reason: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start "
+    "docker; then run the same command again"
 )
 
 
 def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
-    """The typed error for `message`, a sentence of the engine itself.
+    """The typed error for `message`, which the engine sent.
 
     Parameters
     ----------
-    message : what the engine said, from an in-band event or an error response.
-    doing : what was being done, for example ``pull nvcr.io/x:1``.
-    name : the image's name, where the hint can use it.
+    message : text of an in-band event or an error response.
+    doing : the operation, for example ``pull nvcr.io/x:1``.
+    name : the image's name, for the hint.
     """
     said = clean(message).strip()
     low = said.lower()
@@ -48,7 +48,7 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
     if any(word in low for word in _UNKNOWN):
         return UsageError(
             f"{doing}: the registry has no such image: {said}",
-            hint=f"check the name and tag: docker manifest inspect {name}; if it is private: docker login",
+            hint=f"check name and tag: docker manifest inspect {name}; if the image is private: docker login",
         )
     if any(word in low for word in _DENIED):
         registry = registry_of(name)
@@ -59,38 +59,38 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
 
 
 def hint_for(text: str) -> str | None:
-    """What to do about a known trouble named anywhere in `text`; None for an unknown one."""
+    """The fix for a known problem that `text` mentions; None for an unknown problem."""
     low = text.lower()
     if "no space left on device" in low:
         return (
-            "the engine's disk is full; what uses it: docker system df; free some: docker image prune, "
+            "the engine's disk is full; see: docker system df; free space: docker image prune, "
             "docker builder prune; its folder: docker info -f '{{.DockerRootDir}}'"
         )
     if "exec format error" in low:
         return (
-            "a program of another architecture was started without an emulator: "
+            "the program is for another architecture, and there is no emulator: "
             "sudo apt-get install qemu-user-static binfmt-support"
         )
     if "x509" in low:
-        return "the engine does not trust the registry: put its CA into /etc/docker/certs.d/HOST/ca.crt"
+        return "the engine does not trust the registry: copy its CA to /etc/docker/certs.d/HOST/ca.crt"
     if "toomanyrequests" in low:
         return "the registry limits anonymous pulls: docker login, or wait"
     if "server gave http response to https client" in low:
-        return 'a registry without TLS must be in "insecure-registries" of /etc/docker/daemon.json'
+        return 'list a registry without TLS in "insecure-registries" of /etc/docker/daemon.json'
     if any(word in low for word in _NETWORK):
         return (
-            "the engine does not reach the registry: check its network and proxy (docker info), "
-            "and whether the registry is up: curl -I https://REGISTRY/v2/"
+            "the engine cannot reach the registry: check its network and proxy (docker info), "
+            "and try the registry: curl -I https://REGISTRY/v2/"
         )
     return None
 
 
 def no_image(name: str) -> UsageError:
-    """The engine has no image called `name`."""
+    """The error for an image that the engine does not have."""
     return UsageError(
         f"the engine has no image {name!r}",
-        hint="what it has: docker images; to make one: imgkit build RECIPE (what there is: imgkit list); "
-        f"to fetch it: imgkit pull {name}",
+        hint="list its images: docker images; build one: imgkit build RECIPE (see imgkit list); "
+        f"pull it: imgkit pull {name}",
     )
 
 
@@ -110,7 +110,7 @@ def clean(text: str) -> str:
 
 @contextlib.contextmanager
 def translated(doing: str, *, name: str = "") -> Iterator[None]:
-    """Turn everything that the SDK raises while `doing` into the ImgkitError family."""
+    """Turn every exception of the SDK while `doing` into an ImgkitError."""
     import docker.errors
     import requests.exceptions
     import urllib3.exceptions
@@ -121,21 +121,21 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
         raise
     except docker.errors.APIError as error:
         raise explain(str(error.explanation or error), doing=doing, name=name) from error
-    # ReadTimeout is no DockerException; with a socket that stalls, requests wraps it in ConnectionError.
+    # ReadTimeout is not a DockerException; when a socket stalls, requests wraps it in ConnectionError.
     except requests.exceptions.RequestException as error:
         if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():
             raise ToolFailed(
-                f"{doing}: the engine took the request and did not answer in time",
+                f"{doing}: the engine accepted the request and did not answer in time",
                 hint=f"it hangs or its disk is very busy (docker ps, iostat); {RESTART_HINT}",
             ) from error
         raise broken(doing, error) from error
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-        # ValueError: half a JSON event, or half an HTTP chunk header, when the engine dies while it speaks.
+        # ValueError: half a JSON event, or half an HTTP chunk header, when the engine dies while sending.
         raise broken(doing, error) from error
     except docker.errors.DockerException as error:
         raise explain(str(error), doing=doing, name=name) from error
 
 
 def broken(doing: str, error: object) -> ToolFailed:
-    """The connection to the engine ended in the middle."""
+    """The error for a connection that broke during an operation."""
     return ToolFailed(f"{doing}: the connection to the engine broke: {error}", hint=RESTART_HINT)

@@ -1,4 +1,4 @@
-"""The engine's in-band events: errors are raised, progress is added up."""
+"""The engine's in-band events: raises errors and adds up progress."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Event = dict[str, Any]
 
 
 def checked(events: Iterable[Event], *, doing: str, name: str = "") -> Iterator[Event]:
-    """Yield `events`; the SDK yields errors like any other event, here they are raised.
+    """Yield `events`, and raise those that report an error; the SDK yields them like any other.
 
     Raises
     ------
-    ToolFailed, UsageError : the engine said so in band, or went away.
+    ToolFailed, UsageError : the engine reported an error in band, or the connection broke.
     """
     with translated(doing, name=name):
         for event in events:
@@ -42,7 +42,7 @@ class LayerProgress:
         self._layers: dict[str, tuple[int, int]] = {}
 
     def take(self, event: Event) -> None:
-        """Count `event` and report the sum; extraction is not a transfer and is not counted."""
+        """Count `event` and report the sum; extraction does not count as a transfer."""
         detail = event.get("progressDetail") or {}
         layer, status = str(event.get("id", "")), str(event.get("status", ""))
         if not detail:
@@ -51,7 +51,7 @@ class LayerProgress:
             elif layer:
                 self._report.line(f"{layer}: {status}")
         if status in ("Downloading", "Pushing") and "current" in detail:
-            # While it compresses, the engine sends more than it announced.
+            # While compressing, the engine may send more than it announced.
             current = int(detail["current"])
             self._layers[layer] = (current, max(int(detail.get("total") or 0), current))
             done = sum(one for one, _ in self._layers.values())

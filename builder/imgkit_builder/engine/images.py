@@ -1,4 +1,4 @@
-"""Images as the engine shows them."""
+"""Local images of the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ImageInfo:
     workdir: str
     user: str
     diff_ids: tuple[str, ...]
-    """Of the uncompressed layers, lowest first."""
+    """Digests of the uncompressed layers, lowest first."""
     size_bytes: int
     digest: str
     """``repo@sha256:...``; empty for an image that never saw a registry."""
@@ -40,11 +40,11 @@ class ImageInfo:
 
 
 def inspect(engine: Engine, name: str) -> ImageInfo:
-    """What the engine knows of the local image `name` (tag or id); never uses the network.
+    """Describe the local image `name` (tag or id); never uses the network.
 
     Raises
     ------
-    UsageError : there is no such image, or it is no image name.
+    UsageError : there is no such image, or `name` is not an image name.
     """
     with translated(f"inspect {name}", name=name):
         data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
@@ -52,7 +52,7 @@ def inspect(engine: Engine, name: str) -> ImageInfo:
 
 
 def find(engine: Engine, name: str) -> ImageInfo | None:
-    """Like `inspect`, None where the engine has no such image."""
+    """Like `inspect`, but None where the engine has no such image."""
     import docker.errors
 
     with translated(f"inspect {name}", name=name):
@@ -66,7 +66,7 @@ def find(engine: Engine, name: str) -> ImageInfo | None:
 def _info(data: dict[str, Any], name: str) -> ImageInfo:
     config = data.get("Config") or {}
     tags = [tag for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
-    # The name that was asked for first: saving and messages then use it.
+    # The requested name comes first, so that saving and messages use it.
     tags.sort(key=lambda tag: tag not in (name, f"{name}:latest"))
     digests = [digest for digest in data.get("RepoDigests") or () if not digest.startswith("<none>")]
     digests.sort(key=lambda digest: digest.partition("@")[0] != repository(name))
@@ -88,7 +88,7 @@ def _info(data: dict[str, Any], name: str) -> ImageInfo:
 
 
 def check_name(name: str, *, where: str | None = None) -> None:
-    """Raise UsageError where `name` is no image reference, before anything is asked of the engine."""
+    """Raise UsageError where `name` is not an image reference, before the engine is asked."""
     try:
         parse(name)
     except BadReference as error:

@@ -1,4 +1,4 @@
-"""Provenance labels, put on by one last instruction of the Dockerfile."""
+"""Provenance labels, set by a last instruction of the Dockerfile."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 CONTEXT_LABEL = "imgkit.context.sha256"
 CREATED_LABEL = "org.opencontainers.image.created"
 DOCKERFILE = "Dockerfile.imgkit"
-"""Name of the Dockerfile with the labels; the one of the context stays beside it."""
+"""Name of the Dockerfile with the labels; the context keeps its own beside it."""
 
 
 def labels(context: BuildContext, *, created: str) -> dict[str, str]:
-    """The labels that only a build knows, sorted; the Dockerfile has those that the recipe knows.
+    """The labels that only a build knows, sorted; those of the recipe are in the Dockerfile.
 
-    An empty revision is written too: NVIDIA's images carry their own, which would be inherited.
+    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image.
     """
     manifest = context.manifest
     digest = manifest.base.digest.partition("@")[2] or manifest.base.id
@@ -42,13 +42,13 @@ def labels(context: BuildContext, *, created: str) -> dict[str, str]:
 def created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
     """Time of creation in RFC 3339.
 
-    ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, that of the image `tag` where it was made from the
-    same context: the label is then unchanged, so a rebuild is wholly cached and gives the same image id.
+    ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, the time of the image `tag` if that was built from
+    the same context. The label then stays, so that a rebuild is fully cached and gives the same image id.
     """
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not epoch.isdigit():
         old = None if fresh else find(engine, tag)
-        # The context holds the manifest, hence the base's id: an equal context is an equal base.
+        # The context contains the manifest, hence the base's id: an equal context means an equal base.
         if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
             return old.labels[CREATED_LABEL]
         epoch = str(int(time.time()))
@@ -60,7 +60,7 @@ def instruction(values: Mapping[str, str]) -> str:
 
     Notes
     -----
-    The SDK's ``labels=`` makes a step per label, 65 ms each when one of them changed (docker 20.10).
+    The SDK's ``labels=`` adds a step per label, 65 ms each when one of them changed (docker 20.10).
     """
     pairs = (f"{_one_line(key)}={_one_line(value)}" for key, value in values.items())
     return f"LABEL {' '.join(pairs)}\n"
@@ -71,7 +71,7 @@ def _one_line(text: str) -> str:
 
 
 def with_dockerfile(stream: BinaryIO, text: str) -> BinaryIO:
-    """The tar `stream` with the file `DOCKERFILE` put before its first member, read as one stream."""
+    """The tar `stream` with the file `DOCKERFILE` inserted before its first member, as one stream."""
     data = text.encode()
     member = tarfile.TarInfo(DOCKERFILE)
     member.size, member.mode = len(data), 0o644

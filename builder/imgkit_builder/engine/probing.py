@@ -1,4 +1,4 @@
-"""Run the base once, to know what its Python, torch and NCCL are; remembered by image id."""
+"""Runs the base once to learn its Python, torch and NCCL; the result is cached by image id."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SCHEMA = 1
 
 
 def probe(engine: Engine, base: BaseImage) -> Probe:
-    """What runs in `base`; `Probe.skipped` says why where nothing could be run.
+    """Versions inside `base`; `Probe.skipped` is the reason where it could not run.
 
     Notes
     -----
-    Starting torch takes seconds, so the answer is kept under the cache folder. An image id never
-    changes its content, hence a kept answer never becomes wrong.
+    Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
+    so a cached result never becomes wrong.
     """
     kept = _kept(base.id)
     known = _read(kept)
@@ -47,9 +47,9 @@ def _why_not(engine: Engine, base: BaseImage, returncode: int, output: str) -> s
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():
-        return f"the base is {base.platform}, the engine runs {engine.platform} and has no emulator"
+        return f"the base is {base.platform}, but the engine runs {engine.platform} and has no emulator"
     lines = output.strip().splitlines()
-    return f"python3 ended with code {returncode}: {lines[-1] if lines else 'no output'}"
+    return f"python3 failed with exit code {returncode}: {lines[-1] if lines else 'no output'}"
 
 
 def _kept(image_id: str) -> Path:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def shell_argv(image: str, *, gpus: bool) -> list[str]:
-    """The words that open bash in `image`.
+    """The command that opens bash in `image`.
 
-    NCCL and the workers of a data loader share memory: the default of 64 MB is too small, so the host's IPC
-    is used; RDMA needs memory that is locked, without a limit (NVIDIA's advice for its PyTorch containers).
+    NCCL and data loader workers use shared memory, and Docker's default of 64 MB is too small: the container
+    uses the host's IPC. RDMA needs unlimited locked memory (NVIDIA's advice for its PyTorch containers).
     """
     words = [
         "docker",

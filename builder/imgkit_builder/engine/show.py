@@ -12,12 +12,12 @@ from imgkit_builder.engine.images import inspect
 from imgkit_builder.image.manifest import STANDIN_LABEL
 
 SCHEMA = 1
-STANDIN_WARNING = "STAND-IN: made from a base without NVIDIA's software; for tests only, not for a cluster"
+STANDIN_WARNING = "STAND-IN: its base has no NVIDIA software; for tests only, not for a cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """What is worth knowing of an image."""
+    """The facts that ``imgkit show`` prints."""
 
     id: str
     tags: tuple[str, ...]
@@ -25,7 +25,7 @@ class ImageFacts:
     size_bytes: int
     digest: str
     recipe: str
-    """Name of the recipe it was made from; empty for an image that imgkit did not make."""
+    """Name of its recipe; empty for an image that imgkit did not build."""
     base: str
     created: str
     standin: bool
@@ -37,10 +37,10 @@ class ImageFacts:
         rows = [
             ("image", ", ".join(self.tags) or "(no tag)"),
             ("id", self.id),
-            ("digest", self.digest or "(never in a registry)"),
+            ("digest", self.digest or "(not from a registry)"),
             ("platform", self.platform),
             ("size", f"{self.size_bytes / 1e6:.1f} MB in {self.layers} layers"),
-            ("recipe", self.recipe or "(not made by imgkit)"),
+            ("recipe", self.recipe or "(not built by imgkit)"),
             ("base", self.base),
             ("created", self.created),
             *((f"label {key}", value) for key, value in sorted(self.labels.items())),

@@ -1,4 +1,4 @@
-"""Where a local engine keeps the layers of its images, for whoever may read there: root."""
+"""Where a local engine keeps the layers of its images; only root can read them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
 
 _SHIFTED = ("name=rootless", "name=userns")
-"""Security options under which the owners on disk are not those of the image."""
+"""Security options that change the owners of files on disk."""
 
 
 def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-    """The overlay2 folder of each layer, lowest first; None where they are not to be had.
+    """The overlay2 folder of each layer, lowest first; None where they cannot be read.
 
     Notes
     -----
-    The engine names a layer by its chain: the digest of all layers up to it. What it keeps of that name holds
-    the layer's own digest and the name of the folder, in which nothing changes once the layer is there.
+    The engine names a layer by its chain: the digest of all layers up to it. The folder of that name contains
+    the layer's own digest and the name of the overlay2 folder, whose content never changes.
     """
     if not engine.is_here or os.geteuid() != 0:
         return None
@@ -47,7 +47,7 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
 
 
 def _chained(chain: str, diff_id: str) -> str:
-    """The name of the layers up to `diff_id`, by the OCI image specification."""
+    """The chain id of the layers up to `diff_id`, as the OCI image specification defines it."""
     if not chain:
         return diff_id
     return f"sha256:{hashlib.sha256(f'{chain} {diff_id}'.encode()).hexdigest()}"

@@ -20,12 +20,12 @@ _TAR_END = bytes(1024)
 
 @contextlib.contextmanager
 def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of ``docker save``; the archive names exactly one tag.
+    """Yield the chunks of ``docker save``; the archive has exactly one tag.
 
     Notes
     -----
-    Since 20.10 the engine stages all layers on its disk before the first byte (4-7 s for 783 MB), inside
-    the call. Saving by id would lose the tag, so an image asked for by id is saved under its first tag.
+    Since 20.10 the engine stages all layers on its disk before it sends the first byte (4-7 s for 783 MB).
+    Saving by id would lose the tag, so an image requested by id is saved under its first tag.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
     """
     image = inspect(engine, name)
     doing = f"save {name}"
-    (report or Silent()).stage(f"the engine is staging {image.tag or name}")
+    (report or Silent()).stage(f"the engine stages {image.tag or name}")
     with translated(doing, name=name), engine.patient() as api:
         response = iter(api.get_image(image.tag or image.id))
     with contextlib.closing(_whole(response, doing)) as chunks:
@@ -43,9 +43,9 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
 
 @contextlib.contextmanager
 def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of a tar of the image's flattened file tree, as ``docker export`` gives it.
+    """Yield the chunks of a tar of the image's flattened file tree, as ``docker export`` writes it.
 
-    The container that this needs is never started, and is removed whatever happens.
+    The container for it is never started and always removed.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
 
 
 def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Content of the small file `path` in the local image `name`; None where it has none. Starts nothing.
+    """Content of the small file `path` in the image `name`, None where it is missing; starts no container.
 
     Raises
     ------
@@ -88,9 +88,9 @@ def read_file(engine: Engine, name: str, path: str) -> bytes | None:
 
 
 def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
-    """Yield `chunks`; raise at the end where they are no whole tar.
+    """Yield `chunks`; raise at the end where the tar is incomplete.
 
-    The engine has sent its status by then, so it writes a later error behind the data, as JSON.
+    The engine has already sent its status, so it appends a later error to the data, as JSON.
     """
     tail = b""
     with translated(doing):
@@ -104,5 +104,5 @@ def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
         raise explain(clean(tail[at:].decode("utf-8", "replace")), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
-        hint="the engine went away or ran out of space: docker system df; journalctl -u docker -n 50",
+        hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",
     )

@@ -1,4 +1,4 @@
-"""Push and pull with progress; what the engine says in band is raised."""
+"""Push, pull, load and tag, with progress and with in-band errors raised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 
 def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
-    """Fetch `ref` (tag or digest; ``latest`` where it has neither) and return it as it is locally.
+    """Pull `ref` (tag or digest; default: ``latest``) and describe the local image.
 
     Raises
     ------
@@ -30,21 +30,21 @@ def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> Im
         for event in checked(events, doing=doing, name=ref):
             progress.take(event)
     image = inspect(engine, ref)
-    # A tag with one image instead of a list of platforms is fetched whatever was asked for.
+    # A tag with a single image instead of a list of platforms is pulled for any platform.
     if platform and image.platform != full_platform(platform):
         raise UsageError(
-            f"{ref} is {image.platform}, the registry has none for {platform}",
-            hint="name a tag that has it; what a tag has: docker manifest inspect " + ref,
+            f"{ref} is {image.platform}; the registry has none for {platform}",
+            hint="choose another tag; to see its platforms: docker manifest inspect " + ref,
         )
     return image
 
 
 def push(engine: Engine, ref: str, report: Reporter) -> str:
-    """Send the local image `ref` to the registry in its name; returns ``sha256:...`` of its manifest.
+    """Push the local image `ref` to the registry in its name; returns ``sha256:...`` of its manifest.
 
     Raises
     ------
-    UsageError : there is no such image here.
+    UsageError : there is no such local image.
     ToolFailed : no network, no permission, or no digest came back.
     """
     doing = f"push {ref}"
@@ -61,17 +61,17 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
             digest = str((event.get("aux") or {}).get("Digest") or digest)
     if not digest:
         raise ToolFailed(
-            f"{doing}: it ended without a digest", hint="run it again; see: journalctl -u docker"
+            f"{doing}: the engine reported no digest", hint="push again; see: journalctl -u docker"
         )
     return digest
 
 
 def load(engine: Engine, archive: BinaryIO, report: Reporter) -> tuple[str, ...]:
-    """Load a docker archive from `archive`; returns the names, or ids, of what was in it.
+    """Load a docker archive from `archive`; returns the names, or ids, of its images.
 
     Raises
     ------
-    ToolFailed : it is no image archive, or it is cut short, or there is no space.
+    ToolFailed : it is not an image archive, it is cut short, or the disk is full.
     """
     doing = "load an archive"
     report.stage(doing)
@@ -84,18 +84,20 @@ def load(engine: Engine, archive: BinaryIO, report: Reporter) -> tuple[str, ...]
             if colon and head.startswith("Loaded image"):
                 found.append(name)
     if not found:
-        raise ToolFailed(f"{doing}: the engine found no image in it", hint="check it: imgkit verify FILE")
+        raise ToolFailed(
+            f"{doing}: the engine found no image in it", hint="check the file: imgkit verify FILE"
+        )
     return tuple(found)
 
 
 def full_platform(platform: str) -> str:
-    """``linux/arm64`` of ``arm64``, ``linux/arm64`` or ``linux/arm64/v8``."""
+    """Turn ``arm64``, ``linux/arm64`` or ``linux/arm64/v8`` into ``linux/arm64``."""
     parts = platform.split("/")
     return f"linux/{parts[0]}" if len(parts) == 1 else "/".join(parts[:2])
 
 
 def add_tag(engine: Engine, image: str, ref: str) -> None:
-    """Give the local image `image` the further name `ref`, where a tag moves from its old image."""
+    """Add the name `ref` to the local image `image`; an existing tag moves to it."""
     check_name(ref)
     name, tag = _split(ref)
     with translated(f"tag {image} as {ref}", name=image):
@@ -104,5 +106,5 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 
 def _split(ref: str) -> tuple[str, str]:
     name = repository(ref)
-    # Without a tag the SDK would push every tag of the repository.
+    # If no tag is given, the SDK pushes every tag of the repository.
     return name, ref[len(name) + 1 :] or "latest"

@@ -1,1 +1,1 @@
-"""What imgkit says about a machine (`doctor`) and about a file (`verify`)."""
+"""Checks of a machine (`doctor`) and of a file (`verify`)."""

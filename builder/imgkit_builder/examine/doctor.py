@@ -1,7 +1,7 @@
-"""What this machine has and lacks for building, saving and converting images. Standard library only.
+"""Checks of this machine: can it build, save and convert images? Standard library only.
 
-Runs on a laptop, in a pipeline and on a cluster's login node; the engine is asked without its SDK. Every
-verdict that is not ok names a fix.
+Runs on a laptop, in a pipeline and on a cluster's login node, and asks the engine without its SDK. Every
+verdict other than ok names a fix.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 Purpose = Literal["any", "build", "sif"]
 
 NVIDIA_IMAGE_BYTES = 20 * 10**9
-"""About what NVIDIA's PyTorch images take, uncompressed."""
+"""Rough size of NVIDIA's PyTorch images, uncompressed."""
 BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
-"""Such an image, and its archive or the layers of the next one."""
+"""Space for such an image, and for its archive or the layers of the next one."""
 SIF_SPACE_BYTES = int(SPACE_FACTOR * NVIDIA_IMAGE_BYTES)
 
 _USERNS = "proc/sys/user/max_user_namespaces"
@@ -40,7 +40,7 @@ _APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where is looked; a test gives it another root or user."""
+    """The machine to look at; tests use another root or user."""
 
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
@@ -57,10 +57,10 @@ class Machine:
 def examine(
     target: Target | None = None, *, purpose: Purpose = "any", machine: Machine | None = None
 ) -> tuple[Check, ...]:
-    """Look at everything; changes nothing, takes a second.
+    """Check everything within a second, and change nothing.
 
-    What fails for `purpose` is what makes it impossible: ``build`` needs the engine, ``sif`` everything but
-    the engine, ``any`` one of the two. What only the other purpose needs is a warning.
+    A check fails where it rules out `purpose`: ``build`` needs the engine, ``sif`` everything but the engine,
+    ``any`` either of the two. Where only the other purpose needs it, the check warns.
     """
     machine = machine or Machine()
     engine, tool = _engine(), _runtime(target)
@@ -103,19 +103,19 @@ def _engine() -> Check:
     found += f", {answer.free_bytes / 1e9:.0f} GB free for images"
     if answer.free_bytes >= BUILD_SPACE_BYTES:
         return Check(name=name, verdict="ok", found=found)
-    hint = "an NVIDIA PyTorch image takes 20 GB, saving it as much again; what can go: docker system df"
+    hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
     return Check(name=name, verdict="warn", found=found, hint=hint)
 
 
 def _context_hint() -> str:
-    """The docker program knows contexts (rootless, Desktop); imgkit goes by ``DOCKER_HOST`` alone."""
+    """The docker program follows contexts (rootless, Desktop); imgkit reads ``DOCKER_HOST`` only."""
     if os.environ.get("DOCKER_HOST") or not shutil.which("docker"):
         return ""
     argv = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
     shown = process.run(argv, check=False)
     host = shown.output.strip()
-    told = shown.returncode == 0 and "://" in host and host != address.DEFAULT_HOST
-    return f"export DOCKER_HOST={host}" if told else ""
+    elsewhere = shown.returncode == 0 and "://" in host and host != address.DEFAULT_HOST
+    return f"export DOCKER_HOST={host}" if elsewhere else ""
 
 
 def _runtime(target: Target | None) -> Check:
@@ -124,7 +124,7 @@ def _runtime(target: Target | None) -> Check:
         tool = runtime.find_runtime(module_hint=(target.module_line or None) if target else None)
     except ToolMissing as error:
         if target and kind != "singularity":
-            return Check(name=name, verdict="skip", found=f"none, and {target.name} runs {kind}")
+            return Check(name=name, verdict="skip", found=f"not found; {target.name} needs {kind} instead")
         hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
         return Check(name=name, verdict="fail", found=error.what, hint=hint)
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
@@ -139,11 +139,11 @@ def _modules(target: Target | None) -> Iterator[Check]:
         home = os.environ.get("MODULESHOME", "")
         yield Check(name=name, verdict="ok", found=f"environment modules {home}".rstrip())
     elif wanted:
-        yield Check(name=name, verdict="skip", found=f"none here; on the system itself: {wanted}")
+        yield Check(name=name, verdict="skip", found=f"not found; on the cluster: {wanted}")
 
 
 def _unprivileged(machine: Machine, tool: Check) -> Iterator[Check]:
-    """What an ordinary user's runtime needs of the kernel; root and setuid runtimes need none of it."""
+    """Kernel features that a runtime needs for ordinary users; root and setuid runtimes need none of them."""
     if machine.uid == 0:
         return
     starter = _setuid_starter(machine, tool.found)
@@ -172,12 +172,12 @@ def _namespaces(machine: Machine) -> Check:
         key = path.removeprefix("proc/sys/").replace("/", ".")
         return Check(
             name=name,
-            # Ubuntu's packages bring an AppArmor profile that lets the runtime through.
+            # Ubuntu's packages contain an AppArmor profile that lets the runtime through.
             verdict="warn" if path == _APPARMOR else "fail",
             found=f"/{path} is {refuses}: ordinary users cannot start a container",
-            hint=f"an administrator: sysctl -w {key}={fix}; or a setuid installation of the runtime",
+            hint=f"ask an administrator: sysctl -w {key}={fix}; or install the runtime setuid",
         )
-    return Check(name=name, verdict="ok", found=f"allowed, {machine.text(_USERNS) or 'any number'}")
+    return Check(name=name, verdict="ok", found=f"allowed, at most {machine.text(_USERNS) or 'any number'}")
 
 
 def _fuse(machine: Machine) -> Check:
@@ -188,18 +188,18 @@ def _fuse(machine: Machine) -> Check:
     return Check(
         name="fuse",
         verdict="warn",
-        found=f"/dev/fuse {state}: a .sif is then unpacked at every start",
-        hint="an administrator: modprobe fuse; chmod 0666 /dev/fuse",
+        found=f"/dev/fuse {state}: every start unpacks the whole .sif",
+        hint="ask an administrator: modprobe fuse; chmod 0666 /dev/fuse",
     )
 
 
 def _mksquashfs() -> Check:
     name, path = "mksquashfs", shutil.which("mksquashfs")
-    hint = "apt-get install squashfs-tools, 4.5 or newer; only imgkit sif --from daemon needs it"
+    hint = "apt-get install squashfs-tools (4.5 or newer); only imgkit sif --from daemon needs it"
     if path is None:
         return Check(name=name, verdict="warn", found="not on PATH", hint=hint)
     words = process.run([path, "-version"], check=False).output.split()
-    # Its help goes to stderr with exit code 1; from 4.7 on -help is a short text.
+    # Its help goes to stderr with exit code 1; since 4.7 -help prints a short text.
     usage = "".join(process.run([path, option], check=False).output for option in ("-help", "-help-all"))
     lacks = [word for word in ("-tar", "zstd") if word not in usage]
     found = f"{words[2] if len(words) > 2 else 'unknown version'} at {path}"
@@ -225,7 +225,7 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     else:
         check = _space("disk tmp", scratch, SIF_SPACE_BYTES)
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
-            hint = "what is unpacked there counts against memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
+            hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
             found = f"{check.found}, in memory (tmpfs)"
             check = Check(name=check.name, verdict="warn", found=found, hint=hint)
         yield check
@@ -239,12 +239,12 @@ def _space(name: str, folder: Path, wanted_bytes: int) -> Check:
     found = f"{free / 1e9:.0f} GB free in {folder}"
     if free >= wanted_bytes:
         return Check(name=name, verdict="ok", found=found)
-    hint = f"{wanted_bytes / 1e9:.0f} GB are right for an NVIDIA PyTorch image; choose another folder"
+    hint = f"an NVIDIA PyTorch image needs {wanted_bytes / 1e9:.0f} GB: use a folder with more space"
     return Check(name=name, verdict="warn", found=found, hint=hint)
 
 
 def _file_system(machine: Machine, folder: Path) -> str:
-    """Type of the file system that holds `folder`; empty where the kernel does not tell."""
+    """Type of the file system of `folder`; empty where it is unknown."""
     folder, depth, kind = folder.resolve(), 0, ""
     for line in machine.text("proc/mounts").splitlines():
         _, where, what, *_ = line.split()
@@ -255,13 +255,15 @@ def _file_system(machine: Machine, folder: Path) -> str:
 
 
 def _emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
-    """Whether an image for another architecture can be built here."""
+    """Whether images for another architecture can be built here."""
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
     name, arch = "emulation", target.platforms[0].partition("/")[2]
     fault = emulator_fault(arch, root=machine.root)
     if not fault:
-        yield Check(name=name, verdict="ok", found=f"{arch} runs on this {machine.arch} machine by qemu")
+        yield Check(
+            name=name, verdict="ok", found=f"qemu runs {arch} programs on this {machine.arch} machine"
+        )
         return
     yield Check(
         name=name,
@@ -275,6 +277,6 @@ def _user_packages() -> Iterator[Check]:
     home = os.environ.get("HOME", "")
     found = sorted(Path(home).glob(".local/lib/python3*/site-packages")) if home else []
     if found:
-        told = ", ".join(path.parent.name for path in found)
-        ignored = "imgkit's images ignore them (PYTHONNOUSERSITE), others may not"
-        yield Check(name="~/.local", verdict="ok", found=f"packages of {told}; {ignored}")
+        versions = ", ".join(path.parent.name for path in found)
+        ignored = "imgkit's images ignore them (PYTHONNOUSERSITE), other images may not"
+        yield Check(name="~/.local", verdict="ok", found=f"packages of {versions}; {ignored}")

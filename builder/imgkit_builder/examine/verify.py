@@ -1,4 +1,4 @@
-"""Whether an archive, .sif or delta is what its sidecar and its own manifest say. Standard library only."""
+"""Compares an archive, .sif or delta with its sidecars and records. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from imgkit_builder.sif import runtime
 from imgkit_builder.sif.image import SifImage
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
-_AGAIN = "copy it again (rsync -P continues), or save it again"
+_AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
-    """Check the archive, .sif or delta at `path`; reads it once, extracts and changes nothing.
+    """Check the archive, .sif or delta at `path`; reads it once, and extracts or changes nothing.
 
     Raises
     ------
-    UsageError : there is no file, or it is neither an image archive, a .sif nor a delta.
-    ToolMissing : a zstd archive, and no ``zstd`` program.
+    UsageError : the file is missing, or is neither an image archive, a .sif nor a delta.
+    ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
     try:
@@ -45,7 +45,7 @@ def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
         raise UsageError(
             "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or delta",
             where=str(path),
-            hint=f"its first bytes are {start[:16]!r}" if start else "it is empty: copy it again",
+            hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
     report.stage(f"read {path.name}")
     held = contents.read(path, compress=compress, report=report)
@@ -80,14 +80,14 @@ def checksum(path: Path, actual: str, size_bytes: int) -> Check:
     }
     wrong = {name: digest for name, digest in stated.items() if digest not in (None, actual)}
     if wrong:
-        told = ", ".join(f"{name} says {digest}" for name, digest in wrong.items())
+        expected = ", ".join(f"{name} says {digest}" for name, digest in wrong.items())
         size = described.archive.size_bytes if described else size_bytes
-        short = f"; {size_bytes} of {size} bytes are here" if size != size_bytes else ""
-        return Check(name="sha256", verdict="fail", found=f"is {actual}, {told}{short}", hint=_AGAIN)
+        short = f"; the file has {size_bytes} of {size} bytes" if size != size_bytes else ""
+        return Check(name="sha256", verdict="fail", found=f"is {actual}, {expected}{short}", hint=_AGAIN)
     if listed is None and described is None:
         name = sidecar.sha256_path(path).name
         return Check(
-            name="sha256", verdict="warn", found=f"{about}; no {name} beside it", hint=f"copy {name} as well"
+            name="sha256", verdict="warn", found=f"{about}; {name} is missing", hint=f"copy {name} as well"
         )
     return Check(name="sha256", verdict="ok", found=about)
 
@@ -101,7 +101,7 @@ def _structure(held: Contents, image: ArchivedImage) -> Check:
 
 def _id(image: ArchivedImage) -> Check:
     if image.id != image.stated_id:
-        found = f"the configuration has {image.id}, its name says {image.stated_id}"
+        found = f"the configuration has digest {image.id}, but is named {image.stated_id}"
         return Check(name="image id", verdict="fail", found=found, hint=_AGAIN)
     return Check(name="image id", verdict="ok", found=image.id)
 
@@ -109,7 +109,7 @@ def _id(image: ArchivedImage) -> Check:
 def _layers(image: ArchivedImage) -> Check:
     name = "layers"
     if len(image.layers) != len(image.diff_ids):
-        found = f"{len(image.layers)} layers in it, {len(image.diff_ids)} in its configuration"
+        found = f"the archive has {len(image.layers)} layers, its configuration lists {len(image.diff_ids)}"
         return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
     for layer, diff_id in zip(image.layers, image.diff_ids, strict=True):
         if layer.diff_id not in ("", diff_id):
@@ -118,7 +118,9 @@ def _layers(image: ArchivedImage) -> Check:
     unread = sum(not layer.diff_id for layer in image.layers)
     found = f"{len(image.layers)}, as the configuration lists them"
     if unread:
-        return Check(name=name, verdict="warn", found=f"{found}; {unread} with zstd inside, not unpacked")
+        return Check(
+            name=name, verdict="warn", found=f"{found}; {unread} compressed with zstd were not checked"
+        )
     return Check(name=name, verdict="ok", found=found)
 
 
@@ -129,24 +131,24 @@ def _against_sidecar(path: Path, held: Contents, image: ArchivedImage) -> Check:
         return Check(name="sidecar", verdict="fail", found=error.what, hint=str(error.where))
     if described is None:
         absent = sidecar.json_path(path).name
-        return Check(name="sidecar", verdict="skip", found=f"no {absent} beside it")
+        return Check(name="sidecar", verdict="skip", found=f"{absent} is missing")
     wrong = _differences(described, held, image)
     verdict: Verdict = "fail" if wrong else "ok"
     found = wrong or f"{described.image.tag}, {described.image.platform}, {described.image.id}"
-    hint = "the sidecar is of another archive: copy both again" if wrong else ""
+    hint = "the sidecar belongs to another archive: copy both again" if wrong else ""
     return Check(name="sidecar", verdict=verdict, found=found, hint=hint)
 
 
 def _differences(described: Sidecar, held: Contents, image: ArchivedImage) -> str:
     stated = described.image
     if stated.id not in (image.id, *image.manifest_digests):
-        return f"it is of image {stated.id}, here is {image.id}"
+        return f"it describes image {stated.id}, the archive has {image.id}"
     if stated.diff_ids != image.diff_ids:
-        return "its list of layers differs from the configuration's"
+        return "its list of layers differs from that in the archive"
     if stated.platform != image.platform:
-        return f"it says {stated.platform}, here is {image.platform}"
+        return f"it says {stated.platform}, the archive has {image.platform}"
     if described.archive.size_bytes != held.size_bytes:
-        return f"it says {described.archive.size_bytes} bytes, here are {held.size_bytes}"
+        return f"it says {described.archive.size_bytes} bytes, the archive has {held.size_bytes}"
     return ""
 
 
@@ -161,7 +163,7 @@ def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
         return
     squashed = sif.squashfs(image)
     if image.root is None or squashed is None:
-        yield Check(name="header", verdict="fail", found="no squashfs root partition in it", hint=_AGAIN)
+        yield Check(name="header", verdict="fail", found="it has no squashfs root partition", hint=_AGAIN)
         return
     about = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
     yield Check(name="header", verdict="ok", found=about)
@@ -170,7 +172,7 @@ def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     yield root
     yield from _deltas(image, report)
     if root.verdict == "fail":
-        yield Check(name="manifest", verdict="skip", found="not looked at: the root partition is damaged")
+        yield Check(name="manifest", verdict="skip", found="not checked: the root partition is damaged")
     else:
         yield _baked_manifest(image)
 
@@ -186,7 +188,7 @@ def _delta_checks(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _deltas(image: SifImage, report: Reporter) -> Iterator[Check]:
-    """The deltas in a .sif, each against the digest that the record has of it."""
+    """Compare each delta in a .sif with its recorded digest."""
     if image.record is None or not (image.record.deltas or image.overlays):
         return
     try:
@@ -201,7 +203,7 @@ def _deltas(image: SifImage, report: Reporter) -> Iterator[Check]:
 
 def _delta(name: str, delta: Delta, actual: str) -> Check:
     if actual != delta.sha256:
-        found = f"its squashfs has sha256 {actual}, recorded is {delta.sha256}"
+        found = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
         return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
     found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
     return Check(name=name, verdict="ok", found=found)
@@ -210,22 +212,22 @@ def _delta(name: str, delta: Delta, actual: str) -> Check:
 def _root_partition(image: SifImage, actual: str) -> Check:
     name, record = "root partition", image.record
     if record is None:
-        found = f"sha256 {actual}; no record of imgkit in the file"
+        found = f"sha256 {actual}; the file has no record of imgkit"
         return Check(
-            name=name, verdict="warn", found=found, hint="made by another tool: imgkit sif records it"
+            name=name, verdict="warn", found=found, hint="another tool made it: imgkit sif writes a record"
         )
     if record.root_sha256 != actual:
-        found = f"has sha256 {actual}, recorded is {record.root_sha256}"
+        found = f"has sha256 {actual}, the record says {record.root_sha256}"
         return Check(name=name, verdict="fail", found=found, hint="copy it again, or convert it again")
     found = f"sha256 {actual}, as recorded; from {record.source or record.image_id}, by {record.runtime}"
     return Check(name=name, verdict="ok", found=found)
 
 
 def _baked_manifest(image: SifImage) -> Check:
-    """Read the manifest out of the image, where a runtime can, and compare it with the file around it."""
+    """Read the manifest from the image, where a runtime can, and compare it with the .sif."""
     name = "manifest"
     if host_arch() != image.arch:
-        return Check(name=name, verdict="skip", found=f"needs an {image.arch} machine to be read")
+        return Check(name=name, verdict="skip", found=f"not read: needs an {image.arch} machine")
     try:
         tool = runtime.find_runtime()
         finished = runtime.run(tool, runtime.exec_arguments(image.path, ["cat", manifest.MANIFEST_JSON]))
@@ -233,17 +235,21 @@ def _baked_manifest(image: SifImage) -> Check:
         return Check(name=name, verdict="skip", found=f"not read: {error.what}")
     except ToolFailed as error:
         if "No such file" in str(error.hint):
-            return Check(name=name, verdict="warn", found=f"no {manifest.MANIFEST_JSON}: not built by imgkit")
-        hint = f"imgkit test {image.path.name} says more"
+            return Check(
+                name=name,
+                verdict="warn",
+                found=f"no {manifest.MANIFEST_JSON}: imgkit did not build this image",
+            )
+        hint = f"for details: imgkit test {image.path.name}"
         return Check(name=name, verdict="warn", found=f"cannot be read: {error.what}", hint=hint)
     try:
-        # Warnings of the runtime come before it, in the same stream.
+        # Warnings of the runtime precede it in the same stream.
         baked = manifest.from_json(finished.output[max(finished.output.find("{"), 0) :])
     except UsageError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
     arch = baked.platform.partition("/")[2]
     if arch != image.arch:
-        found = f"it says {baked.platform}, the file is for {image.arch}"
+        found = f"it says {baked.platform}, but the .sif is for {image.arch}"
         return Check(name=name, verdict="fail", found=found, hint="convert it again")
     base = f"{baked.base.name}{' (a stand-in)' if baked.base.standin else ''}"
     return Check(

@@ -122,7 +122,7 @@ def test_standin_needs_to_be_named(fake: Any, engine: Engine, recipe: Recipe) ->
 
 
 def test_absent_standin_is_never_pulled(fake: Any, engine: Engine, recipe: Recipe) -> None:
-    with pytest.raises(UsageError, match="no stand-in") as caught:
+    with pytest.raises(UsageError, match="no local stand-in") as caught:
         engines.resolve_base(engine, recipe, override=STANDIN)
     assert "ci/lab/base-image" in str(caught.value.hint)
     assert not fake.requests("/images/create")

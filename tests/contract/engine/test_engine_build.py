@@ -76,10 +76,10 @@ def test_failing_run_names_recipe_line(fake: Any, engine: Engine, context: Build
         (
             'Get "https://registry.test/v2/": dial tcp: lookup registry.test on 10.0.0.1:53: no such host',
             ToolFailed,
-            "does not reach the registry",
+            "cannot reach the registry",
         ),
-        ("manifest for registry.test/base:1 not found: manifest unknown", UsageError, "check the name"),
-        ("pull access denied for base, repository does not exist", UsageError, "check the name"),
+        ("manifest for registry.test/base:1 not found: manifest unknown", UsageError, "check name and tag"),
+        ("pull access denied for base, repository does not exist", UsageError, "check name and tag"),
         ("write /x: no space left on device", ToolFailed, "docker system df"),
         ("COPY failed: file not found in build context: stat nope", ToolFailed, "full log"),
         (
@@ -166,7 +166,7 @@ def test_wrong_architecture_keeps_old_tag(
     fake: Any, engine: Engine, context: BuildContext, succeeds: None
 ) -> None:
     fake.on_image(fake.image_id, fake.image(arch="arm64"))
-    with pytest.raises(ToolFailed, match="built linux/arm64 where linux/amd64"):
+    with pytest.raises(ToolFailed, match="built linux/arm64 instead of linux/amd64"):
         build(engine, context)
     assert not fake.requests("/tag")
 
@@ -194,7 +194,7 @@ def test_unwritable_state_folder_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UsageError, match="cannot be kept") as caught:
+    with pytest.raises(UsageError, match="cannot create the folder") as caught:
         build(engine, context)
     assert "XDG_STATE_HOME" in str(caught.value.hint)
 

@@ -120,4 +120,4 @@ def test_staging_is_told(fake: Any, engine: Engine) -> None:
 
     fake.on("GET", "/images/.+/get", fake.raw(*WHOLE))
     with engines.save_stream(engine, TAG, report=Recorder()):
-        assert told == [f"the engine is staging {TAG}"]
+        assert told == [f"the engine stages {TAG}"]

@@ -36,7 +36,7 @@ def local(fake: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "advice"),
     [
-        (UNREACHABLE, "does not reach the registry"),
+        (UNREACHABLE, "cannot reach the registry"),
         ("denied: requested access to the resource is denied", "docker login registry.test:5000"),
         ("unauthorized: authentication required", "docker login registry.test:5000"),
         ("x509: certificate signed by unknown authority", "/etc/docker/certs.d"),
@@ -54,7 +54,7 @@ def test_failed_push_is_raised(fake: Any, engine: Engine, message: str, advice: 
 @pytest.mark.usefixtures("local")
 def test_push_without_digest_is_no_success(fake: Any, engine: Engine) -> None:
     fake.on("POST", "/images/.+/push", fake.events({"status": "The push refers to"}))
-    with pytest.raises(ToolFailed, match="without a digest"):
+    with pytest.raises(ToolFailed, match="reported no digest"):
         engines.push(engine, REF, Silent())
 
 
@@ -87,9 +87,9 @@ def test_push_of_absent_image_asks_nothing(fake: Any, engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("status", "message", "kind", "advice"),
     [
-        (404, f"manifest for {REF} not found: manifest unknown", UsageError, "check the name"),
-        (404, "pull access denied for x, repository does not exist", UsageError, "check the name"),
-        (500, UNREACHABLE, ToolFailed, "does not reach the registry"),
+        (404, f"manifest for {REF} not found: manifest unknown", UsageError, "check name and tag"),
+        (404, "pull access denied for x, repository does not exist", UsageError, "check name and tag"),
+        (500, UNREACHABLE, ToolFailed, "cannot reach the registry"),
         (500, "toomanyrequests: You have reached your pull rate limit", ToolFailed, "docker login"),
     ],
 )

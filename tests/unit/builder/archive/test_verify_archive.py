@@ -157,7 +157,7 @@ def test_truncated_archive_fails(archive_path: Path, share: float) -> None:
     archive_path.write_bytes(data[: int(len(data) * share)])
     found = answers(archive_path)
     assert found["sha256"].verdict == "fail"
-    assert f"of {len(data)} bytes are here" in found["sha256"].found
+    assert f"of {len(data)} bytes" in found["sha256"].found
     assert found["archive"].verdict == "fail"
 
 
@@ -190,7 +190,9 @@ def test_emptied_archive_fails(
     config = image_config([b"a"])
     entry = {"Config": f"{hashlib.sha256(config).hexdigest()}.json", "Layers": []}
     members = [(entry["Config"], config), ("manifest.json", json.dumps([entry]).encode())]
-    assert answers(make_tar(tmp_path / "x.tar", members))["layers"].found.startswith("0 layers in it, 1")
+    assert answers(make_tar(tmp_path / "x.tar", members))["layers"].found.startswith(
+        "the archive has 0 layers, its configuration lists 1"
+    )
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"[3]", b"not json", b'[{"Config": "absent.json"}]'])
