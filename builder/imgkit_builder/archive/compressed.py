@@ -1,25 +1,24 @@
-"""Bytes of files that may be compressed: gzip by the standard library, zstd by the ``zstd`` program."""
+"""Plain bytes of compressed files: gzip by the standard library, zstd by the ``zstd`` program."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_builder.base import process
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
-Kind = Literal["plain", "gzip", "zstd"]
+Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
-_MAGICS: tuple[tuple[bytes, Kind], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+_MAGICS: tuple[tuple[bytes, Compress], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 _REFUSED = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
 
 
-def kind(path: Path) -> Kind:
+def kind(path: Path) -> Compress:
     """How `path` is compressed, by its first bytes.
 
     Raises
@@ -28,30 +27,80 @@ def kind(path: Path) -> Kind:
     """
     with path.open("rb") as stream:
         start = stream.read(8)
-    for magic, name in _MAGICS:
-        if start.startswith(magic):
-            return name
     for magic, refused in _REFUSED:
         if start.startswith(magic):
             raise UsageError(
-                f"compressed with {refused}; gzip, zstd and plain are read",
+                f"the file is compressed with {refused}; imgkit reads plain, gzip and zstd files",
                 where=str(path),
-                hint=f"{refused} -dk {path}   (then give the file that it makes)",
+                hint=f"{refused} -dk {path}   (then give the unpacked file)",
             )
-    return "plain"
+    return kind_of(start)
 
 
-def chunks(path: Path, *, advance: Callable[[int], None] | None = None) -> Iterator[bytes]:
-    """The uncompressed bytes of `path`, at most 1 MiB at a time; `advance` is told the bytes of the file
-    read.
+def kind_of(start: bytes) -> Compress:
+    """How a stream that begins with `start`, at least 4 bytes, is compressed."""
+    return next((name for magic, name in _MAGICS if start.startswith(magic)), "none")
+
+
+def chunks(path: Path, *, advance: Callable[[int], None] | None = None) -> Generator[bytes, None, None]:
+    """Yield the plain bytes of `path`, at most 1 MiB at a time; `advance` gets the bytes of the file read.
 
     Raises
     ------
     CheckFailed : damaged or cut short.
     ToolMissing : zstd data and no ``zstd`` program.
     """
-    readers = {"plain": _raw, "gzip": _gunzip, "zstd": _unzstd}
-    return readers[kind(path)](path, advance or (lambda _: None))
+    return unpacked(_raw(path, advance or (lambda _: None)), kind(path), name=str(path))
+
+
+def unpacked(raw: Iterable[bytes], compress: Compress, *, name: str) -> Generator[bytes, None, None]:
+    """Yield the plain bytes of the stream `raw`; `name` is for messages. Raises as `chunks` does."""
+    if compress == "gzip":
+        yield from _gunzipped(raw, name)
+    elif compress == "zstd":
+        yield from _unzstd(raw, name)
+    else:
+        yield from raw
+
+
+class Gunzip:
+    """Unpack a gzip stream piece by piece, in bounded memory.
+
+    Raises
+    ------
+    CheckFailed : damaged or cut short.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inflate = zlib.decompressobj(wbits=31)
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Yield what `data` unpacks to, at most 1 MiB at a time."""
+        waiting = bytes(data)
+        try:
+            while waiting:
+                if self._inflate.eof:
+                    # pigz and concatenated files have several members; zeros after the last are padding.
+                    waiting = waiting.lstrip(b"\0")
+                    if not waiting:
+                        return
+                    self._inflate = zlib.decompressobj(wbits=31)
+                if plain := self._inflate.decompress(waiting, CHUNK_BYTES):
+                    yield plain
+                waiting = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+        except zlib.error as error:
+            raise CheckFailed(f"the gzip data is damaged: {error}", where=self._name) from error
+
+    def finish(self) -> bytes:
+        """Return the last bytes, and refuse a stream without its end."""
+        try:
+            rest = self._inflate.flush()
+        except zlib.error as error:
+            raise CheckFailed(f"the gzip data is damaged: {error}", where=self._name) from error
+        if not self._inflate.eof:
+            raise CheckFailed("the gzip data is cut short", where=self._name, hint="copy the file again")
+        return rest
 
 
 def _raw(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
@@ -63,52 +112,24 @@ def _raw(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
             yield chunk
 
 
-def _gunzip(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(wbits=31)
-    try:
-        for raw in _raw(path, advance):
-            waiting = raw
-            while waiting:
-                if inflate.eof:
-                    # pigz and concatenated files have several members; zeros after the last are padding.
-                    waiting = waiting.lstrip(b"\0")
-                    if not waiting:
-                        break
-                    inflate = zlib.decompressobj(wbits=31)
-                if data := inflate.decompress(waiting, CHUNK_BYTES):
-                    yield data
-                waiting = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
-        if data := inflate.flush():
-            yield data
-    except zlib.error as error:
-        raise CheckFailed(f"damaged gzip data: {error}", where=str(path)) from error
-    if not inflate.eof:
-        raise CheckFailed("gzip data that is cut short", where=str(path), hint="copy the file again")
+def _gunzipped(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
+    gunzip = Gunzip(name)
+    for piece in raw:
+        yield from gunzip.feed(piece)
+    if rest := gunzip.finish():
+        yield rest
 
 
-def _unzstd(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
-    program = shutil.which("zstd")
-    if program is None:
+def _unzstd(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
+    if shutil.which("zstd") is None:
         raise ToolMissing(
-            "zstd data, and the program zstd is not on PATH",
-            where=str(path),
-            hint=f"module load zstd, or where zstd is: zstd -d {path}   (then give the .tar)",
+            "the data is compressed with zstd, and the program zstd is not on PATH",
+            where=name,
+            hint="module load zstd, or unpack the file where zstd is installed: zstd -d FILE.tar.zst",
         )
-    with (
-        path.open("rb") as source,
-        tempfile.TemporaryFile() as messages,
-        subprocess.Popen([program, "-dcq"], stdin=source, stdout=subprocess.PIPE, stderr=messages) as process,
-    ):
-        assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
-        try:
-            while chunk := process.stdout.read(CHUNK_BYTES):
-                # The program reads through our descriptor, so its position is the program's.
-                advance(source.tell())
-                yield chunk
-        except BaseException:
-            process.kill()
-            raise
-        if process.wait() != 0:
-            messages.seek(0)
-            text = messages.read(4096).decode("utf-8", "replace").strip()
-            raise CheckFailed(f"damaged zstd data: {text}", where=str(path), hint="copy the file again")
+    try:
+        yield from process.through(["zstd", "-dcq"], raw)
+    except ToolFailed as error:
+        raise CheckFailed(
+            f"the zstd data is damaged: {error.what}", where=name, hint="copy the file again"
+        ) from error

@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.base import files
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import Manifest
@@ -18,8 +19,6 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
-
-Compress = Literal["none", "gzip", "zstd"]
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from imgkit_builder.archive.sidecar import Compress
+from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError

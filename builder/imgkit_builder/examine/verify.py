@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_builder.archive import contents, sidecar
-from imgkit_builder.archive.contents import ArchivedImage, Contents
+from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive.digests import Contents, HashedFile
+from imgkit_builder.archive.read import SelectedImage
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base.checks import Check, Verdict
 from imgkit_builder.base.platform import host_arch
@@ -40,7 +41,7 @@ def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
         return tuple(_sif_checks(path, report))
     if descriptor.is_delta(path):
         return tuple(_delta_checks(path, report))
-    compress = contents.compression(start)
+    compress = digests.archive_compression(path)
     if compress is None:
         raise UsageError(
             "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or delta",
@@ -48,7 +49,7 @@ def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
             hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
     report.stage(f"read {path.name}")
-    held = contents.read(path, compress=compress, report=report)
+    held = digests.digest_archive(path, compress=compress, report=report)
     return _archive_checks(path, held)
 
 
@@ -92,30 +93,28 @@ def checksum(path: Path, actual: str, size_bytes: int) -> Check:
     return Check(name="sha256", verdict="ok", found=about)
 
 
-def _structure(held: Contents, image: ArchivedImage) -> Check:
+def _structure(held: Contents, image: SelectedImage[HashedFile]) -> Check:
     if held.wrong_blobs:
         return Check(name="archive", verdict="fail", found=f"damaged: {held.wrong_blobs[0]}", hint=_AGAIN)
-    tags = ", ".join(image.tags) or "no tag"
-    return Check(name="archive", verdict="ok", found=f"one image, {image.platform}, {tags}")
+    tags = ", ".join(image.names) or "no tag"
+    return Check(name="archive", verdict="ok", found=f"one image, {_platform(image)}, {tags}")
 
 
-def _id(image: ArchivedImage) -> Check:
-    if image.id != image.stated_id:
-        found = f"the configuration has digest {image.id}, but is named {image.stated_id}"
-        return Check(name="image id", verdict="fail", found=found, hint=_AGAIN)
-    return Check(name="image id", verdict="ok", found=image.id)
+def _id(image: SelectedImage[HashedFile]) -> Check:
+    if image.id_fault:
+        return Check(name="image id", verdict="fail", found=image.id_fault, hint=_AGAIN)
+    return Check(name="image id", verdict="ok", found=image.config.image_id)
 
 
-def _layers(image: ArchivedImage) -> Check:
+def _layers(image: SelectedImage[HashedFile]) -> Check:
     name = "layers"
-    if len(image.layers) != len(image.diff_ids):
-        found = f"the archive has {len(image.layers)} layers, its configuration lists {len(image.diff_ids)}"
-        return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
-    for layer, diff_id in zip(image.layers, image.diff_ids, strict=True):
-        if layer.diff_id not in ("", diff_id):
-            found = f"{layer.name} has {layer.diff_id}, the configuration says {diff_id}"
+    if image.count_fault:
+        return Check(name=name, verdict="fail", found=image.count_fault, hint=_AGAIN)
+    for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
+        if file.diff_id not in ("", diff_id):
+            found = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
             return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
-    unread = sum(not layer.diff_id for layer in image.layers)
+    unread = sum(not file.diff_id for _, file in image.layers)
     found = f"{len(image.layers)}, as the configuration lists them"
     if unread:
         return Check(
@@ -124,7 +123,7 @@ def _layers(image: ArchivedImage) -> Check:
     return Check(name=name, verdict="ok", found=found)
 
 
-def _against_sidecar(path: Path, held: Contents, image: ArchivedImage) -> Check:
+def _against_sidecar(path: Path, held: Contents, image: SelectedImage[HashedFile]) -> Check:
     try:
         described = sidecar.read(path)
     except UsageError as error:
@@ -139,23 +138,27 @@ def _against_sidecar(path: Path, held: Contents, image: ArchivedImage) -> Check:
     return Check(name="sidecar", verdict=verdict, found=found, hint=hint)
 
 
-def _differences(described: Sidecar, held: Contents, image: ArchivedImage) -> str:
+def _differences(described: Sidecar, held: Contents, image: SelectedImage[HashedFile]) -> str:
     stated = described.image
-    if stated.id not in (image.id, *image.manifest_digests):
-        return f"it describes image {stated.id}, the archive has {image.id}"
-    if stated.diff_ids != image.diff_ids:
+    if stated.id not in (image.config.image_id, *held.manifest_digests):
+        return f"it describes image {stated.id}, the archive has {image.config.image_id}"
+    if stated.diff_ids != image.config.diff_ids:
         return "its list of layers differs from that in the archive"
-    if stated.platform != image.platform:
-        return f"it says {stated.platform}, the archive has {image.platform}"
+    if stated.platform != _platform(image):
+        return f"it says {stated.platform}, the archive has {_platform(image)}"
     if described.archive.size_bytes != held.size_bytes:
         return f"it says {described.archive.size_bytes} bytes, the archive has {held.size_bytes}"
     return ""
 
 
+def _platform(image: SelectedImage[HashedFile]) -> str:
+    return f"{image.config.os}/{image.config.arch}"
+
+
 def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
-        yield checksum(path, contents.sha256(path, report=report), path.stat().st_size)
+        yield checksum(path, digests.sha256(path, report=report), path.stat().st_size)
     try:
         image = sif.read(path)
     except CheckFailed as error:

@@ -22,6 +22,8 @@ class ImageConfig:
     """``sha256:...``."""
     raw: bytes
     """The JSON."""
+    os: str
+    """``linux``; empty where the configuration does not state it."""
     arch: str
     """``amd64``, as in OCI."""
     diff_ids: tuple[str, ...]
@@ -44,6 +46,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         config = ImageConfig(
             image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
             raw=raw,
+            os=str(values.get("os") or ""),
             arch=str(values["architecture"]),
             diff_ids=diff_ids,
             labels=dict((values.get("config") or {}).get("Labels") or {}),

@@ -308,7 +308,7 @@ def source_bytes(source: Source) -> int | None:
         return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
     if isinstance(source, Archive):
         size = source.path.stat().st_size
-        return size if compressed.kind(source.path) == "plain" else int(size * _UNPACKED_FACTOR)
+        return size if compressed.kind(source.path) == "none" else int(size * _UNPACKED_FACTOR)
     return None
 
 

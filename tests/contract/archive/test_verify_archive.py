@@ -1,0 +1,149 @@
+"""Verify compares an archive with its checksum and its sidecar."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
+from imgkit_builder.base.checks import Check
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.examine.verify import verify
+from imgkit_entrypoints.errors import ToolMissing, UsageError
+
+Made = Any
+
+
+def answers(path: Path) -> dict[str, Check]:
+    return {check.name: check for check in verify(path)}
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {check.name: check.verdict for check in verify(path)}
+
+
+GOOD = {"sha256": "ok", "archive": "ok", "image id": "ok", "layers": "ok", "sidecar": "ok"}
+ALONE = GOOD | {"sha256": "warn", "sidecar": "skip"}
+
+
+def describe(path: Path, **changed: object) -> Sidecar:
+    """Write the sidecar that `path` should have, but for `changed` of its image."""
+    held = digests.digest_archive(path, compress="none", report=Silent())
+    assert held.image is not None
+    facts = {
+        "id": held.image.config.image_id,
+        "platform": "linux/amd64",
+        "diff_ids": held.image.config.diff_ids,
+    }
+    image = SavedImage(tag="small:1", labels={}, **(facts | changed))  # type: ignore[arg-type]
+    archive = SavedArchive(name=path.name, size_bytes=held.size_bytes, sha256=held.sha256, compress="none")
+    made = Sidecar(image=image, archive=archive, system=None, manifest=None)
+    sidecar.write(made, path)
+    return made
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_good_archive_passes_everything(archive: Path) -> None:
+    describe(archive)
+    assert verdicts(archive) == GOOD
+
+
+def test_archive_without_sidecar_warns(archive: Path) -> None:
+    assert verdicts(archive) == ALONE
+
+
+def test_checksum_alone_is_enough(archive: Path) -> None:
+    describe(archive)
+    sidecar.json_path(archive).unlink()
+    assert verdicts(archive) == GOOD | {"sidecar": "skip"}
+
+
+@pytest.mark.parametrize("layout", ["legacy_members", "modern_members", "oci_members"])
+def test_every_layout_passes_with_its_sidecar(made: Made, tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes(made.tar(getattr(made, layout)()))
+    describe(path)
+    assert verdicts(path) == GOOD
+
+
+@pytest.mark.parametrize("layout", ["modern_members", "oci_members"])
+def test_packed_layers_pass_with_their_sidecar(made: Made, tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes(made.tar(getattr(made, layout)(gzip.compress)))
+    describe(path)
+    assert verdicts(path) == GOOD
+
+
+def test_manifest_digest_counts_as_image_id(made: Made, tmp_path: Path) -> None:
+    # Engines with the containerd store show the manifest's digest as the image's id.
+    members = made.modern_members()
+    path = tmp_path / "x.tar"
+    path.write_bytes(made.tar(members))
+    (entry,) = json.loads(members["index.json"])["manifests"]
+    describe(path, id=entry["digest"])
+    assert verdicts(path) == GOOD
+
+
+def test_zstd_archive_needs_the_program(
+    made: Made, tmp_path: Path, zstd: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.tar.zst"
+    path.write_bytes(zstd(made.tar(made.legacy_members())))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ToolMissing, match="zstd"):
+        verify(path)
+
+
+def test_flipped_byte_fails_the_checksum(archive: Path) -> None:
+    describe(archive)
+    flip(archive, 2000)
+    found = answers(archive)
+    assert found["sha256"].verdict == "fail"
+    assert "rsync" in found["sha256"].hint
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_truncated_archive_fails(archive: Path, share: float) -> None:
+    describe(archive)
+    data = archive.read_bytes()
+    archive.write_bytes(data[: int(len(data) * share)])
+    found = answers(archive)
+    assert found["sha256"].verdict == "fail"
+    assert f"of {len(data)} bytes" in found["sha256"].found
+    assert found["archive"].verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("id", "sha256:" + "0" * 64), ("diff_ids", ("sha256:1",)), ("platform", "linux/arm64")],
+)
+def test_sidecar_of_another_image_fails(archive: Path, key: str, value: object) -> None:
+    describe(archive, **{key: value})
+    assert verdicts(archive) == GOOD | {"sidecar": "fail"}
+
+
+def test_checksum_of_another_archive_fails(archive: Path) -> None:
+    sidecar.sha256_path(archive).write_text(f"{'0' * 64}  {archive.name}\n")
+    assert verdicts(archive) == ALONE | {"sha256": "fail"}
+
+
+def test_unreadable_sidecar_fails(archive: Path) -> None:
+    sidecar.json_path(archive).write_text("{")
+    assert verdicts(archive) == ALONE | {"sha256": "fail", "sidecar": "fail"}
+
+
+@pytest.mark.parametrize("name", ["absent.tar", "."])
+def test_absent_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        verify(tmp_path / name)
