@@ -1,6 +1,6 @@
-"""From what the machine shows to the variables of its network: one function per fabric.
+"""The network variables of a machine: one function per fabric decides them from the facts.
 
-Nothing here reads anything: `choose` is a pure function of facts, recipe and environment.
+This room reads no file: `choose` is a pure function of facts, recipe and environment.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def choose(
     nnodes: int = 1,
     head: str = "",
 ) -> FabricPlan:
-    """Decide the network variables of this node; what the user has set is kept and shown.
+    """Decide the network variables of this node; variables of the user are kept and reported.
 
     Parameters
     ----------
-    nnodes : nodes of the run; some settings are right between nodes only.
-    head : address of node 0 where it is known; an interface in its network is preferred.
+    nnodes : nodes of the run; some settings are only right between nodes.
+    head : address of node 0, empty if unknown; an interface in its network is preferred.
     """
     draft = draft_for(facts, system, env, nnodes=nnodes, head=head)
     kind, reason, asked = _kind(draft)
@@ -54,17 +54,19 @@ _Carriers = tuple[tuple[str, ...], float | None]
 
 
 def infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """InfiniBand: exact ports; the GID index is left alone, since it routes by LID."""
+    """Decide for InfiniBand: exact ports; no GID index, because it routes by LID."""
     used = ports.decide(draft)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
-    draft.note(gid.VARIABLE, "", f"InfiniBand routes by LID, NCCL >= 2.22.3 does not read it here ({lids})")
+    draft.note(
+        gid.VARIABLE, "", f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
+    )
     own = [item.name for item in sockets.usable(draft.facts) if item.name.startswith("ib")]
     sockets.decide(draft, prefer=own)
     return _rdma(draft, used, "InfiniBand")
 
 
 def roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """RDMA over Ethernet: exact ports, and the GID index for an NCCL that does not find it itself."""
+    """Decide for RDMA over Ethernet: exact ports, and the GID index if NCCL does not find it itself."""
     used = ports.decide(draft)
     gid.decide(draft, used)
     sockets.decide(draft)
@@ -77,7 +79,7 @@ def _rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carriers:
 
 
 def slingshot_11(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Slingshot: the plugin's settings, its bootstrap interfaces, and the guard for GH200."""
+    """Decide for Slingshot: the plugin's settings, the bootstrap interfaces, and the guard for GH200."""
     cxi = draft.facts.cxi
     slingshot.settings(draft)
     slingshot.net(draft)
@@ -87,9 +89,9 @@ def slingshot_11(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
         shown = "; ".join(f"/sys/class/net/{item.name}/operstate: {item.state}" for item in hsn)
         sockets.refuse_absent(draft)
         if draft.several:
-            reason = f"the fabric's own interfaces, for the bootstrap: {shown}"
+            reason = f"NCCL's bootstrap uses the fabric's interfaces: {shown}"
             draft.set(sockets.NCCL, sockets.spell([item.name for item in hsn], draft.facts), reason)
-            draft.set(sockets.GLOO, hsn[0].name, f"Gloo takes one: {shown}")
+            draft.set(sockets.GLOO, hsn[0].name, f"Gloo uses only one interface: {shown}")
     else:
         sockets.decide(draft)
     sockets.refuse_threads(draft, "Slingshot")
@@ -97,10 +99,10 @@ def slingshot_11(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     down = [item for item in draft.facts.interfaces if item.name.startswith("hsn") and not item.running]
     for item in down:
         draft.warnings.append(
-            f"{item.name} is down (/sys/class/net/{item.name}/operstate: {item.state}): its NIC carries "
-            "nothing; tell the site"
+            f"{item.name} is down (/sys/class/net/{item.name}/operstate: {item.state}): its NIC carries no "
+            "traffic. Report the node to the site"
         )
-    # A container of its own network shows no hsn interface, and its NICs work all the same.
+    # A container with a network of its own shows no hsn interface, but its NICs work.
     rate = sum(rates) if len(rates) + len(down) == len(cxi) else slingshot.NIC_Gbps * len(cxi)
     return tuple(device.name for device in cxi), rate
 
@@ -111,7 +113,7 @@ def _hsn(facts: HostFacts) -> tuple[Interface, ...]:
 
 
 def tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Plain sockets: NCCL is told not to look for verbs, and which interface to use."""
+    """Decide for TCP sockets: which interface NCCL uses, and that it does not look for RDMA devices."""
     idle, left = ports.choose(draft.facts, draft.nics)
     ports.report_left(draft, left)
     plugin_only = [
@@ -121,19 +123,19 @@ def tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     ]
     if idle:
         there = ", ".join(port.path for port in idle)
-        draft.set("NCCL_IB_DISABLE", "1", f"TCP is asked for, so these stay unused: {there}")
+        draft.set("NCCL_IB_DISABLE", "1", f"TCP is requested, so these ports stay unused: {there}")
     elif plugin_only:
         first = plugin_only[0]
         draft.warnings.append(
-            f"{first.name} is an EFA device ({first.path}/node_type: {first.node_type}): NCCL reaches it "
-            "only by the aws-ofi-nccl plugin (libnccl-net.so on LD_LIBRARY_PATH); without it, TCP"
+            f"{first.name} is an EFA device ({first.path}/node_type: {first.node_type}): NCCL needs the "
+            "aws-ofi-nccl plugin for it (libnccl-net.so on LD_LIBRARY_PATH), and otherwise uses TCP"
         )
     elif not draft.facts.rdma:
-        draft.set("NCCL_IB_DISABLE", "1", "/sys/class/infiniband: no device, so none is to be looked for")
+        draft.set("NCCL_IB_DISABLE", "1", "/sys/class/infiniband: no device, so NCCL need not look for one")
     else:
         there = ", ".join(device.path for device in draft.facts.rdma)
-        draft.set("NCCL_IB_DISABLE", "1", f"no usable RDMA port ({there}), so NCCL shall not try one")
-    # The fabric's own interfaces carry sockets as well, and faster than the one with the default route.
+        draft.set("NCCL_IB_DISABLE", "1", f"no usable RDMA port ({there}), so NCCL must not try one")
+    # Sockets run over the fabric's interfaces as well, and faster than over the one with the default route.
     own = [item.name for item in sockets.usable(draft.facts) if item.name.startswith(("hsn", "ib"))]
     item = sockets.decide(draft, prefer=own)
     sockets.threads(draft, item)
@@ -145,7 +147,7 @@ _FABRICS = {"infiniband": infiniband, "roce": roce, "slingshot": slingshot_11, "
 
 
 def _kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
-    """The fabric, why, and if it was asked for: TCP then; else cxi, then active RDMA ports, then TCP."""
+    """Fabric, reason, and whether TCP was requested; else cxi, then active RDMA ports, then TCP."""
     net = draft.given("NCCL_NET")
     if net is not None and net.value.lower() == "socket":
         return "tcp", f"NCCL_NET={net.value} ({net.origin})", True
@@ -160,27 +162,27 @@ def _kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
         return ("infiniband" if used[0].link_layer == "InfiniBand" else "roce"), shown, False
     if draft.facts.rdma:
         names = ", ".join(device.name for device in draft.facts.rdma)
-        return "tcp", f"/sys/class/infiniband: {names}, none with a port that NCCL can use", False
+        return "tcp", f"/sys/class/infiniband: {names}, but no port that NCCL can use", False
     return "tcp", "/sys/class/infiniband and /sys/class/cxi: no device", False
 
 
 def _expect(
     draft: PlanDraft, system: SystemFacts | None, kind: FabricKind, reason: str, rate: float | None
 ) -> None:
-    """Compare with what the recipe says of the system."""
+    """Compare the fabric with the recipe's system."""
     if system is None or system.fabric.kind == "tcp":
         return
     wanted = system.fabric
     if kind != wanted.kind:
-        text = f"the recipe says {wanted.kind}, this machine shows {kind} ({reason})"
+        text = f"the recipe says {wanted.kind}, but this machine has {kind} ({reason})"
         if kind == "tcp" and draft.several and draft.facts.gpus:
-            # One such node makes NCCL fail or hang: it speaks TCP, the others do not.
-            draft.blockers.append(f"{text}: fix the node, or run by TCP on all with NCCL_IB_DISABLE=1")
+            # One such node makes NCCL fail or hang: it uses TCP, the others do not.
+            draft.blockers.append(f"{text}. Fix the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
         else:
             draft.warnings.append(text)
         return
     if rate is not None and wanted.line_rate_Gbps and rate < wanted.line_rate_Gbps:
         draft.warnings.append(
-            f"{rate:g} of the node's {wanted.line_rate_Gbps} Gbit/s: the decisions say which port is "
-            "missing or slow"
+            f"this node has {rate:g} of its {wanted.line_rate_Gbps} Gbit/s. To see which port is missing or "
+            "slow: dist-env"
         )

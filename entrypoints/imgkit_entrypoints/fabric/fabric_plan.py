@@ -1,4 +1,4 @@
-"""What is decided about the network, with the reason of every decision."""
+"""The network decisions of a node, each with its reason."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from imgkit_entrypoints.system import FabricKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One variable: what it will be, or why it is left alone."""
+    """One variable: its value, or why it is not set."""
 
     variable: str
     value: str
     reason: str
-    """One sentence that quotes its evidence: path and content, or the variable that says so."""
+    """One sentence with its evidence: a path and its content, or a variable."""
     used: bool = True
-    """False: reported only, the worker does not get this value."""
+    """False if the value is only reported, and workers do not get it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricPlan:
-    """The network of a launch on this node."""
+    """Network of a launch on this node."""
 
     kind: FabricKind
     reason: str
     """Why it is this kind."""
     env: Mapping[str, str]
-    """Variables to set; never one that the user has set."""
+    """Variables to set, without those that the user has set."""
     decisions: tuple[Decision, ...]
     unset: tuple[str, ...] = ()
     """Variables of the recipe that must not be applied on this node."""
     warnings: tuple[str, ...] = ()
-    """Right but slow, or dangerous: the run may go on."""
+    """Settings that are slow or dangerous; the run may go on."""
     blockers: tuple[str, ...] = ()
-    """NCCL between nodes would fail or hang; of no concern on one node or with gloo."""
+    """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
     devices: tuple[str, ...] = ()
-    """What carries the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
+    """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None
-    """Sum over `devices`, in 1e9 bit/s; None if the rate of one is unknown."""
+    """Rate of all `devices` together, in 1e9 bit/s; None if one rate is unknown."""

@@ -1,7 +1,7 @@
-"""Variables that a worker will see and that are dangerous, useless, or spelled for another NCCL.
+"""Warnings about variables that are dangerous, useless, or spelled for another version of NCCL.
 
-Every rule is a function ``(draft, kind) -> warnings`` and concerns values that somebody set: the user, an
-nccl.conf, or the recipe. Sources: NCCL's user guide (env.rst) and source, unless a rule names another.
+Every rule is a function ``(draft, kind) -> warnings``. It checks values that the user, an nccl.conf or the
+recipe set. Sources: NCCL's user guide (env.rst) and source, unless a rule names another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEFT_ON = {
 
 
 def check(draft: PlanDraft, kind: FabricKind) -> tuple[str, ...]:
-    """One sentence per dangerous variable, with its value, its place and the remedy."""
+    """One sentence per dangerous variable, with its value, its origin and the remedy."""
     return tuple(text for rule in _RULES for text in rule(draft, kind))
 
 
@@ -53,8 +53,8 @@ def _on(draft: PlanDraft, name: str) -> bool:
 def _verbs_off(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     if _on(draft, "NCCL_IB_DISABLE") and draft.given("NCCL_IB_HCA"):
         yield (
-            f"{_said(draft, 'NCCL_IB_DISABLE')} makes {_said(draft, 'NCCL_IB_HCA')} void: unset the one that "
-            "you do not mean"
+            f"{_said(draft, 'NCCL_IB_DISABLE')} switches {_said(draft, 'NCCL_IB_HCA')} off: unset the one "
+            "that you do not want"
         )
 
 
@@ -63,7 +63,7 @@ def _provider(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     if known and draft.facts.cxi and known.value != "cxi":
         yield (
             f"{_said(draft, 'FI_PROVIDER')}, but the NICs here are Slingshot ({draft.facts.cxi[0].path}): "
-            "libfabric finds no provider; set FI_PROVIDER=cxi, or unset it"
+            "libfabric finds no provider. Set FI_PROVIDER=cxi, or unset it"
         )
 
 
@@ -72,34 +72,34 @@ def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for name in sockets.THREADS:
         text = draft.value(name)
         if text is not None and not re.fullmatch(r"\s*\d+\s*", text):
-            yield f"{name}={text!r} is no number: NCCL reads 0"
+            yield f"{name}={text!r} is not a number: NCCL reads 0"
         numbers.append(int(text) if text and re.fullmatch(r"\s*\d+\s*", text) else None)
     threads, each = numbers
     if threads is not None and threads > MOST_THREADS:
-        yield f"NCCL_SOCKET_NTHREADS={threads}: at most {MOST_THREADS}"
+        yield f"NCCL_SOCKET_NTHREADS={threads} is above the maximum of {MOST_THREADS}"
     if threads is not None and each is not None and threads * each > MOST_SOCKETS:
         yield (
-            f"{' x '.join(sockets.THREADS)} = {threads} x {each} = {threads * each} sockets a connection, "
-            f"at most {MOST_SOCKETS}: NCCL lowers it, so that what you set is not what runs"
+            f"{' x '.join(sockets.THREADS)} = {threads} x {each} = {threads * each} sockets per "
+            f"connection, but NCCL allows {MOST_SOCKETS}: it lowers your value"
         )
     if kind != "tcp":
         for name in sockets.THREADS:
             if draft.given(name):
-                yield f"{_said(draft, name)} concerns TCP only; the data goes by {kind}"
+                yield f"{_said(draft, name)} only affects TCP, but the data uses {kind}"
 
 
 def _plugin_twice(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     if draft.given("NCCL_NET") and draft.given("NCCL_NET_PLUGIN"):
         yield (
-            f"{_said(draft, 'NCCL_NET')} together with {_said(draft, 'NCCL_NET_PLUGIN')}: give one (CSCS, "
-            '"Communication libraries": NCCL)'
+            f"{_said(draft, 'NCCL_NET')} together with {_said(draft, 'NCCL_NET_PLUGIN')}: set only "
+            'one of them (CSCS, "Communication libraries": NCCL)'
         )
 
 
 def _net_on_one_node(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     known = draft.given("NCCL_NET")
     if known and not draft.several and known.value.lower() in ("aws libfabric", "libfabric", "ofi"):
-        yield f"{_said(draft, 'NCCL_NET')} on one node costs an allocation and brings nothing (HPE's guide)"
+        yield f"{_said(draft, 'NCCL_NET')} on one node allocates memory for nothing (HPE's guide): unset it"
 
 
 def _gid(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
@@ -110,18 +110,18 @@ def _gid(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", known.value):
         first = re.match(r"\s*[-+]?\d+", known.value)
         yield (
-            f"{said} is no number: NCCL reads {int(first[0]) if first else 0} from it and does not complain; "
-            "unset it and see what dist-env reports"
+            f"{said} is not a number, and NCCL silently reads {int(first[0]) if first else 0}. Unset it; "
+            "dist-env shows the right index"
         )
         return
     if kind == "infiniband":
-        yield f"{said} on InfiniBand: NCCL >= 2.22.3 does not read it, older ones may fail by it; unset it"
+        yield f"{said} on InfiniBand: NCCL 2.22.3 and later ignore it, and older versions may fail. Unset it"
         return
     index = int(known.value, 0)
     if index < 0:
         return
     if version is not None and version >= gid.FINDS_GID:
-        yield f"{said}: NCCL {draft.facts.nccl_version} finds the GID itself, on every NIC and node; unset it"
+        yield f"{said}: NCCL {draft.facts.nccl_version} finds the GID itself on every NIC and node. Unset it"
     for port in ports.in_use(draft):
         yield from _slot(said, index, port)
 
@@ -135,7 +135,7 @@ def _slot(said: str, index: int, port: Port) -> Iterator[str]:
     elif slot.link_local:
         yield f"{said}: {gid.evidence(port, slot)} is link-local; {advice}"
     elif slot.kind == "IB/RoCE v1":
-        yield f"{said}: {gid.evidence(port, slot)} is RoCE v1, which is not routed; {advice}"
+        yield f"{said}: {gid.evidence(port, slot)} is RoCE v1, which routers do not forward; {advice}"
     elif best is not None and best.index != index:
         yield f"{said}: {gid.evidence(port, slot)}; {advice}: {gid.evidence(port, best)}"
 
@@ -147,7 +147,7 @@ def _hca(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     words = [word.split(":") for word in known.value.lstrip("^=").split(",")]
     version = draft.facts.nccl
     if any(len(word) > 2 for word in words) and version is not None and version < (2, 30, 7):
-        yield f"{_said(draft, ports.VARIABLE)}: rail and plane are known from NCCL 2.30.7 on"
+        yield f"{_said(draft, ports.VARIABLE)}: only NCCL 2.30.7 and later know rail and plane"
     chosen, left = ports.choose(draft.facts, draft.nics)
     used = ports.in_use(draft)
     reasons = {item.port.name: item.reason for item in left}
@@ -157,11 +157,14 @@ def _hca(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
             caught = sorted({port.device for port in used if port.device.startswith(word[0])})
             if not known.value.startswith("^") and word[0] in caught and len(caught) > 1:
                 taken = ", ".join(caught)
-                yield f"{_said(draft, ports.VARIABLE)}: {word[0]} is a prefix and takes {taken}; use ="
+                yield (
+                    f"{_said(draft, ports.VARIABLE)}: {word[0]} is a prefix and selects {taken}. To "
+                    "make it exact, begin the value with ="
+                )
     for port in extra:
         yield (
-            f"{_said(draft, ports.VARIABLE)} takes {port.name} as well ({reasons[port.name]}); "
-            f"without it: {ports.VARIABLE}={ports.spell(chosen)}"
+            f"{_said(draft, ports.VARIABLE)} also selects {port.name} ({reasons[port.name]}). To leave it "
+            f"out: {ports.VARIABLE}={ports.spell(chosen)}"
         )
 
 
@@ -169,7 +172,7 @@ def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     known = draft.given("NCCL_NET_GDR_LEVEL")
     if known and known.value not in (*GDR_LEVELS, *"012345"):
         yield (
-            f"{_said(draft, 'NCCL_NET_GDR_LEVEL')} is unknown and NCCL ignores it in silence; one of "
+            f"{_said(draft, 'NCCL_NET_GDR_LEVEL')} is unknown, and NCCL silently ignores it. Use one of "
             f"{', '.join(GDR_LEVELS)}, in capitals"
         )
 
@@ -184,7 +187,7 @@ def _interfaces(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
         running = [item for item in found if item.running and item.addresses]
         if not running:
             there = ", ".join(item.name for item in sockets.usable(draft.facts)) or "none but lo"
-            yield f"{_said(draft, name)} selects no interface that is up with an address; there is {there}"
+            yield f"{_said(draft, name)} selects no interface that is up with an address. Available: {there}"
         elif draft.several and all(item.name == "lo" or item.name.startswith("docker") for item in running):
             yield f"{_said(draft, name)}: other nodes cannot reach {', '.join(item.name for item in running)}"
 
@@ -194,23 +197,23 @@ def _protocols(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for name in zeros if kind == "slingshot" else ():
         known = draft.given(name)
         if known and known.value != "0":
-            yield f"{_said(draft, name)}: 0 is needed for correct results on Slingshot (HPE's guide)"
+            yield f"{_said(draft, name)}: Slingshot needs 0 for correct results (HPE's guide)"
     known = draft.given("NCCL_PROTO")
     if known and kind != "slingshot" and slingshot.allows_ll128(known.value) and known.value[:1] != "^":
-        yield f"{_said(draft, 'NCCL_PROTO')} takes the choice of protocol from NCCL; meant for debugging"
+        yield f"{_said(draft, 'NCCL_PROTO')} overrides NCCL's choice of protocol: set it only for debugging"
 
 
 def _spellings(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for old, new in RENAMED.items():
         if draft.given(old):
-            yield f"{_said(draft, old)} is an old spelling without effect on a current torch and NCCL: {new}"
+            yield f"{_said(draft, old)} is an old name that current torch and NCCL ignore. Use {new}"
 
 
 def _debugging(draft: PlanDraft, kind: FabricKind) -> Iterator[str]:
     for name, values in LEFT_ON.items():
         known = draft.given(name)
         if known and (known.value in values or (not values and known.value)):
-            yield f"{_said(draft, name)} is for debugging and slows or changes the run; unset it when done"
+            yield f"{_said(draft, name)} is for debugging and slows down or changes the run. Unset it"
 
 
 _RULES = (

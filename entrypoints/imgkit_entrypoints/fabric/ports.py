@@ -1,4 +1,4 @@
-"""Which RDMA ports NCCL shall use: the NCCL_IB_HCA rule, and what is noteworthy about the chosen ones."""
+"""The RDMA ports that NCCL should use: the NCCL_IB_HCA rule, and warnings about the chosen ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from imgkit_entrypoints.facts import HostFacts, Port, RdmaDevice
 
 VARIABLE = "NCCL_IB_HCA"
 _STATES = {
-    "1: DOWN": "no link: cable, switch, or the interface is not up",
+    "1: DOWN": "no link: check the cable, the switch, and whether the interface is up",
     "2: INIT": "no subnet manager has configured it",
     "3: ARMED": "the subnet manager has not activated it",
 }
@@ -20,7 +20,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedPort:
-    """A port that is not used, and why."""
+    """A port that is not used, and the reason."""
 
     port: Port
     reason: str
@@ -32,11 +32,12 @@ def pairs(facts: HostFacts) -> tuple[tuple[RdmaDevice, Port], ...]:
 
 
 def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
-    """The ports to use, and the others with their reasons.
+    """Ports to use, and the other ports with their reasons.
 
-    NCCL itself takes every ACTIVE port, storage and management NICs included, and refuses to mix InfiniBand
-    with RoCE. So: where one port is InfiniBand, no Ethernet; among RoCE ports those with an IPv4 v2 GID, and
-    of these the ones that are as near to a GPU as any is, unless that leaves less than the recipe's `nics`.
+    NCCL itself uses every ACTIVE port, including storage and management NICs, and refuses to mix InfiniBand
+    with RoCE. The rule: if one port is InfiniBand, no Ethernet port is used. Among RoCE ports, those with an
+    IPv4 RoCE v2 GID are used, and among these the ones nearest to a GPU. Distance does not count if
+    fewer ports than the recipe's `nics` would remain.
     """
     left: list[UnusedPort] = []
     active: list[tuple[RdmaDevice, Port]] = []
@@ -49,9 +50,9 @@ def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...],
     infiniband = [port for _, port in active if port.link_layer == "InfiniBand"]
     if infiniband:
         first = infiniband[0]
-        other = f"an Ethernet port beside InfiniBand ({first.path}/link_layer: {first.link_layer})"
+        other = f"an Ethernet port, but {first.path}/link_layer is {first.link_layer}"
         left.extend(
-            UnusedPort(port=port, reason=f"{other}: storage or management; NCCL mixes them not")
+            UnusedPort(port=port, reason=f"{other}: NCCL cannot mix InfiniBand and Ethernet")
             for _, port in active
             if port not in infiniband
         )
@@ -68,8 +69,8 @@ def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...],
 def _unusable(port: Port) -> str:
     if port.link_layer not in ("InfiniBand", "Ethernet"):
         return (
-            f"{port.path}/link_layer: {port.link_layer}: no verbs path for NCCL (EFA needs the "
-            "aws-ofi-nccl plugin)"
+            f"{port.path}/link_layer: {port.link_layer}: NCCL cannot use it through verbs (EFA "
+            "needs the aws-ofi-nccl plugin)"
         )
     if not port.active:
         known = _STATES.get(port.state, "not active")
@@ -81,7 +82,7 @@ _Split = tuple[list[tuple[RdmaDevice, Port]], list[UnusedPort]]
 
 
 def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
-    """Keep ports that have an IPv4 RoCE v2 GID, if any has."""
+    """Keep the ports with an IPv4 RoCE v2 GID, if there are any."""
 
     def good(port: Port) -> bool:
         found = gids.pick(port.gids)
@@ -91,14 +92,16 @@ def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
         return list(ports), []
     kept = [(device, port) for device, port in ports if good(port)]
     return kept, [
-        UnusedPort(port=port, reason=f"{port.path}/gids: no IPv4 GID of type RoCE v2, which others have")
+        UnusedPort(
+            port=port, reason=f"{port.path}/gids: no IPv4 GID of type RoCE v2, but other ports have one"
+        )
         for _, port in ports
         if not good(port)
     ]
 
 
 def _near(facts: HostFacts, ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
-    """Keep ports as near to a GPU as the nearest is; a distance that is not known keeps all."""
+    """Keep the ports nearest to a GPU; all ports, if a distance is unknown."""
     distances = [distance(facts, device) for device, _ in ports]
     known = [item for item in distances if item is not None]
     if len(known) < len(ports) or not known or min(known) == max(known):
@@ -110,7 +113,7 @@ def _near(facts: HostFacts, ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
             kept.append((device, port))
             continue
         where = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
-        reason = f"no GPU is {_NEARNESS[best]}, as with others ({where}): storage or management by rule"
+        reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({where}): a storage or management NIC"
         left.append(UnusedPort(port=port, reason=reason))
     return kept, left
 
@@ -131,7 +134,7 @@ def distance(facts: HostFacts, device: RdmaDevice) -> int | None:
 
 
 def _shared_bridges(one: str, other: str) -> int:
-    """How many leading parts of two PCI paths agree; 1 is the root complex alone."""
+    """Number of leading parts that two PCI paths share; 1 means only the root complex."""
     count = 0
     for left, right in zip(one.split("/"), other.split("/"), strict=False):
         if left != right:
@@ -141,12 +144,12 @@ def _shared_bridges(one: str, other: str) -> int:
 
 
 def spell(ports: Iterable[Port]) -> str:
-    """The ports for NCCL_IB_HCA: exact, since without ``=`` mlx5_1 takes mlx5_10 as well."""
+    """Ports as a value of NCCL_IB_HCA; ``=`` makes names exact, because mlx5_1 also selects mlx5_10."""
     return "=" + ",".join(port.name for port in ports)
 
 
 def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
-    """The ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
+    """Ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
     exclude = text.startswith("^")
     body = text.removeprefix("^")
     exact = body.startswith("=")
@@ -163,7 +166,7 @@ def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 
 
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
-    """The ports that NCCL will use: by rule, or by the value of NCCL_IB_HCA that was there before."""
+    """Ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
     chosen, _ = choose(draft.facts, draft.nics)
     known = draft.given(VARIABLE)
     if known is None:
@@ -173,7 +176,7 @@ def in_use(draft: PlanDraft) -> tuple[Port, ...]:
 
 
 def decide(draft: PlanDraft) -> tuple[Port, ...]:
-    """Enter NCCL_IB_HCA and everything left out; returns the ports that NCCL will use."""
+    """Decide NCCL_IB_HCA and report the other ports; returns the ports that NCCL will use."""
     chosen, left = choose(draft.facts, draft.nics)
     shown = "; ".join(
         f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
@@ -184,8 +187,8 @@ def decide(draft: PlanDraft) -> tuple[Port, ...]:
     if not used:
         usable = ", ".join(port.name for port in chosen)
         draft.warnings.append(
-            f"{VARIABLE}={draft.value(VARIABLE)} selects no ACTIVE port of this machine (there is {usable}): "
-            "NCCL would use TCP"
+            f"{VARIABLE}={draft.value(VARIABLE)} selects no ACTIVE port of this machine (available: "
+            f"{usable}): NCCL would use TCP"
         )
     _cards(draft, used)
     _rates(draft, used)
@@ -194,7 +197,7 @@ def decide(draft: PlanDraft) -> tuple[Port, ...]:
 
 
 def report_left(draft: PlanDraft, left: Iterable[UnusedPort]) -> None:
-    """Enter the ports that are not used."""
+    """Report the ports that are not used."""
     for item in left:
         draft.decisions.append(
             Decision(variable=VARIABLE, value=item.port.name, reason=f"left out: {item.reason}", used=False)
@@ -234,33 +237,33 @@ def _rates(draft: PlanDraft, used: Sequence[Port]) -> None:
         elif rate < max(known):
             draft.warnings.append(
                 f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {max(known):g} "
-                "Gb/sec; check the cable, and tell the site"
+                "Gb/sec. Check the cable, and report the node to the site"
             )
 
 
 def _openable(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Warn where sysfs shows a device that this container cannot open, or no library could drive."""
-    fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: not with --contain"
+    """Warn about a device of sysfs that this container cannot open, or that no library supports."""
+    fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
     for device in dict.fromkeys(_device(draft.facts, port) for port in used):
         if not device.verbs_opens:
             place = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
             draft.warnings.append(
-                f"{device.path} is there, but {place} cannot be opened: NCCL would use TCP ({fix})"
+                f"{device.path} exists, but {place} cannot be opened: NCCL would use TCP ({fix})"
             )
     if used and draft.facts.library("libibverbs.so.1") is None:
         draft.warnings.append(
-            "libibverbs.so.1 is not on the library path: NCCL would use TCP; add the packages libibverbs1 "
+            "libibverbs.so.1 is not on the library path: NCCL would use TCP. Add the packages libibverbs1 "
             "and ibverbs-providers to the recipe's image.apt"
         )
     elif used and not draft.facts.verbs_providers:
         draft.warnings.append(
-            "libibverbs has no provider (/etc/libibverbs.d, libibverbs/lib*-rdmav*.so): NCCL would say "
-            '"No device found"; add the package ibverbs-providers to the recipe\'s image.apt'
+            "libibverbs has no provider (/etc/libibverbs.d, libibverbs/lib*-rdmav*.so): NCCL would "
+            'report "No device found". Add the package ibverbs-providers to the recipe\'s image.apt'
         )
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
-    """Sum of the ports' rates, in 1e9 bit/s; a virtual function beside its own card adds nothing."""
+    """Rate of all ports together, in 1e9 bit/s; a virtual function does not add to its own card."""
     full = {_device(facts, port).card for port in used if not _device(facts, port).physical}
     counted = [
         port for port in used if not (_device(facts, port).physical and _device(facts, port).card in full)

@@ -1,4 +1,4 @@
-"""Precedence in one place: the user's environment, an nccl.conf, the recipe, and last what sysfs shows."""
+"""Precedence in one place: the user's environment, then an nccl.conf, the recipe, and last the facts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from imgkit_entrypoints.system import SystemFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A value that was there before anything was decided."""
+    """A value that was set before any decision."""
 
     value: str
     origin: str
-    """``yours`` or ``the recipe's``, with its place."""
+    """``yours``, with its file, or ``from the recipe``."""
     mine: bool
-    """True for the user's own, which nothing replaces."""
+    """True for a value of the user, which is never replaced."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanDraft:
-    """Collects decisions while a fabric is chosen; the only mutable thing here, and it stays inside."""
+    """The `FabricPlan` while it is being decided; the only mutable value of this room."""
 
     facts: HostFacts
     env: Mapping[str, str]
     recipe: Mapping[str, str]
     nnodes: int
     head: str = ""
-    """Address of node 0 where it is known."""
+    """Address of node 0; empty if unknown."""
     nics: int | None = None
-    """NICs of a node by the recipe."""
+    """NICs of a node according to the recipe."""
     decisions: list[Decision] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
@@ -45,24 +45,24 @@ class PlanDraft:
         return self.nnodes > 1
 
     def given(self, variable: str) -> Given | None:
-        """What is set already, by whom; a recipe's value that was refused counts no more."""
+        """Value that is already set, and by whom; a refused value of the recipe no longer counts."""
         if variable in self.env:
             return Given(value=self.env[variable], origin="yours", mine=True)
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
-                # NCCL takes it only where the environment has none, so setting one would undo it.
+                # NCCL reads it only if the environment has none, so setting one would override it.
                 return Given(value=setting.value, origin=f"yours, in {setting.path}", mine=True)
         if variable in self.recipe and variable not in self.unset:
             return Given(value=self.recipe[variable], origin="from the recipe", mine=False)
         return None
 
     def value(self, variable: str) -> str | None:
-        """The value that a worker will see so far."""
+        """Value that a worker will see according to the decisions so far."""
         known = self.given(variable)
         return known.value if known else self.chosen.get(variable)
 
     def set(self, variable: str, value: str, reason: str) -> None:
-        """Decide `variable`, unless somebody did before; then say what stands and what would have been."""
+        """Set `variable`; if it is already set, keep that value and report both."""
         known = self.given(variable)
         if known is None:
             self.chosen[variable] = value
@@ -70,13 +70,13 @@ class PlanDraft:
             return
         if not known.mine:
             self.chosen[variable] = known.value
-        same = "as here" if known.value == value else f"here it would be {value!r}"
+        same = "imgkit would set the same" if known.value == value else f"imgkit would set {value!r}"
         self.decisions.append(
             Decision(variable=variable, value=known.value, reason=f"{known.origin}; {same}: {reason}")
         )
 
     def note(self, variable: str, value: str, reason: str) -> None:
-        """Report a value that is not set; what somebody set all the same is shown as such."""
+        """Report a value without setting it; a value that is already set is kept and reported."""
         known = self.given(variable)
         if known is None:
             self.decisions.append(Decision(variable=variable, value=value, reason=reason, used=False))
@@ -88,19 +88,22 @@ class PlanDraft:
         )
 
     def refuse(self, variable: str, reason: str) -> None:
-        """Leave out a recipe's value that cannot be right on this node; the user's own stays."""
+        """Leave out a value of the recipe that is wrong on this node; a value of the user stays."""
         known = self.given(variable)
         if known is None or known.mine:
             return
         self.unset.append(variable)
         self.decisions.append(
             Decision(
-                variable=variable, value=known.value, reason=f"the recipe's, not used: {reason}", used=False
+                variable=variable,
+                value=known.value,
+                reason=f"from the recipe, not used: {reason}",
+                used=False,
             )
         )
 
     def rest(self) -> None:
-        """Enter what nothing was decided about: the recipe's other variables and the nccl.conf files'."""
+        """Report variables without a decision: the recipe's other variables, and those of nccl.conf files."""
         known = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
             if variable in known:
@@ -122,7 +125,7 @@ class PlanDraft:
 def draft_for(
     facts: HostFacts, system: SystemFacts | None, env: Mapping[str, str], *, nnodes: int, head: str
 ) -> PlanDraft:
-    """An empty ledger for this machine."""
+    """An empty draft for this machine."""
     return PlanDraft(
         facts=facts,
         env=env,

@@ -1,7 +1,7 @@
-"""Slingshot 11: libfabric's cxi provider through the aws-ofi-nccl plugin; no verbs anywhere.
+"""Slingshot 11: NCCL uses libfabric's cxi provider through the aws-ofi-nccl plugin, and no verbs.
 
-Settings: HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), the column that Olivia's documentation follows
-(Sigma2, "PyTorch multi-node", May 2026); CSCS and Isambard-AI differ in buffer sizes.
+The settings come from HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), in the column that Olivia's
+documentation follows (Sigma2, "PyTorch multi-node", May 2026). CSCS and Isambard-AI use other buffer sizes.
 """
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
     ("FI_CXI_DEFAULT_CQ_SIZE", "131072", _COLUMN),
     ("FI_CXI_DEFAULT_TX_SIZE", "2048", _COLUMN),
     ("FI_CXI_RX_MATCH_MODE", "hybrid", _COLUMN),
-    ("FI_CXI_RDZV_PROTO", "alt_read", f"{_COLUMN}; the job needs --network=disable_rdzv_get with it"),
+    ("FI_CXI_RDZV_PROTO", "alt_read", f"{_COLUMN}; the job also needs --network=disable_rdzv_get"),
     ("FI_CXI_RDZV_EAGER_SIZE", "0", f"{_COLUMN}; for correct results, not for speed"),
     ("FI_CXI_RDZV_GET_MIN", "0", f"{_COLUMN}; for correct results, not for speed"),
     ("FI_CXI_RDZV_THRESHOLD", "0", f"{_COLUMN}; for correct results, not for speed"),
 )
 CORRUPTS_FROM = (2, 27, 3)
-"""NVIDIA/nccl issue 2001: LL128 between nodes gives wrong sums on GH200 with Slingshot; 2.26.6 is clean."""
+"""NVIDIA/nccl issue 2001: LL128 between nodes gives wrong sums on GH200 with Slingshot; 2.26.6 is correct."""
 
 
 def plugin(facts: HostFacts) -> str:
-    """Path of the plugin on the library path, or empty."""
+    """Path of the plugin on the library path; empty if there is none."""
     found = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
     return found.path if found else ""
 
 
 def nics(facts: HostFacts) -> str:
-    """The NICs as they stand in /sys: ``/sys/class/cxi: cxi0 cxi1``."""
+    """NICs as /sys shows them: ``/sys/class/cxi: cxi0 cxi1``."""
     folder = facts.cxi[0].path.rpartition("/")[0]
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
 def settings(draft: PlanDraft) -> None:
-    """Enter the libfabric and NCCL settings of this fabric."""
+    """Decide the libfabric and NCCL settings of this fabric."""
     for variable, value, reason in SETTINGS:
         draft.set(variable, value, f"{reason} ({nics(draft.facts)})")
 
 
 def net(draft: PlanDraft) -> None:
-    """Enter NCCL_NET between nodes, so that NCCL fails where it would fall back to TCP in silence."""
+    """Decide NCCL_NET between nodes, so that NCCL stops instead of silently falling back to TCP."""
     found = plugin(draft.facts)
     if not draft.several:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
-        draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; pinned between nodes only")
+        draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; it is set only between nodes")
         return
     pinned = draft.given("NCCL_NET_PLUGIN")
     if pinned is not None:
-        reason = f"NCCL_NET_PLUGIN={pinned.value} ({pinned.origin}) names the plugin; CSCS: not both"
+        reason = (
+            f"NCCL_NET_PLUGIN={pinned.value} ({pinned.origin}) names the plugin; CSCS advises against "
+            "setting both"
+        )
         draft.note("NCCL_NET", "AWS Libfabric", reason)
     else:
-        reason = f"{nics(draft.facts)}: with it NCCL stops rather than use TCP; plugin {found or 'not found'}"
+        reason = f"{nics(draft.facts)}: NCCL stops instead of using TCP; plugin: {found or 'not found'}"
         draft.set("NCCL_NET", "AWS Libfabric", reason)
     if not found and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
         draft.warnings.append(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
-            'with "network AWS Libfabric not found"; bind the site\'s plugin and libfabric and put them on '
-            "LD_LIBRARY_PATH, or accept TCP (some 20 times slower) with NCCL_NET=Socket"
+            'with "network AWS Libfabric not found". Bind the site\'s plugin and libfabric and put them on '
+            "LD_LIBRARY_PATH, or accept TCP, about 20 times slower: NCCL_NET=Socket"
         )
 
 
 def guard(draft: PlanDraft, expected: str) -> None:
-    """Enter the guard against LL128's wrong sums; an unknown NCCL is taken for an affected one.
+    """Decide the guard against LL128's wrong sums; an unknown version of NCCL counts as affected.
 
-    `expected` is the recipe's GPU model, which counts where the driver shows none.
+    `expected` is the recipe's GPU model, which counts if the driver shows no GPU.
     """
     version = draft.facts.nccl
     seen = next((gpu for gpu in draft.facts.gpu_devices if "GH200" in gpu.model), None)
@@ -84,19 +87,23 @@ def guard(draft: PlanDraft, expected: str) -> None:
     named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})" if version else "of unknown version"
     said = f"NCCL {named}, {model}"
     if version is not None and version < CORRUPTS_FROM:
-        draft.note("NCCL_PROTO", "^LL128", f"{said}: not affected by NVIDIA/nccl issue 2001 (from 2.27.3 on)")
+        draft.note(
+            "NCCL_PROTO",
+            "^LL128",
+            f"{said}: not affected by NVIDIA/nccl issue 2001, which begins with 2.27.3",
+        )
         return
     draft.set(
         "NCCL_PROTO", "^LL128", f"{said}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
     )
     if allows_ll128(draft.value("NCCL_PROTO") or "") and draft.value("NCCL_LL128_C2C") != "0":
         draft.warnings.append(
-            f"NCCL_PROTO={draft.value('NCCL_PROTO')} allows LL128, which gives wrong sums here in silence "
-            f"({said}, NVIDIA/nccl issue 2001): unset it, or set NCCL_PROTO=^LL128"
+            f"NCCL_PROTO={draft.value('NCCL_PROTO')} allows LL128, which silently gives wrong sums here "
+            f"({said}, NVIDIA/nccl issue 2001). Unset it, or set NCCL_PROTO=^LL128"
         )
 
 
 def allows_ll128(protocols: str) -> bool:
-    """True if a value of NCCL_PROTO leaves LL128 on."""
+    """True if a value of NCCL_PROTO allows LL128."""
     names = [name.strip().upper() for name in protocols.removeprefix("^").split(",") if name.strip()]
     return ("LL128" in names) != protocols.startswith("^") if names else True

@@ -1,4 +1,4 @@
-"""The interface that NCCL and Gloo meet on: bootstrap always, and the data itself where there is no RDMA."""
+"""The network interface of NCCL and Gloo: always for the bootstrap, and without RDMA for the data as well."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _VIRTUAL = (
     "dummy",
 )
 _SELF_TUNED = {"0x1d0f": "AWS", "0x1ae0": "Google"}
-"""PCI vendors for which NCCL sets the socket numbers itself (net_socket.cc)."""
+"""PCI vendors for which NCCL chooses the number of sockets itself (net_socket.cc)."""
 _FAST_Mbps = 100_000
 
 
 def usable(facts: HostFacts) -> tuple[Interface, ...]:
-    """Interfaces that another node could reach: running, with an address, no loopback or bridge."""
+    """Interfaces that another node could reach: up, with an address, no loopback and no bridge."""
     return tuple(
         item
         for item in facts.interfaces
@@ -40,10 +40,10 @@ def usable(facts: HostFacts) -> tuple[Interface, ...]:
 
 
 def best(facts: HostFacts, head: str = "", prefer: Sequence[str] = ()) -> tuple[Interface, str] | None:
-    """The interface to meet on and why; None where there is none.
+    """Interface on which nodes connect, and the reason; None if there is none.
 
-    The one whose network has the head in it; else one of `prefer`; else the one with the default route; else
-    the first.
+    Order: the interface whose network contains the head; one of `prefer`; the interface of the default route;
+    the first one.
     """
     loopback = next((item for item in facts.interfaces if item.name == "lo"), None)
     if loopback and _inside(head, "127.0.0.0/8"):
@@ -62,9 +62,9 @@ def best(facts: HostFacts, head: str = "", prefer: Sequence[str] = ()) -> tuple[
     if default:
         route = min(default, key=lambda item: item.metric)
         found = by_name[route.interface]
-        return found, f"/proc/net/route: the default route by {route.gateway} ({describe(found)})"
+        return found, f"/proc/net/route: the default route via {route.gateway} ({describe(found)})"
     first = next((item for item in candidates if item.ipv4), candidates[0])
-    return first, f"the first that is up with an address ({describe(first)})"
+    return first, f"the first interface that is up with an address ({describe(first)})"
 
 
 def _inside(head: str, network: str) -> bool:
@@ -75,20 +75,20 @@ def _inside(head: str, network: str) -> bool:
 
 
 def describe(item: Interface) -> str:
-    """The interface as it stands in /sys."""
+    """Interface as /sys shows it."""
     speed = f", speed {item.speed_Mbps} Mb/s" if item.speed_Mbps else ""
     return f"/sys/class/net/{item.name}/operstate: {item.state}{speed}, {', '.join(item.addresses)}"
 
 
 def spell(names: Sequence[str], facts: HostFacts) -> str:
-    """The names for NCCL_SOCKET_IFNAME, which takes prefixes: exact where a name begins another's."""
+    """Names as a value of NCCL_SOCKET_IFNAME; ``=`` makes prefixes exact."""
     others = [item.name for item in facts.interfaces if item.name not in names]
     exact = any(other.startswith(name) for other in others for name in names)
     return ("=" if exact else "") + ",".join(names)
 
 
 def matching(text: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """The interfaces that a value of NCCL_SOCKET_IFNAME selects (``[^][=]prefix,...``)."""
+    """Interfaces that a value of NCCL_SOCKET_IFNAME selects (``[^][=]prefix,...``)."""
     exclude = text.startswith("^")
     body = text.removeprefix("^")
     exact = body.startswith("=")
@@ -101,18 +101,24 @@ def matching(text: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...
 
 
 def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
-    """Enter the interface for NCCL's bootstrap and for Gloo; only between nodes is one needed."""
+    """Decide the interface of NCCL's bootstrap and of Gloo; only a run on several nodes needs one."""
     refuse_absent(draft)
     found = best(draft.facts, draft.head, prefer)
     if found is None:
-        reason = "no interface but lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
+        reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
         draft.note(NCCL, "", reason)
         if draft.several and draft.facts.interfaces:
-            draft.blockers.append(f"{reason}: nodes cannot meet; check the container's network option")
+            draft.blockers.append(
+                f"{reason}: nodes cannot connect. Check the network option of the container"
+            )
         return None
     item, reason = found
     if not draft.several:
-        draft.note(NCCL, spell([item.name], draft.facts), f"one node needs none; between nodes: {reason}")
+        draft.note(
+            NCCL,
+            spell([item.name], draft.facts),
+            f"one node needs none; several nodes would use it: {reason}",
+        )
         return item
     draft.set(NCCL, spell([item.name], draft.facts), reason)
     draft.set(GLOO, item.name, reason)
@@ -120,32 +126,33 @@ def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
 
 
 def refuse_absent(draft: PlanDraft) -> None:
-    """Leave out a recipe's interface names that this machine does not have: NCCL would not even start."""
+    """Leave out interface names of the recipe that this machine does not have: NCCL would not start."""
     for variable in (NCCL, GLOO):
         value = draft.value(variable)
         if value and draft.facts.interfaces and not matching(value, draft.facts.interfaces):
             names = ", ".join(item.name for item in draft.facts.interfaces)
-            draft.refuse(variable, f"no such interface here (/sys/class/net: {names})")
+            draft.refuse(variable, f"this machine has no such interface (/sys/class/net: {names})")
 
 
 def threads(draft: PlanDraft, item: Interface | None) -> None:
-    """Enter the socket numbers of NCCL's TCP transport, where its default of one socket is too few."""
+    """Decide the socket numbers of NCCL's TCP transport, if its default of one socket is too low."""
     if item is None or not draft.several or item.speed_Mbps is None or item.speed_Mbps < _FAST_Mbps:
         return
     if item.vendor in _SELF_TUNED:
         path, cloud = f"/sys/class/net/{item.name}/device/vendor", _SELF_TUNED[item.vendor]
-        reason = f"{path}: {item.vendor}: NCCL sets it itself for {cloud}"
+        reason = f"{path}: {item.vendor}: NCCL chooses the number itself on {cloud}"
         for variable in THREADS:
             draft.note(variable, "", reason)
         return
     reason = (
-        f"/sys/class/net/{item.name}/speed: {item.speed_Mbps}; NCCL's user guide: 4 for generic 100G networks"
+        f"/sys/class/net/{item.name}/speed: {item.speed_Mbps}; NCCL's user guide recommends 4 for generic "
+        "100G networks"
     )
     for variable in THREADS:
         draft.set(variable, "4", reason)
 
 
 def refuse_threads(draft: PlanDraft, kind: str) -> None:
-    """Leave out a recipe's socket numbers where the data does not go by TCP."""
+    """Leave out socket numbers of the recipe if the data does not use TCP."""
     for variable in THREADS:
-        draft.refuse(variable, f"concerns TCP only, and the data goes by {kind}")
+        draft.refuse(variable, f"it only affects TCP, but the data uses {kind}")

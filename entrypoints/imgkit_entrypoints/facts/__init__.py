@@ -1,6 +1,6 @@
-"""What this machine shows: the only reader of /sys, /proc, /dev and /opt/imgkit.
+"""Facts of this machine: the only reader of /sys, /proc, /dev and /opt/imgkit.
 
-``IMGKIT_ROOT=/some/dir`` sends every read there, so that a saved tree replays another machine's decisions.
+``IMGKIT_ROOT=/some/dir`` redirects every read, so a saved tree replays another machine's decisions.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = [
 
 
 def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
-    """Look at the machine under `root` (default: ``IMGKIT_ROOT``, else ``/``) and at `env`.
+    """Read the machine under `root` (default: ``IMGKIT_ROOT``, else ``/``) and `env`.
 
-    Nothing here is fatal: what cannot be read is empty, and the decision that needed it says so.
+    No missing file is fatal: its fact is empty, and the decision that needs it says so.
 
     Raises
     ------
-    UsageError : ``IMGKIT_ROOT`` is no folder, or ``IMGKIT_NCCL_VERSION`` is no version.
+    UsageError : ``IMGKIT_ROOT`` is not a folder, or ``IMGKIT_NCCL_VERSION`` is not a version.
     """
     return _gather(Reader(root=root_of(env) if root is None else root), env)
 
@@ -126,11 +126,11 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
 
 
 def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
-    """The recipe's facts baked into this image; None outside an image made by imgkit.
+    """The recipe's facts in this image; None outside an image made by imgkit.
 
     Raises
     ------
-    UsageError : the file is there and is not what imgkit wrote.
+    UsageError : the file exists, but imgkit did not write it so.
     """
     found = root_of(env) / str(system.SYSTEM_JSON).lstrip("/") if path is None else path
     try:

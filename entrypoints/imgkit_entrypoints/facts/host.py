@@ -1,4 +1,4 @@
-"""Processors, GPUs, limits: what of the node this process may use."""
+"""Processors, GPUs and limits: the part of the node that this process may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from imgkit_entrypoints.facts.reader import Reader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpus:
-    """How many processors, and why."""
+    """Number of processors, and the evidence."""
 
     allowed: int
     quota: float | None
@@ -24,16 +24,17 @@ class Cpus:
 
 
 def cpus(reader: Reader, known: Mapping[str, Any]) -> Cpus:
-    """Processors by affinity, lowered by the cgroup's quota (at least 1).
+    """Processors of the affinity mask, limited by the cgroup's quota (at least 1).
 
-    Not os.cpu_count(): a job step owns a part of the node, and torch would start threads for all of it.
+    os.cpu_count() would be wrong: a job step owns a part of the node, and torch would start threads
+    for all of it.
     """
     count, source = _affinity(reader, known)
     quotas = sorted(_quotas(reader))
     if not quotas:
         return Cpus(allowed=count, quota=None, source=source)
     quota, quota_source = quotas[0]
-    # Rounded down: a thread more than the quota makes all of them wait for the next period.
+    # Rounded down: one thread above the quota makes all threads wait for the next period.
     allowed = min(count, max(1, int(quota)))
     return Cpus(allowed=allowed, quota=quota, source=f"{source}; {quota_source}")
 
@@ -53,7 +54,7 @@ def _affinity(reader: Reader, known: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
-    """Quota of every cgroup above this process, of both versions, with its evidence."""
+    """Quota of every cgroup above this process, in both versions, with its evidence."""
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
@@ -62,7 +63,7 @@ def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
             bases, read = (f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"), _quota_v1
         else:
             continue
-        # In a container the path is often the host's and not mounted: then the mount's top is ours.
+        # In a container the path is often the host's and not mounted: then our cgroup is the mount's top.
         folders = (str(folder).lstrip("/") for folder in _upwards(path))
         for folder, base in itertools.product(folders, dict.fromkeys(bases)):
             found = read(reader, f"{base}/{folder}".rstrip("/"))
@@ -92,24 +93,24 @@ def _quota_v1(reader: Reader, folder: str) -> tuple[float, str] | None:
 
 
 def gpus(reader: Reader, env: Mapping[str, str]) -> tuple[int, str]:
-    """How many GPUs a worker could use, and by which evidence."""
+    """Number of GPUs that a worker could use, and the evidence."""
     devices = reader.names("/dev", r"nvidia\d+")
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         source = f"/dev: {' '.join(devices) or 'no nvidia device'}"
         driver = reader.names("/proc/driver/nvidia/gpus")
         if driver and not devices:
-            source += f", though the driver has {len(driver)} (/proc/driver/nvidia/gpus)"
+            source += f", but the driver has {len(driver)} (/proc/driver/nvidia/gpus)"
         return len(devices), source
-    # CUDA ends the list at the first entry that it does not know, and -1 is the usual one.
+    # CUDA ends the list at the first unknown entry, which is usually -1.
     wanted = [item.strip() for item in visible.split(",") if item.strip()]
     usable = list(itertools.takewhile(lambda item: item != "-1", wanted))
-    # Slurm sets the variable also where the container was started without --nv: no device file, no GPU.
+    # Slurm also sets the variable for a container without --nv, which has no device file and so no GPU.
     return min(len(usable), len(devices)), f"CUDA_VISIBLE_DEVICES={visible!r}, {len(devices)} device files"
 
 
 def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
-    """The GPUs that the driver knows, whether this container may use them or not."""
+    """GPUs that the driver shows, even if this container may not use them."""
     found = []
     for address in reader.names("/proc/driver/nvidia/gpus"):
         text = reader.text(f"/proc/driver/nvidia/gpus/{address}/information") or ""
@@ -127,25 +128,25 @@ def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
 
 
 def pci_path(reader: Reader, link: str) -> str:
-    """``pci0000:16/0000:16:01.0/0000:17:00.0`` for a link to a PCI device: its bridges, then itself."""
+    """PCI path of the device behind `link`, bridges first: ``pci0000:16/0000:16:01.0/0000:17:00.0``."""
     target = reader.target(link)
     start = target.find("/pci")
     return target[start + 1 :] if start >= 0 else ""
 
 
 def numa_node(reader: Reader, folder: str) -> int | None:
-    """The NUMA node of a device; None where the kernel says -1 or nothing."""
+    """NUMA node of a device; None if the kernel reports -1 or no number."""
     number = reader.number(f"{folder}/numa_node")
     return None if number is None or number < 0 else number
 
 
 def driver(reader: Reader) -> str:
-    """The NVIDIA driver's version line."""
+    """First line of the NVIDIA driver's version."""
     return (reader.text("/proc/driver/nvidia/version") or "").partition("\n")[0]
 
 
 def limit(reader: Reader, name: str) -> Limit:
-    """The soft limit of that name in /proc/self/limits."""
+    """Soft limit `name` of /proc/self/limits."""
     for line in (reader.text("/proc/self/limits") or "").splitlines():
         if line.startswith(name):
             soft = line[len(name) :].split()[:1]
@@ -157,7 +158,7 @@ def limit(reader: Reader, name: str) -> Limit:
 
 
 def shm_bytes(reader: Reader, known: Mapping[str, Any]) -> int | None:
-    """Size of /dev/shm; of a saved tree what its facts.json says."""
+    """Size of /dev/shm; a saved tree has it in facts.json."""
     if not reader.live:
         value = known.get("shm_bytes")
         return value if isinstance(value, int) else None
@@ -169,6 +170,6 @@ def shm_bytes(reader: Reader, known: Mapping[str, Any]) -> int | None:
 
 
 def ephemeral_ports(reader: Reader) -> tuple[int, int] | None:
-    """The ports that the kernel hands out by itself."""
+    """First and last port of those that the kernel hands out for outgoing connections."""
     words = (reader.text("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
     return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdigit, words)) else None

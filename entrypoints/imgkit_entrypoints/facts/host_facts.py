@@ -1,4 +1,4 @@
-"""The machine as values; raw texts are kept beside what was read, so that a reason can quote them."""
+"""Facts of a machine as values; raw texts are kept, so that a reason can quote them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Gid:
     value: str
     """Eight groups of four hex digits."""
     kind: str
-    """``RoCE v2``, ``IB/RoCE v1``, or empty where the kernel does not say."""
+    """``RoCE v2``, ``IB/RoCE v1``, or empty where the kernel does not report it."""
     netdev: str = ""
 
     @property
@@ -25,13 +25,13 @@ class Gid:
 
     @property
     def ipv4(self) -> str:
-        """The IPv4 address that it maps, or empty."""
+        """The mapped IPv4 address, or empty."""
         mapped = self.address.ipv4_mapped
         return str(mapped) if mapped else ""
 
     @property
     def link_local(self) -> bool:
-        """True for fe80:0:0:0:... - the form that NCCL passes over."""
+        """True for fe80:0:0:0:..., which NCCL skips."""
         return self.address.packed[:8] == b"\xfe\x80" + bytes(6)
 
 
@@ -43,27 +43,27 @@ class Port:
     number: int
     path: str
     state: str
-    """As in the file: ``4: ACTIVE``."""
+    """Content of the file: ``4: ACTIVE``."""
     phys_state: str
     link_layer: str
     rate: str
-    """As in the file: ``200 Gb/sec (2X NDR)``."""
+    """Content of the file: ``200 Gb/sec (2X NDR)``."""
     lid: str = ""
     gids: tuple[Gid, ...] = ()
 
     @property
     def name(self) -> str:
-        """As NCCL_IB_HCA spells it: ``mlx5_0:1``."""
+        """Name for NCCL_IB_HCA: ``mlx5_0:1``."""
         return f"{self.device}:{self.number}"
 
     @property
     def active(self) -> bool:
-        """True in state 4; NCCL takes no other."""
+        """True in state 4, the only one that NCCL uses."""
         return self.state.split(":")[0] == "4"
 
     @property
     def rate_Gbps(self) -> float | None:
-        """The link's rate, in 1e9 bit/s; None if unknown: kernels print SDR for a speed new to them."""
+        """Rate of the link, in 1e9 bit/s; None if unknown: kernels print SDR for a new speed."""
         found = re.match(r"([\d.]+) Gb/sec \((\d+)X (\w+)\)", self.rate)
         return float(found[1]) if found and found[3] != "SDR" else None
 
@@ -76,17 +76,17 @@ class RdmaDevice:
     path: str
     node_type: str
     pci: str
-    """PCI address with the path of bridges above it, empty without a ``device`` link."""
+    """PCI address with the path of bridges above it; empty without a ``device`` link."""
     numa_node: int | None
-    """None where the kernel says -1 or nothing."""
+    """None if the kernel reports -1 or no number."""
     vendor: str
     physical: str
-    """For a virtual function: PCI address of the card that it belongs to; else empty."""
+    """PCI address of the card that a virtual function belongs to; else empty."""
     netdevs: tuple[str, ...]
     verbs: str
-    """Its device file, ``/dev/infiniband/uverbs0``; empty where sysfs names none."""
+    """Device file, for example ``/dev/infiniband/uverbs0``; empty if sysfs names none."""
     verbs_opens: bool
-    """True if that file could be opened for reading and writing."""
+    """True if the device file could be opened for reading and writing."""
     ports: tuple[Port, ...]
 
     @property
@@ -122,18 +122,18 @@ class Interface:
     addresses: tuple[str, ...]
     """IPv4 first, then IPv6 that is not link-local."""
     physical: bool
-    """True where a device is behind it."""
+    """True if the interface has a device."""
     pci: str = ""
     vendor: str = ""
 
     @property
     def running(self) -> bool:
-        """True if NCCL may take it."""
+        """True if NCCL may use it."""
         return self.state in ("up", "unknown")
 
     @property
     def ipv4(self) -> str:
-        """Its first IPv4 address, or empty."""
+        """First IPv4 address, or empty."""
         return next((text for text in self.addresses if ":" not in text), "")
 
 
@@ -150,7 +150,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as the driver's /proc shows it, also in a container that was started without ``--nv``."""
+    """One GPU of the driver's /proc, which also a container without ``--nv`` shows."""
 
     model: str
     address: str
@@ -161,7 +161,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A resource limit; neither a value nor unlimited means unknown."""
+    """A resource limit; it is unknown if it has no value and is not unlimited."""
 
     value: int | None = None
     unlimited: bool = False
@@ -179,7 +179,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A variable set where no shell shows it: in an nccl.conf."""
+    """A variable set in an nccl.conf file, where no shell shows it."""
 
     name: str
     value: str
@@ -188,29 +188,29 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The machine as this process sees it."""
+    """Facts of the machine as this process sees it."""
 
     hostname: str
     arch: str
-    """As ``uname -m`` says: x86_64, aarch64."""
+    """Architecture as ``uname -m`` prints it: x86_64, aarch64."""
     python: str
     cpus: int
-    """Processors this process may use, not those of the node: affinity and the cgroup's quota."""
+    """Processors that this process may use by affinity and cgroup quota, not those of the node."""
     gpus: int
-    """GPUs a worker could use: CUDA_VISIBLE_DEVICES where set, else the driver's device files."""
+    """GPUs that a worker could use: CUDA_VISIBLE_DEVICES if set, else the driver's device files."""
     gpus_source: str
     cpus_source: str = ""
     cpu_quota: float | None = None
-    """Processors by the cgroup's quota; None without one."""
+    """Processors of the cgroup's quota; None without a quota."""
     gpu_devices: tuple[Gpu, ...] = ()
     driver: str = ""
     """First line of /proc/driver/nvidia/version."""
     kernel: str = ""
     boot_id: str = ""
     memlock: Limit = Limit()
-    """In bytes."""
+    """Most bytes of locked memory."""
     stack: Limit = Limit()
-    """In bytes."""
+    """Most bytes of stack."""
     open_files: Limit = Limit()
     shm_bytes: int | None = None
     """Size of /dev/shm."""
@@ -222,9 +222,9 @@ class HostFacts:
     interfaces: tuple[Interface, ...] = ()
     routes: tuple[Route, ...] = ()
     peermem: str = ""
-    """Path and content of the peer memory module's version; empty without it."""
+    """Path and content of the peer memory module's version; empty without the module."""
     dmabuf: bool = False
-    """True where the driver's open kernel module and the kernel allow DMA-BUF."""
+    """True if the driver's open kernel module and the kernel allow DMA-BUF."""
     libraries: tuple[Library, ...] = ()
     verbs_providers: tuple[str, ...] = ()
     torch_version: str = ""
@@ -235,9 +235,9 @@ class HostFacts:
 
     @property
     def nccl(self) -> tuple[int, ...] | None:
-        """The NCCL version as numbers that compare; None if unknown."""
+        """NCCL version as comparable numbers; None if unknown."""
         return tuple(int(part) for part in self.nccl_version.split(".")) if self.nccl_version else None
 
     def library(self, name: str) -> Library | None:
-        """The library of that name, or None."""
+        """Library `name`, or None."""
         return next((known for known in self.libraries if known.name == name), None)

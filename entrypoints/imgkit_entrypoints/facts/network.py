@@ -1,4 +1,4 @@
-"""Interfaces and IPv4 routes, from files alone: a saved tree shows the same as the machine did."""
+"""Interfaces and IPv4 routes, read from files only: a saved tree shows the same as the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from imgkit_entrypoints.facts.reader import Reader
 
 
 def interfaces(reader: Reader) -> tuple[Interface, ...]:
-    """Every interface with its addresses; IPv4 first."""
+    """Every interface with its addresses, IPv4 first."""
     names = [name for name in reader.names("/sys/class/net") if reader.exists(f"/sys/class/net/{name}/")]
     v4, v6 = _ipv4(reader, names), _ipv6(reader)
     return tuple(_interface(reader, name, (*v4.get(name, ()), *v6.get(name, ()))) for name in names)
@@ -33,7 +33,7 @@ def _interface(reader: Reader, name: str, addresses: tuple[str, ...]) -> Interfa
 
 
 def routes(reader: Reader) -> tuple[Route, ...]:
-    """The routes of /proc/net/route that are up."""
+    """Routes of /proc/net/route that are up."""
     lines = (reader.text("/proc/net/route") or "").splitlines()[1:]
     found = (_route(line.split()) for line in lines)
     return tuple(route for route in found if route is not None)
@@ -53,15 +53,15 @@ def _route(words: Sequence[str]) -> Route | None:
 
 
 def _address(text: str) -> str:
-    # The kernel prints the number as it lies in memory.
+    # The kernel prints the number in memory order.
     return str(ipaddress.IPv4Address(bytes.fromhex(text)[::-1]))
 
 
 def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Interface -> IPv4 addresses: the local ones of fib_trie, given to the interface that has their network.
+    """IPv4 addresses by interface: each local address of fib_trie belongs to the interface with its network.
 
-    Where several interfaces share one network (rails of a fabric often do), the files do not say which has
-    which address: they are dealt out in order, so that what counts, having one at all, is still right.
+    If several interfaces share a network, as rails of a fabric often do, the files do not say which one has
+    which address. The addresses are assigned in order: whether an interface has an address stays right.
     """
     local = _local(reader.text("/proc/net/fib_trie") or "")
     found: dict[str, tuple[str, ...]] = {"lo": tuple(text for text in local if text.startswith("127."))}
@@ -71,7 +71,7 @@ def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]
             shared.setdefault(route.network, [])
             if route.interface not in shared[route.network]:
                 shared[route.network].append(route.interface)
-    # The narrowest network first: a host route to a peer is none of ours, a /16 around a /24 comes last.
+    # The narrowest network first: a host route to a peer has no local address, a /16 follows its /24.
     given: set[str] = set()
     for text in sorted(shared, key=lambda item: -ipaddress.IPv4Network(item).prefixlen):
         network, owners = ipaddress.IPv4Network(text), shared[text]
@@ -84,7 +84,7 @@ def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]
 
 
 def _local(trie: str) -> tuple[str, ...]:
-    """Addresses marked ``host LOCAL``, once each, in the file's order."""
+    """Addresses marked ``host LOCAL``, each once, in the order of the file."""
     found: dict[str, None] = {}
     address = ""
     for line in trie.splitlines():

@@ -1,6 +1,7 @@
-"""RDMA devices of /sys/class/infiniband, and Slingshot's cxi devices, which are not among them.
+"""RDMA devices of /sys/class/infiniband, and Slingshot's cxi devices, which that folder does not list.
 
-File contents after Linux: drivers/infiniband/core/sysfs.c, Documentation/ABI/stable/sysfs-class-infiniband.
+File contents follow Linux: drivers/infiniband/core/sysfs.c,
+Documentation/ABI/stable/sysfs-class-infiniband.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def devices(reader: Reader) -> tuple[RdmaDevice, ...]:
 
 
 def _verbs(reader: Reader) -> dict[str, str]:
-    """Device name -> its file under /dev/infiniband."""
+    """File under /dev/infiniband by device name."""
     folder = "/sys/class/infiniband_verbs"
     found = {}
     for name in reader.names(folder):
@@ -70,7 +71,7 @@ def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
     found = []
     for slot in reader.names(f"{port}/gids"):
         value = reader.text(f"{port}/gids/{slot}")
-        # A table has up to 256 slots, mostly empty; the attributes of an empty slot answer EINVAL.
+        # A table has up to 256 slots, most of them empty; the attributes of an empty slot answer EINVAL.
         if value is None or not slot.isdigit() or not _used(value):
             continue
         found.append(
@@ -97,12 +98,12 @@ def _used(gid: str) -> bool:
 def opens(reader: Reader, path: str) -> bool:
     """True if the device file opens for reading and writing: only then may this container use it.
 
-    In a saved tree it is a plain file, and facts.json names under ``closed`` those that did not open.
+    A saved tree has plain files instead, and facts.json lists the files that did not open under ``closed``.
     """
     if not reader.live:
         return reader.exists(path) and path not in reader.not_files().get("closed", ())
     try:
-        # Not os.access: a container's device rules are applied when a file is opened, not before.
+        # Not os.access: a container's device rules apply only when a file is opened.
         os.close(os.open(reader.place(path), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError:
         return False
@@ -110,7 +111,7 @@ def opens(reader: Reader, path: str) -> bool:
 
 
 def cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
-    """The Slingshot NICs, by any of the three places that show them."""
+    """Slingshot NICs, from any of the three places that show them."""
     places = ("/sys/class/cxi", "/sys/class/cxi_user", "/dev")
     seen: dict[str, str] = {}
     for folder in places:

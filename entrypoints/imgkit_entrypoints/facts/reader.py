@@ -1,4 +1,4 @@
-"""Reads below one root: paths are written as on the machine, whatever folder stands in for ``/``."""
+"""Reads below a root folder that replaces ``/``; paths are those of the machine."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from typing import Any
 from imgkit_entrypoints.errors import UsageError
 
 NOT_FILES = "facts.json"
-"""In a saved tree: what a machine shows by a call and not by a file, as JSON (arch, shm_bytes, ...)."""
+"""JSON file of a saved tree with the facts that come from calls instead of files (arch, shm_bytes, ...)."""
 
 _PIECE_BYTES = 1 << 16
 
 
 def root_of(env: Mapping[str, str]) -> Path:
-    """The folder that stands in for ``/``.
+    """The folder that replaces ``/``.
 
     Raises
     ------
-    UsageError : ``IMGKIT_ROOT`` names no folder.
+    UsageError : ``IMGKIT_ROOT`` is not a folder.
     """
     root = Path(env.get("IMGKIT_ROOT") or "/")
     if not root.is_dir():
         raise UsageError(
-            f"{str(root)!r} is no folder", where="IMGKIT_ROOT", hint="unset it to look at this machine"
+            f"{str(root)!r} is not a folder",
+            where="IMGKIT_ROOT",
+            hint="to look at this machine: unset IMGKIT_ROOT",
         )
     return root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Reads files, folders and links under `root`; what cannot be read is None or empty, never an error.
+    """Reads files, folders and links under `root`; an unreadable one is None or empty, never an error.
 
-    Many files fail in ordinary use: an empty GID slot answers EINVAL, a container hides half of /sys.
+    Many reads fail in ordinary use: an empty GID slot answers EINVAL, and a container hides half of /sys.
     """
 
     root: Path
 
     @property
     def live(self) -> bool:
-        """True where the root is this very machine's."""
+        """True if the root is that of this machine."""
         return self.root == Path("/")
 
     def place(self, path: str) -> Path:
-        """Where `path` really lies."""
+        """Real place of `path`."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """The file's content without white space around it; None if it cannot be read."""
+        """Content of the file without surrounding white space; None if it cannot be read."""
         try:
-            # Not pathlib: a machine has thousands of GID slots, and a launch waits for all of them.
+            # pathlib is too slow: a machine has thousands of GID slots, and a launch waits for all of them.
             handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                # Files of /proc come in pieces of a page, whatever is asked for.
+                # Files of /proc arrive page by page, whatever size a read asks for.
                 content = b"".join(iter(lambda: os.read(handle, _PIECE_BYTES), b""))
                 return content.decode("utf-8", "replace").strip()
             finally:
@@ -66,14 +68,14 @@ class Reader:
             return None
 
     def number(self, path: str) -> int | None:
-        """The file's content as an integer; None if it is none."""
+        """Content of the file as an integer; None if it is not one."""
         try:
             return int(self.text(path) or "")
         except ValueError:
             return None
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
-        """Names in `folder` that match `like` whole, with numbers in order: ``mlx5_10`` after ``mlx5_2``."""
+        """Names in `folder` that match `like` completely, in natural order: ``mlx5_10`` after ``mlx5_2``."""
         try:
             found = [path.name for path in self.place(folder).iterdir()]
         except OSError:
@@ -81,11 +83,11 @@ class Reader:
         return tuple(sorted((name for name in found if not like or re.fullmatch(like, name)), key=natural))
 
     def exists(self, path: str) -> bool:
-        """True if something is there (a dangling link is not)."""
+        """True if `path` exists (a dangling link does not)."""
         return self.place(path).exists()
 
     def target(self, path: str) -> str:
-        """`path` with all links followed, as the machine would name it; empty if there is nothing."""
+        """`path` of the machine with all links followed; empty if it does not exist."""
         place = self.place(path)
         if not place.exists():
             return ""
@@ -93,7 +95,7 @@ class Reader:
         return "/" + os.path.relpath(real, root) if real.startswith(root.rstrip("/") + "/") else real
 
     def not_files(self) -> Mapping[str, Any]:
-        """The content of a saved tree's facts.json; empty on a live machine or without one."""
+        """Content of a saved tree's facts.json; empty on a live machine, or if there is none."""
         text = None if self.live else self.text(NOT_FILES)
         if text is None:
             return {}
@@ -107,7 +109,7 @@ class Reader:
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key that takes runs of digits as numbers."""
+    """Sort key that compares runs of digits as numbers."""
     parts, digits = [], ""
     for character in name + "\0":
         if character.isdigit() and character.isascii():

@@ -1,4 +1,4 @@
-"""A machine as a folder: exactly what `gather` reads of it, to replay its decisions elsewhere."""
+"""A machine saved as a folder: the files that `gather` reads, to replay its decisions elsewhere."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from imgkit_entrypoints.facts.reader import NOT_FILES, Reader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorder(Reader):
-    """A reader that remembers which paths it was asked for."""
+    """A reader that records the paths that it reads."""
 
     texts: dict[str, str] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
 
     def text(self, path: str) -> str | None:
-        """As `Reader.text`, and remembered; a file that is there and cannot be read becomes a folder."""
+        """`Reader.text`, recorded; a file that exists but cannot be read becomes a folder."""
         found = Reader.text(self, path)
         if found is not None:
             self.texts[path] = found
@@ -28,20 +28,20 @@ class Recorder(Reader):
         return found
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
-        """As `Reader.names`, and the names are remembered."""
+        """`Reader.names`, recorded."""
         found = Reader.names(self, folder, like)
         self.paths.update(f"{folder}/{name}" for name in found)
         return found
 
     def exists(self, path: str) -> bool:
-        """As `Reader.exists`, and remembered if so."""
+        """`Reader.exists`, recorded if true."""
         found = Reader.exists(self, path)
         if found:
             self.paths.add(path)
         return found
 
     def target(self, path: str) -> str:
-        """As `Reader.target`, and remembered if there is one."""
+        """`Reader.target`, recorded if there is one."""
         found = Reader.target(self, path)
         if found:
             self.paths.add(path)
@@ -50,7 +50,7 @@ class Recorder(Reader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One member of a saved tree; `path` is relative, a link's `content` is its target."""
+    """One member of a saved tree; `path` is relative, and the `content` of a link is its target."""
 
     path: str
     kind: str
@@ -59,7 +59,7 @@ class Entry:
 
 
 def entries(recorder: Recorder, not_files: Mapping[str, object]) -> tuple[Entry, ...]:
-    """What was read, as members of a tree; links are kept and stay inside it.
+    """Turn the recorded reads into members of a tree; links stay links, and stay inside the tree.
 
     `not_files` becomes the tree's facts.json.
     """
@@ -70,7 +70,7 @@ def entries(recorder: Recorder, not_files: Mapping[str, object]) -> tuple[Entry,
         if path in recorder.texts:
             made[real] = Entry(path=real, kind="file", content=recorder.texts[path] + "\n")
         elif place.is_dir() or (place.is_file() and not _readable(place)):
-            # A slot that answers EINVAL: reading a folder fails as well.
+            # For example a slot that answers EINVAL: reading a folder fails as well.
             made.setdefault(real, Entry(path=real, kind="folder"))
         else:
             made.setdefault(real, Entry(path=real, kind="file"))
@@ -90,7 +90,7 @@ def _readable(place: Path) -> bool:
 
 
 def _links(recorder: Recorder, path: str, made: dict[str, Entry]) -> str:
-    """Enter every link on the way to `path`; returns where it really lies, relative to the root."""
+    """Enter every link on the way to `path`; returns its real place, relative to the root."""
     done = PurePosixPath()
     for part in PurePosixPath(path.lstrip("/")).parts:
         step = done / part
@@ -105,7 +105,7 @@ def _links(recorder: Recorder, path: str, made: dict[str, Entry]) -> str:
 
 
 def write(members: tuple[Entry, ...], target: Path) -> None:
-    """Write the tree under `target`, which is made."""
+    """Create the folder `target` and write the tree into it."""
     target.mkdir(parents=True, exist_ok=True)
     for item in members:
         place = target / item.path

@@ -1,4 +1,4 @@
-"""Libraries, NCCL's version and its hidden settings, GPUDirect: what lies in the image and the driver."""
+"""Software of image and driver: libraries, NCCL's version and configuration files, GPUDirect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES = (
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Where the dynamic linker looks, in its order."""
+    """Folders in which the dynamic linker looks, in its order."""
     machine = platform.machine() if reader.live else str(reader.not_files().get("arch") or platform.machine())
     configured = (
         line.strip()
@@ -40,7 +40,7 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def libraries(reader: Reader, env: Mapping[str, str]) -> tuple[Library, ...]:
-    """The first place of each library that matters to a fabric."""
+    """First place of each library that a fabric needs."""
     folders = library_folders(reader, env)
     found = []
     for name in LIBRARIES:
@@ -51,7 +51,7 @@ def libraries(reader: Reader, env: Mapping[str, str]) -> tuple[Library, ...]:
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of libibverbs' drivers, ``mlx5`` and the like; without one NCCL says "No device found"."""
+    """Names of libibverbs' drivers, such as ``mlx5``; without a driver NCCL reports "No device found"."""
     found = {
         name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d") if name.endswith(".driver")
     }
@@ -62,9 +62,10 @@ def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def torch(reader: Reader) -> str:
-    """Version of the image's torch, as ``2.3.0a0+40ec155e58.nv24.3``; empty if there is none.
+    """Version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``; empty if there is none.
 
-    Read from its version.py: to import torch takes seconds, and importlib.metadata a quarter of our start.
+    The source is torch's version.py: importing torch takes seconds, and importlib.metadata would take a
+    quarter of our start-up.
     """
     for folder in sys.path:
         text = reader.text(f"{folder}/torch/version.py") if folder.startswith("/") else None
@@ -75,21 +76,23 @@ def torch(reader: Reader) -> str:
 
 
 def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Version of the NCCL that torch loads here and where it was read; two empty texts if unknown.
+    """Version of the NCCL that torch loads here, and its source; both are empty if unknown.
 
-    torch is not imported for it: that takes seconds. A torch wheel finds the NCCL wheel beside it before any
-    library path, an NGC image has NCCL as a system library.
+    torch is not imported, because that takes seconds. A torch wheel finds the NCCL wheel beside it before any
+    library path; an NGC image has NCCL as a system library.
 
     Raises
     ------
-    UsageError : ``IMGKIT_NCCL_VERSION`` is no version.
+    UsageError : ``IMGKIT_NCCL_VERSION`` is not a version.
     """
     stated = env.get("IMGKIT_NCCL_VERSION")
     if stated:
         version = _version(stated)
         if not version or version != stated:
             raise UsageError(
-                f"{stated!r} is no NCCL version", where="IMGKIT_NCCL_VERSION", hint="for example 2.20.5"
+                f"{stated!r} is not an NCCL version",
+                where="IMGKIT_NCCL_VERSION",
+                hint="give, for example, 2.20.5",
             )
         return version, f"IMGKIT_NCCL_VERSION={stated}"
     for folder in sys.path:
@@ -113,7 +116,7 @@ def _version(text: str) -> str:
 
 
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
-    """What nccl.conf files set; the first file that names a variable counts, the environment before both."""
+    """Settings of nccl.conf files; the first file that names a variable counts, after the environment."""
     home = env.get("HOME", "")
     own = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
     found: dict[str, Setting] = {}
@@ -126,7 +129,7 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
 
 
 def peermem(reader: Reader) -> str:
-    """The peer memory module's version file with its content; empty where there is none (NCCL's gdr.cc)."""
+    """Version file of the peer memory module with its content; empty if there is none (NCCL's gdr.cc)."""
     for path in (
         "/sys/module/nvidia_peermem/version",
         "/sys/kernel/mm/memory_peers/nv_mem/version",
@@ -139,7 +142,7 @@ def peermem(reader: Reader) -> str:
 
 
 def dmabuf(reader: Reader) -> bool:
-    """True if GPU memory can be shared as DMA-BUF: the driver's open kernel module, and Linux >= 5.12."""
+    """True if GPU memory can be shared as DMA-BUF: open kernel module of the driver, and Linux >= 5.12."""
     found = re.match(r"(\d+)\.(\d+)", reader.text("/proc/sys/kernel/osrelease") or "")
     return bool(
         found and "Open Kernel Module" in driver(reader) and (int(found[1]), int(found[2])) >= (5, 12)

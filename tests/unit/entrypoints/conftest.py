@@ -1,7 +1,7 @@
-"""Machines as folders of small text files: one table, one function that plants a row of it.
+"""Machines as folders of small text files: one table, and one function that writes a row of it.
 
-Built and not kept in git, which holds no empty directories. A slot that answers EINVAL is a directory in the
-file's place: reading it fails with an OSError too, also for root.
+The folders are written at run time, because git keeps no empty directories. A slot that answers EINVAL is a
+directory in place of the file: reading it fails with an OSError as well, even for root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PortRow:
     phys: str = "5: LinkUp"
     lid: str = "0x1f3"
     gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """Slot to (address, type); all other slots are empty."""
+    """(address, type) by slot; all other slots are empty."""
     slots: int = 4
 
 
@@ -43,7 +43,7 @@ class Nic:
     pci: str = "pci0000:16/0000:16:01.0/0000:17:00.0"
     numa: int = 0
     physfn: str = ""
-    """Path of the physical function, as `pci`."""
+    """PCI path of the physical function."""
     netdev: str = ""
     node_type: str = "1: CA"
     verbs: bool = True
@@ -60,7 +60,7 @@ class Net:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What `fabric.choose` must say of a tree."""
+    """Expected result of `fabric.choose` for a tree."""
 
     kind: str
     rate_Gbps: float | None
@@ -68,7 +68,7 @@ class Expected:
     env: Mapping[str, str | None] = field(default_factory=dict)
     """Variables set for two nodes with NCCL 2.27.3; None: must not be set."""
     old_env: Mapping[str, str | None] = field(default_factory=dict)
-    """What differs with NCCL 2.20.5."""
+    """Differences with NCCL 2.20.5."""
     reported: Mapping[str, str] = field(default_factory=dict)
     """Value of a variable that is not set -> words of the reason."""
     warns: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Expected:
 class Tree:
     expect: Expected
     one_liner: str = HANGS
-    """What the public tutorial's grep prints here."""
+    """Output of the public tutorial's grep."""
     nics: tuple[Nic, ...] = ()
     nets: tuple[Net, ...] = (Net(name="eth0", address="10.0.0.5/24", speed=25000),)
     cxi: int = 0
@@ -129,7 +129,7 @@ TREES: dict[str, Tree] = {
                 "NCCL_SOCKET_IFNAME": "ib0",
                 "GLOO_SOCKET_IFNAME": "ib0",
             },
-            reported={"mlx5_4:1": "Ethernet port beside InfiniBand"},
+            reported={"mlx5_4:1": "NCCL cannot mix InfiniBand and Ethernet"},
         ),
     ),
     "roce_pod": Tree(
@@ -141,7 +141,7 @@ TREES: dict[str, Tree] = {
             devices=(f"{BOND}:1",),
             env={"NCCL_IB_HCA": f"={BOND}:1", "NCCL_IB_GID_INDEX": None, "NCCL_SOCKET_NTHREADS": None},
             old_env={"NCCL_IB_GID_INDEX": "9"},
-            reported={"9": "will pick 9"},
+            reported={"9": "finds 9 on mlx5_bond_0:1 itself"},
         ),
     ),
     "roce_single_v2": Tree(
@@ -174,7 +174,7 @@ TREES: dict[str, Tree] = {
             rate_Gbps=200,
             devices=("mlx5_0:1", "mlx5_1:1"),
             env={"NCCL_IB_GID_INDEX": None, "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
-            reported={"3 on mlx5_0:1, 5 on mlx5_1:1": "will pick"},
+            reported={"3 on mlx5_0:1, 5 on mlx5_1:1": " itself: "},
             old_blocks=("3 on mlx5_0:1, 5 on mlx5_1:1",),
         ),
     ),
@@ -274,7 +274,7 @@ TREES: dict[str, Tree] = {
             rate_Gbps=100,
             devices=("ens5",),
             env={"NCCL_IB_DISABLE": None, "NCCL_SOCKET_NTHREADS": None},
-            reported={"rdmap0s6:1": "no verbs path"},
+            reported={"rdmap0s6:1": "cannot use it through verbs"},
             warns=("aws-ofi-nccl",),
         ),
     ),

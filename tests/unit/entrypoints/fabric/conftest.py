@@ -32,7 +32,7 @@ RECIPES = {
 
 @pytest.fixture
 def recipes() -> Mapping[str, SystemFacts]:
-    """What some recipes say of their systems."""
+    """System facts of some recipes."""
     return RECIPES
 
 

@@ -117,7 +117,7 @@ def test_user_can_ask_for_sockets(machine: Machine, recipes: Recipes):
 def test_sockets_use_the_fabrics_interface(machine: Machine):
     on_ib = choose(machine("ib4_ndr200"), NCCL_IB_DISABLE="1")
     assert on_ib.env["NCCL_SOCKET_IFNAME"] == "ib0"
-    assert "TCP is asked for" in decision(on_ib, "NCCL_IB_DISABLE").reason
+    assert "TCP is requested" in decision(on_ib, "NCCL_IB_DISABLE").reason
     on_cxi = choose(machine("cxi4"), NCCL_NET="Socket")
     assert on_cxi.env["GLOO_SOCKET_IFNAME"] == "hsn0"
 
@@ -140,7 +140,7 @@ def test_missing_fabric_blocks_gpu_nodes(machine: Machine, recipes: Recipes, pla
     for number in range(4):
         (root / f"dev/nvidia{number}").touch()
     plan = choose(facts.gather(root, {}), recipes["mn5"])
-    assert "the recipe says infiniband, this machine shows tcp" in plan.blockers[0]
+    assert "the recipe says infiniband, but this machine has tcp" in plan.blockers[0]
     asked = choose(facts.gather(root, {}), recipes["mn5"], NCCL_IB_DISABLE="1")
     assert not asked.blockers
 
@@ -159,7 +159,7 @@ def test_nics_of_recipe_are_all_kept(machine: Machine):
 
 def test_lower_rate_than_recipe_warns(machine: Machine, recipes: Recipes):
     plan = choose(machine("two_ports"), recipes["mn5"])
-    assert any("400 of the node's 800 Gbit/s" in text for text in plan.warnings)
+    assert any("this node has 400 of its 800 Gbit/s" in text for text in plan.warnings)
 
 
 def test_socket_numbers_are_for_tcp(machine: Machine, recipes: Recipes):
@@ -192,7 +192,10 @@ def test_plugin_is_pinned_between_nodes(machine: Machine):
 def test_recipe_interfaces_absent_are_dropped(machine: Machine, recipes: Recipes):
     plan = choose(machine("none"), recipes["olivia"])
     assert plan.env["NCCL_SOCKET_IFNAME"] == "eth0"
-    assert "no such interface here" in decision(plan, "NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2,hsn3").reason
+    assert (
+        "this machine has no such interface"
+        in decision(plan, "NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2,hsn3").reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +231,7 @@ def test_machine_without_network_blocks_nodes(planted):
     root = planted("none")
     (root / "sys/class/net/eth0/operstate").write_text("down\n")
     plan = choose(facts.gather(root, {}))
-    assert "nodes cannot meet" in plan.blockers[0]
+    assert "nodes cannot connect" in plan.blockers[0]
 
 
 def test_one_node_needs_no_interface(machine: Machine):

@@ -61,8 +61,8 @@ def test_two_types_at_two_slots_are_two_lines(planted: Callable[[str], Path]):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("roce_single_v2", "is no number: NCCL reads 0"),
-        ("roce_idx10", "is no number: NCCL reads 10"),
+        ("roce_single_v2", "is not a number, and NCCL silently reads 0"),
+        ("roce_idx10", "is not a number, and NCCL silently reads 10"),
         ("half_pod", "finds the GID itself"),
     ],
 )

@@ -151,7 +151,7 @@ def test_torch_version_without_torch(tmp_path: Path, text: str, version: str):
 
 
 def test_wrong_nccl_version_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="no NCCL version"):
+    with pytest.raises(UsageError, match="not an NCCL version"):
         facts.gather(tmp_path, {"IMGKIT_NCCL_VERSION": "newest"})
 
 
@@ -244,14 +244,14 @@ def test_nothing_is_read_beside_root(planted: Planted):
 
 
 def test_long_proc_files_are_whole():
-    """The kernel hands out such files a page at a time."""
+    """The kernel returns such files page by page."""
     text = facts.Reader(root=Path("/")).text("/proc/self/smaps")
     assert text is not None
     assert text.count("VmFlags") == Path("/proc/self/maps").read_text().count("\n")
 
 
 def test_addresses_agree_with_the_kernel():
-    """The files' addresses on this very machine, against the call that NCCL's own would be like."""
+    """Addresses from files on this machine equal those of the system call that NCCL relies on."""
     found = facts.gather(Path("/"), {})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for item in found.interfaces:
