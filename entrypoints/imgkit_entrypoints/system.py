@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal
 SCHEMA = 1
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 
-Scheduler = Literal["slurm", "pbs", "runai", "mpi", "standalone"]
 RuntimeKind = Literal["singularity", "docker", "kubernetes"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
 Arch = Literal["amd64", "arm64"]
@@ -125,7 +124,8 @@ class SystemFacts:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     title: str = ""
-    scheduler: Scheduler = "standalone"
+    scheduler: str = "standalone"
+    """slurm, pbs, runai, mpi, standalone, or the name of a plug-in's system."""
     runtime: Runtime = Runtime()
     node: Node = Node()
     fabric: Fabric = Fabric()

@@ -59,7 +59,8 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
     for verb in verbs:
         module = importlib.import_module(f"imgkit_builder.cli.{VERBS[verb]}")
         function: Callable[..., Any] = getattr(module, f"verb_{verb}")
-        app.command(verb)(function)
+        # A verb may need a class of its own, for flags that no signature can list.
+        app.command(verb, cls=getattr(module, "COMMAND_CLASSES", {}).get(verb))(function)
     return app
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job
-from imgkit_builder.job.ssh import hostlist
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -22,8 +21,7 @@ def before_submission(job: Job) -> None:
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # there it is a folder of the pods
         raise UsageError(f"no folder {job.directory}", where="--directory")
-    if job.recipe.system.scheduler == "mpi" and not job.request.ssh:
-        _check_order(job.request.hosts)
+    systems.named(job.system).before_submission(job)
     if job.request.archive is not None:
         if not job.request.archive.is_file():
             raise UsageError(f"no file {job.request.archive}", where="--sif", hint="imgkit save makes one")
@@ -35,18 +33,6 @@ def before_submission(job: Job) -> None:
             f"no virtual environment {job.image}",
             where="--image",
             hint=f"on a node: python3 -m venv {job.image}",
-        )
-
-
-def _check_order(hosts: Sequence[str]) -> None:
-    # Open MPI 4.1 puts the host that it runs on before all others, wherever it stands in -H or a hostfile.
-    here = next((host for host in hosts if hostlist.is_here(host)), "")
-    if here and here != hosts[0]:
-        own_first = ",".join((here, *(host for host in hosts if host != here)))
-        raise UsageError(
-            f"this is {here}, and mpirun gives rank 0 to its own host, not to {hosts[0]}",
-            where="--hosts",
-            hint=f"--hosts {own_first}; or start it on {hosts[0]}",
         )
 
 
@@ -72,8 +58,8 @@ def _check_sif(job: Job) -> None:
         )
     if path.is_dir():
         return  # a sandbox: singularity runs it as well
-    if job.request.overlay is not None:
-        _check_delta(job, job.request.overlay.delta)
+    if job.delta is not None:
+        _check_delta(job, job.delta)
     arch = image.read(path).arch
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.image.platforms}
     if arch not in wanted:

@@ -1,88 +1,96 @@
-"""What is asked for (`Request`), what it comes to (`Job`), and what is submitted (`Script`)."""
+"""A `Request`, the `Job` that it becomes, the `Script` to submit, and the `SubmittedJob` to follow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.job.flags import flag
 
-PbsStart = Literal["pals", "pbsdsh", "ssh"]
-Format = Literal["runai", "pytorchjob", "trainjob"]
+if TYPE_CHECKING:
+    from imgkit_builder.delta.descriptor import Delta
+    from imgkit_builder.recipe.model import Recipe
+
 RunBy = Literal["singularity", "docker", "host", "kubernetes"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overlay:
-    """A delta to lay over the image, and what it says of itself."""
-
-    path: Path
-    delta: Delta
+Flags = TypeVar("Flags")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The flags of ``imgkit job``; None and empty mean "as the recipe says"."""
+    """The flags of ``imgkit job``; None and empty mean "as in the recipe"."""
 
     command: tuple[str, ...] = ()
     """``dist-...`` with its arguments."""
-    nodes: str = ""
-    """``N``, or ``MIN:MAX`` for an elastic run; without it one, or as many as `hosts`."""
-    gpus: int | None = None
-    """Of each node."""
-    cpus: int | None = None
-    """Of each node."""
-    nproc: int | None = None
-    """Processes on each node, where not one for each GPU."""
-    time: str = ""
-    account: str = ""
-    queue: str = ""
-    qos: str = ""
-    image: str = ""
-    overlay: Overlay | None = None
-    name: str = ""
-    binds: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()
-    """``NAME=VALUE``."""
-    options: tuple[str, ...] = ()
-    """Further options for the scheduler, verbatim, one word each."""
-    directory: Path = Path()
-    stop_before_s: int | None = None
-    """Seconds before the time limit at which the program is asked to save; 0 never."""
-    interactive: bool = False
-    archive: Path | None = None
-    """Convert this archive to a .sif instead of running a command."""
-    runtime: RunBy | None = None
-    pbs_start: PbsStart = "pals"
-    format: Format = "runai"
-    pvcs: tuple[str, ...] = ()
-    """``CLAIM:/PATH`` volumes of pods."""
-    hosts: tuple[str, ...] = ()
-    direct: bool = False
-    """MPI: one rank for each GPU started by mpirun itself, without torchrun."""
-    ssh: bool = False
-    """MPI systems: started by ssh, without mpirun."""
-    templates: Path | None = None
-    """A folder whose templates come before the shipped ones."""
-    strict: bool = False
+    nodes: str = flag(
+        "",
+        metavar="N|MIN:MAX",
+        help="Number of nodes (default: 1, or all --hosts). MIN:MAX makes it elastic.",
+    )
+    gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
+    cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
+    nproc: int | None = flag(None, metavar="N", help="Processes per node (default: one per GPU).")
+    time: str = flag("", metavar="HH:MM:SS", help="Time limit, for example 00:30:00, 90m or 2h.")
+    account: str = flag("", "--account", "-A", help="Account or project to charge.")
+    queue: str = flag("", "--queue", "-q", help="Queue, partition or RunAI project.")
+    qos: str = flag("", help="Quality of service (Slurm).")
+    image: str = flag(
+        "", metavar="PATH|REF", help="Image to run (default: RECIPE.sif here, or RECIPE:latest)."
+    )
+    delta: Path | None = flag(
+        None, metavar="X.imgdelta", help="Delta to lay over the .sif, which does not change (imgkit delta)."
+    )
+    binds: tuple[str, ...] = flag(
+        (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
+    )
+    env: tuple[str, ...] = flag((), metavar="NAME=VALUE", help="Environment variable for the program.")
+    name: str = flag("", help="Job name (default: the recipe's name).")
+    options: tuple[str, ...] = flag(
+        (), "--option", metavar="WORD", help="Further scheduler option, passed on unchanged."
+    )
+    directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
+    stop_before_s: int | None = flag(
+        None,
+        "--stop-before",
+        metavar="SECONDS",
+        help="Ask the program to save this long before the time limit (Slurm); 0: never.",
+    )
+    interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
+    archive: Path | None = flag(
+        None, "--sif", metavar="ARCHIVE", help="Submit a job that converts ARCHIVE to a .sif."
+    )
+    runtime: RunBy | None = flag(
+        None,
+        choices=("singularity", "docker", "host"),
+        help="What starts the program (default: the recipe's runtime); host: no container.",
+    )
+    templates: Path | None = flag(
+        None, metavar="DIR", help="Folder of your own templates; they replace the shipped ones."
+    )
+    strict: bool = flag(False, help="Treat warnings as errors.")
+    system_flags: tuple[object, ...] = ()
+    """Flags of single systems that were given: a value of each system's `flags` class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request after all values were found and held against the system's limits."""
+    """A request with all values found and checked against the system's limits."""
 
     recipe: Recipe
     request: Request
+    system: str
+    """Name of the system that takes the job: the recipe's scheduler, or ``kubeflow`` for ``--format``."""
+    system_flags: object
+    """The system's own flags; `flags` reads them."""
     command: tuple[str, ...]
     name: str
     min_nodes: int
     nodes: int
     gpus: int
-    """Of each node."""
+    """GPUs per node."""
     cpus: int | None
+    """CPUs per node."""
     time: str
     """``HH:MM:SS``, or empty."""
     account: str
@@ -91,48 +99,56 @@ class Job:
     image: str
     """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
     overlay: str
-    """Path of a delta over `image`; empty without."""
+    """Path of a delta over `image`; empty if there is none."""
+    delta: Delta | None
+    """The descriptor of `overlay`."""
     run_by: RunBy
     binds: tuple[str, ...]
     env: Mapping[str, str]
-    """Set for the program inside the container: as the user wrote it, and what tells of a delta."""
+    """Variables that are set inside the container: the user's own, and the delta's id."""
     settings: Mapping[str, str]
     """``IMGKIT_*`` variables for the launcher in the container."""
     directory: Path
     stop_before_s: int
-    """0: the program is not asked to stop before the time limit."""
+    """Seconds before the time limit at which the program is asked to save; 0: never."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
     def elastic(self) -> bool:
-        """Whether nodes may come and go."""
+        """Whether nodes can come and go."""
         return self.min_nodes != self.nodes
+
+    def flags(self, kind: type[Flags]) -> Flags:
+        """The system's own flags; `kind` is the class that the system declares them in."""
+        if not isinstance(self.system_flags, kind):
+            raise TypeError(f"a job of {self.system} has no {kind.__name__}")
+        return self.system_flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What would be submitted, exactly."""
+    """The exact text and words of a submission."""
 
     text: str
     submit: tuple[str, ...]
-    """Words that submit it."""
+    """The words that submit it."""
     on_stdin: bool = False
     """Whether `submit` reads `text`; otherwise `text` is `submit` as a shell reads it, or its file."""
     foreground: bool = False
     """Whether `submit` is the run itself: its output is the run's, and no job id comes back."""
     remote: tuple[tuple[str, str], ...] = ()
-    """Instead of `submit`: hosts, and for each the line that its shell runs; all are started by ssh."""
+    """Hosts, and the line for the shell of each; ssh starts all of them, and `submit` is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What is kept of a submitted job, so that its id is enough to follow it."""
+class SubmittedJob:
+    """What is kept about a submitted job, so that its id is enough to follow it."""
 
     id: str
     system: str
-    """Module of ``systems`` that submitted it."""
+    """Name of the system that took it."""
     name: str
     recipe: str
     directory: Path
     queue: str = ""
-    """Where it was submitted to; some systems find a job only by both."""
+    """The queue that it was submitted to; some systems find a job only by both."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.job import systems
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
 
 
-def submit(job: Job, script: Script) -> Record:
+def submit(job: Job, script: Script) -> SubmittedJob:
     """Submit `script`; what is needed to follow it.
 
     Raises
@@ -21,7 +21,6 @@ def submit(job: Job, script: Script) -> Record:
     ToolMissing : the scheduler's command is not here.
     ToolFailed : it refused; its own words are quoted.
     """
-    system = systems.name_for(job)
     process.need(
         script.submit[0], "run this on a login node of the system; what imgkit job prints can be taken there"
     )
@@ -30,9 +29,9 @@ def submit(job: Job, script: Script) -> Record:
         [script.text.encode()] if script.on_stdin else [],
         cwd=None if job.run_by == "kubernetes" else job.directory,
     )
-    return Record(
-        id=systems.named(system).job_id(b"".join(output).decode()) or job.name,
-        system=system,
+    return SubmittedJob(
+        id=systems.named(job.system).job_id(b"".join(output).decode()) or job.name,
+        system=job.system,
         name=job.name if job.request.archive is None else f"{job.name}-sif",
         recipe=job.recipe.name,
         directory=job.directory,
@@ -40,7 +39,7 @@ def submit(job: Job, script: Script) -> Record:
     )
 
 
-def record_of(job_id: str) -> Record:
+def record_of(job_id: str) -> SubmittedJob:
     """The record of a job that this user has submitted from here.
 
     Raises
@@ -60,7 +59,7 @@ def record_of(job_id: str) -> Record:
             where="ID",
             hint=f"the last ones: {last}" if last else "imgkit submit prints the id",
         )
-    return Record(
+    return SubmittedJob(
         id=data["id"],
         system=data["system"],
         name=data["name"],
@@ -70,7 +69,7 @@ def record_of(job_id: str) -> Record:
     )
 
 
-def keep(record: Record) -> None:
+def keep(record: SubmittedJob) -> None:
     """Keep `record` for `record_of`."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from imgkit_builder.image.render import environment
 from imgkit_builder.job import container
 from imgkit_builder.job.request import Job
 from imgkit_entrypoints.errors import UsageError
@@ -19,6 +18,8 @@ def fill(job: Job, name: str, **values: Any) -> str:
     UsageError : the user's own template is faulty; with its file and line.
     """
     import jinja2
+
+    from imgkit_builder.image.render import environment
 
     own = job.request.templates
     if own is not None and not own.is_dir():

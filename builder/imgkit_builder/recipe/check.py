@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_builder.recipe import secrets
+from imgkit_builder.recipe import secrets, systems
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, KEY_RULES, PLATFORMS, TEXT_RULES, printable
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode, children, kind
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode, children, deepest, kind
+from imgkit_entrypoints.system import SystemFacts
 
 Checked = set[KeyPath]
 """Places that have a problem already: the type check says nothing about them again."""
@@ -207,6 +208,18 @@ def _runtime(path: KeyPath, node: Table, found: Collector) -> None:
         example = {"docker": "docker", "kubernetes": "runai"}[what_kind.value.text]
         what = f"kind {what_kind.value.text} needs `command`: its default, singularity, is of another kind"
         found.error(what_kind.value.position, (*path, "kind"), what, f"for example command: {example}")
+
+
+def check_system(facts: SystemFacts, tree: Table, found: Collector) -> None:
+    """Apply what the recipe's own system knows about its section."""
+    side: systems.RecipeSide = systems.load(facts.scheduler)
+    if facts.runtime.kind not in side.runtimes:
+        path: KeyPath = ("system", "runtime", "kind")
+        what = f"{facts.scheduler} does not start programs by {facts.runtime.kind}"
+        found.warn(deepest(tree, path)[0].position, path, what, choices("", side.runtimes))
+    for fault in side.check_recipe(facts):
+        path = ("system", *fault.path)
+        found.error(deepest(tree, path)[0].position, path, fault.what, fault.hint)
 
 
 _LEAST = {"gpus": 0, "cpus": 1, "cpus_per_gpu": 1, "nics": 1, "line_rate_Gbps": 1}

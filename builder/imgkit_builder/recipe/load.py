@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_builder.recipe.check import check, normalise, walk
+from imgkit_builder.recipe import systems
+from imgkit_builder.recipe.check import check, check_system, normalise, walk
 from imgkit_builder.recipe.extends import locate, resolve
 from imgkit_builder.recipe.model import Image, Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, Problem, RecipeErrors
@@ -34,6 +35,8 @@ def load(ref: str | Path) -> Recipe:
         raise RecipeErrors(found.errors)
     tree = normalise(resolved.tree, found)
     document = typecheck(tree, check(tree, found), found, whole=resolved.whole)
+    if document is not None and systems.is_known(document.system.scheduler):
+        check_system(document.system, tree, found)
     if document is None or found.errors:
         raise RecipeErrors(sorted(found.errors, key=lambda problem: _order(problem, file)))
     positions = {path: node.position for path, node, _ in walk(tree)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from imgkit_builder.recipe import systems
 from imgkit_builder.recipe.image_reference import BadReference, parse
 from imgkit_builder.recipe.problems import choices
 
@@ -17,7 +18,7 @@ Rule = Callable[[str], Iterator[Fault]]
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
 JOB_FIELDS = ("account", "name", "qos", "time")
-"""Of `Queue`: those that a job may have to state."""
+"""Fields of `Queue` that a job may have to state."""
 
 TUNING = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
 """Variables that a user must be able to change per run."""
@@ -182,8 +183,14 @@ def shell_command(text: str) -> Iterator[Fault]:
         yield "ends with a backslash, which would swallow the next instruction", "remove it"
 
 
+def scheduler(text: str) -> Iterator[Fault]:
+    """A system that imgkit ships or that a plug-in adds."""
+    if not systems.is_known(text):
+        yield f"{text!r} is not known", choices(systems.meant(text), systems.words())
+
+
 def walltime(text: str) -> Iterator[Fault]:
-    """A duration as Slurm and PBS read it; empty is "not set"."""
+    """A duration as schedulers read it; empty is "not set"."""
     if text and not _TIME.fullmatch(text):
         yield f"{text!r} is not a duration", 'write "HH:MM:SS"'
 
@@ -244,6 +251,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "copy", ANY, "ignore", ANY), not_empty),
     (("image", "run", ANY), shell_command),
     (("image", "workdir"), image_path),
+    (("system", "scheduler"), scheduler),
     (("system", "runtime", "command"), word),
     (("system", "runtime", "modules", ANY), word),
     (("system", "runtime", "options", ANY), not_empty),

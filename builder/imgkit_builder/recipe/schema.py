@@ -7,7 +7,7 @@ import inspect
 import json
 from typing import Any
 
-from imgkit_builder.recipe import model
+from imgkit_builder.recipe import model, systems
 from imgkit_builder.recipe.rules import JOB_FIELDS, PLATFORMS
 from imgkit_builder.recipe.typecheck import Document
 from imgkit_entrypoints import system
@@ -71,6 +71,8 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
         "type": "string",
         "description": "A shipped recipe's name, or a path relative to this file, that this one starts from.",
     }
+    scheduler = definitions["SystemFacts"]["properties"]["scheduler"]
+    scheduler["enum"] = list(systems.words())
     # What is missing here may be stated by the recipe that this one extends.
     image.pop("required")
     schema.pop("required")

@@ -30,9 +30,6 @@ _ALIASES = {
     "rdma": "roce",
     "cxi": "slingshot",
     "ethernet": "tcp",
-    "openmpi": "mpi",
-    "mpirun": "mpi",
-    "torque": "pbs",
 }
 """Other names of what a field allows."""
 

@@ -1,51 +1,200 @@
-"""From a job's scheduler to the module that writes its script; loaded by name, only when asked for."""
+"""Systems: everything that ``imgkit job`` knows about a scheduler, one module each, loaded by name.
+
+``recipe/systems.py`` lists the shipped ones. A plug-in adds one by an entry point of the group
+``imgkit.systems``: an object of a class that extends `System`, or a module that has all of its names.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from typing import Protocol, cast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.flags import NoFlags, declared
+from imgkit_builder.job.request import Job, Request, RunBy, Script, SubmittedJob
+from imgkit_builder.recipe import systems as registry
+from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.systems import SystemFault
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.system import SystemFacts
 
-MODULES: Mapping[str, str] = {
-    "slurm": "slurm",
-    "pbs": "pbs",
-    "runai": "runai",
-    "mpi": "mpi",
-    "standalone": "local",
-}
+__all__ = ["Installed", "System", "SystemFault", "installed", "named"]
 
 
 class System(Protocol):
-    """What such a module offers; words are argv tuples, nothing is run here."""
+    """A scheduler, or the lack of one. Words are argv tuples; nothing is run here."""
+
+    flags: type[Any] = NoFlags
+    """A frozen dataclass with the flags that only this system has (`imgkit_builder.job.flags.flag`)."""
+    uses: tuple[str, ...] = ()
+    """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
+    runtimes: tuple[RunBy, ...] = ("singularity", "host")
+    """What can start the program on a node."""
+    aliases: tuple[str, ...] = ()
+    """Other words that people use for it, in lower case; a recipe with one of them gets a hint."""
+    placement: str = ""
+    """How each of several nodes finds its place: a name that ``dist-run --scheduler`` takes. Empty: the
+    launcher finds out from the variables that the scheduler or the script sets.
+    """
+    hides_gpus: bool = True
+    """Whether programs see only the GPUs that the job asked for."""
+
+    def check_recipe(self, facts: SystemFacts) -> Iterable[SystemFault]:
+        """Everything in a recipe's system section that this system cannot work with."""
+        return ()
+
+    def default_nodes(self, flags: Any) -> int:
+        """Number of nodes of a job without ``--nodes``; `flags` is a value of the class `flags`."""
+        return 1
+
+    def required(self, recipe: Recipe, request: Request) -> tuple[str, ...]:
+        """Fields of ``system.queue`` that the job must have."""
+        return recipe.system.queue.required
+
+    def hands_to(self, flags: Any) -> str:
+        """The name of another system that takes the job because of a flag; empty: this one does."""
+        return ""
+
+    def doubts(self, job: Job) -> Iterable[str]:
+        """Warnings: requests that the user may not have meant."""
+        return (*program_starts_once(job), *part_of_nodes(job))
+
+    def before_submission(self, job: Job) -> None:
+        """Raise UsageError for what can be known only where the job is submitted."""
+        return
 
     def script(self, job: Job) -> Script:
-        """What would be submitted."""
+        """The text and the words of the submission."""
+        ...
 
     def job_id(self, output: str) -> str:
-        """The id in what the submission printed."""
+        """The id in the output of the submission; empty: the job's name is its id."""
+        return (output.strip().splitlines() or [""])[-1]
 
-    def status(self, record: Record) -> tuple[str, ...]:
+    def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job."""
+        ...
 
-    def logs(self, record: Record) -> tuple[str, ...]:
-        """Words that show its output."""
+    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that follow its output."""
+        ...
 
-    def cancel(self, record: Record) -> tuple[str, ...]:
+    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that end it."""
+        ...
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the queues; the first program that exists is taken."""
+        """Words that show the queues; the first program that exists is used."""
+        return ()
+
+
+def program_starts_once(job: Job) -> tuple[str, ...]:
+    """A warning if the command is no ``dist-...`` of the image."""
+    if not job.command or job.command[0].startswith("dist-"):
+        return ()
+    name = job.command[0]
+    return (f"{name} starts once per node; `dist-run {name} ...` starts one process per GPU",)
+
+
+def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
+    """A warning if a job of several nodes uses only some GPUs of each."""
+    all_gpus = job.recipe.system.node.gpus
+    if job.nodes == 1 or not 0 < job.gpus < all_gpus:
+        return ()
+    return (f"{job.nodes} nodes with {job.gpus} of {all_gpus} GPUs each{note}; whole nodes are faster",)
+
+
+OPTIONAL: Mapping[str, str] = {
+    "account": "account",
+    "queue": "queue",
+    "qos": "qos",
+    "time": "time",
+    "cpus": "cpus",
+    "stop-before": "stop_before_s",
+}
+"""Flags of every job that mean nothing on some systems -> their fields of `Request`."""
+
+_NAMES = tuple(name for name in vars(System) if not name.startswith("_"))
+_OWN_NAMES = ("--json", "--dry-run", "--help", "-h")
+"""Flags of the verbs themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Every system that a recipe can name, by that name, and the errors of plug-ins that cannot be used."""
+
+    systems: Mapping[str, System]
+    errors: tuple[ImgkitError, ...]
 
 
 def named(name: str) -> System:
-    """The module `name` of `MODULES`' values."""
-    return cast(System, importlib.import_module(f"imgkit_builder.job.systems.{name}"))
+    """The system of that name.
+
+    Raises
+    ------
+    ToolFailed : a plug-in that cannot be used; names its distribution.
+    UsageError : there is none; its plug-in was removed after a job was submitted by it.
+    """
+    try:
+        found = registry.load(name)
+    except KeyError:
+        raise UsageError(
+            f"no system is named {name!r}",
+            where="system",
+            hint=f"install the plug-in that adds it again; there are {', '.join(registry.words())}",
+        ) from None
+    if name in registry.plugins():
+        _check_plugin(name, found)
+    return cast(System, found)
 
 
-def name_for(job: Job) -> str:
-    """The module that `job` is submitted by."""
-    if job.recipe.system.scheduler == "runai" and job.request.format != "runai":
-        return "kubeflow"
-    return MODULES[job.recipe.system.scheduler]
+def installed() -> Installed:
+    """All systems. A plug-in that cannot be used is left out and its error comes back."""
+    systems: dict[str, System] = {name: named(name) for name in registry.SHIPPED}
+    errors = list(registry.refused())
+    for name in registry.plugins():
+        try:
+            found = named(name)
+            _check_flags(name, found, systems)
+        except ToolFailed as error:
+            errors.append(error)
+        else:
+            systems[name] = found
+    return Installed(systems=systems, errors=tuple(errors))
+
+
+def _check_plugin(name: str, found: Any) -> None:
+    from imgkit_entrypoints.schedulers import NAMES
+
+    entry = registry.entry_of(name)
+    lacking = [each for each in _NAMES if not hasattr(found, each)]
+    if lacking:
+        raise registry.broken(
+            entry,
+            f"lacks {', '.join(lacking)}",
+            hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
+        )
+    if found.placement and found.placement not in NAMES:
+        raise registry.broken(
+            entry, f"names the placement {found.placement!r}", hint=f"allowed: {', '.join(NAMES)}"
+        )
+    unknown = [each for each in found.uses if each not in OPTIONAL]
+    if unknown:
+        raise registry.broken(entry, f"uses {unknown[0]!r}", hint=f"allowed: {', '.join(OPTIONAL)}")
+    try:
+        declared(found.flags)
+        found.flags()
+    except Exception as error:
+        raise registry.broken(entry, f"declares flags that cannot be read: {error}") from error
+
+
+def _check_flags(name: str, found: System, others: Mapping[str, System]) -> None:
+    owners: list[type[Any]] = [Request, *(system.flags for system in others.values())]
+    taken = {word for owner in owners for known in declared(owner) for word in known.names}
+    twice = [
+        word for known in declared(found.flags) for word in known.names if word in taken or word in _OWN_NAMES
+    ]
+    if twice:
+        raise registry.broken(
+            registry.entry_of(name), f"has the flag {twice[0]}, which is taken", hint="rename its flag"
+        )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import pods
 from imgkit_entrypoints.errors import UsageError
 
@@ -26,19 +26,50 @@ _SELECTORS = {
 }
 
 
-def script(job: Job) -> Script:
-    """What ``kubectl create`` reads."""
-    pods.refuse_conversion(job)
-    document = _pytorchjob(job) if job.request.format == "pytorchjob" else _trainjob(job)
-    text = _yaml(document)
-    if job.request.interactive:
-        kind, namespace = job.request.format, f" --namespace={_namespace(job.queue)}" if job.queue else ""
-        ways = (
-            f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
-            f"kubectl exec{namespace} --stdin --tty POD -- bash",
+class Kubeflow(pods.Pods):
+    """Kubeflow: documents that kubectl creates. RunAI hands jobs to it; no recipe names it."""
+
+    def script(self, job: Job) -> Script:
+        """What ``kubectl create`` reads."""
+        pods.refuse_conversion(job)
+        document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
+        text = _yaml(document)
+        if job.request.interactive:
+            kind, namespace = (
+                pods.format_of(job),
+                f" --namespace={_namespace(job.queue)}" if job.queue else "",
+            )
+            ways = (
+                f"kubectl get pods{namespace} --selector={_SELECTORS[kind]}={job.name}",
+                f"kubectl exec{namespace} --stdin --tty POD -- bash",
+            )
+            text = "\n".join((*pods.entered(job, ways, f"kubectl delete{namespace} {kind} {job.name}"), text))
+        return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
+
+    def job_id(self, output: str) -> str:
+        """Kind and name, of ``pytorchjob.kubeflow.org/NAME created``: both are needed to find it again."""
+        match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
+        return f"{match[1]}.{match[2]}" if match else ""
+
+    def status(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that show the job and its events."""
+        return ("kubectl", "describe", *_object(record), *_in_namespace(record))
+
+    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that follow the output of all pods."""
+        kind, name = _object(record)
+        selector = f"--selector={_SELECTORS[kind]}={name}"
+        return (
+            *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
+            *_in_namespace(record),
         )
-        text = "\n".join((*pods.entered(job, ways, f"kubectl delete{namespace} {kind} {job.name}"), text))
-    return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
+
+    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that delete the job and its pods."""
+        return ("kubectl", "delete", *_object(record), *_in_namespace(record))
+
+
+SYSTEM = Kubeflow()
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
@@ -81,7 +112,7 @@ def _asked(job: Job) -> _Asked:
         name, given, text = (value if equals else words.pop(0) if words else "").partition("=")
         if into is None or not given:
             raise UsageError(
-                f"{flag} has no place in a {job.request.format}",
+                f"{flag} has no place in a {pods.format_of(job)}",
                 where="--option",
                 hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
                 "what imgkit job prints",
@@ -215,41 +246,10 @@ def _volumes(job: Job, asked: _Asked) -> dict[str, Any]:
     return {"volumes": volumes} if volumes else {}
 
 
-def job_id(output: str) -> str:
-    """Kind and name, of ``pytorchjob.kubeflow.org/NAME created``: both are needed to find it again."""
-    match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
-    return f"{match[1]}.{match[2]}" if match else ""
-
-
-def status(record: Record) -> tuple[str, ...]:
-    """Words that show the job and its events."""
-    return ("kubectl", "describe", *_object(record), *_in_namespace(record))
-
-
-def logs(record: Record) -> tuple[str, ...]:
-    """Words that follow the output of all pods."""
-    kind, name = _object(record)
-    selector = f"--selector={_SELECTORS[kind]}={name}"
-    return (
-        *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
-        *_in_namespace(record),
-    )
-
-
-def cancel(record: Record) -> tuple[str, ...]:
-    """Words that delete the job and its pods."""
-    return ("kubectl", "delete", *_object(record), *_in_namespace(record))
-
-
-def _object(record: Record) -> tuple[str, str]:
+def _object(record: SubmittedJob) -> tuple[str, str]:
     kind, _, name = record.id.partition(".")
     return kind, name
 
 
-def _in_namespace(record: Record) -> tuple[str, ...]:
+def _in_namespace(record: SubmittedJob) -> tuple[str, ...]:
     return (f"--namespace={_namespace(record.queue)}",) if record.queue else ()
-
-
-def queues() -> tuple[tuple[str, ...], ...]:
-    """There are none to ask for."""
-    return ()

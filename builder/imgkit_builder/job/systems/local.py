@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from imgkit_builder.job import container, fields
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.systems import System
 from imgkit_builder.job.words import line
 from imgkit_entrypoints.errors import UsageError
 
 
-def script(job: Job) -> Script:
-    """The one command."""
-    if job.nodes > 1:
-        raise UsageError(
-            f"{job.nodes} nodes, and this is one machine",
-            where="--nodes",
-            hint="a recipe with a scheduler: imgkit list",
-        )
-    refuse_conversion(job)
-    _check_gpus(job)
-    words = container.start(job, job.command) if job.command else container.shell(job)
-    if job.run_by == "docker" and job.request.interactive:
-        # Only where one is asked for: docker refuses to make a terminal of a pipe.
-        words = with_options(job, words, "--interactive", "--tty")
-    words = with_settings(job, with_options(job, words, *map(fields.option, job.request.options)))
-    return Script(text=line(words) + "\n", submit=words, foreground=True)
+class ForegroundSystem(System):
+    """Base of the systems whose run is the command itself: it never gets an id."""
+
+    runtimes = ("docker", "singularity", "host")
+    hides_gpus = False
+    where = "on this machine"
+
+    def status(self, record: SubmittedJob) -> NoReturn:
+        """Raise UsageError: there is no queue."""
+        raise UsageError(f"a run {self.where} has no job id", hint="it ends with its command")
+
+    logs = cancel = status
+
+
+class Local(ForegroundSystem):
+    """One machine without a scheduler."""
+
+    def script(self, job: Job) -> Script:
+        """The one command."""
+        if job.nodes > 1:
+            raise UsageError(
+                f"{job.nodes} nodes, and this is one machine",
+                where="--nodes",
+                hint="a recipe with a scheduler: imgkit list",
+            )
+        refuse_conversion(job)
+        _check_gpus(job)
+        words = container.start(job, job.command) if job.command else container.shell(job)
+        if job.run_by == "docker" and job.request.interactive:
+            # Only where one is asked for: docker refuses to make a terminal of a pipe.
+            words = with_options(job, words, "--interactive", "--tty")
+        words = with_settings(job, with_options(job, words, *map(fields.option, job.request.options)))
+        return Script(text=line(words) + "\n", submit=words, foreground=True)
+
+
+SYSTEM = Local()
 
 
 def with_options(job: Job, words: tuple[str, ...], *options: str) -> tuple[str, ...]:
@@ -62,21 +85,3 @@ def _check_gpus(job: Job) -> None:
             where=job.recipe.where("system", "runtime"),
             hint=f"a recipe that extends {name} with system.runtime.options: [--gpus=all]",
         )
-
-
-def job_id(output: str) -> str:
-    """There is none."""
-    return ""
-
-
-def status(record: Record) -> tuple[str, ...]:
-    """There is no queue to look at."""
-    raise UsageError("a run on this machine has no job id", hint="it ends with its command")
-
-
-logs = cancel = status
-
-
-def queues() -> tuple[tuple[str, ...], ...]:
-    """There are none."""
-    return ()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from imgkit_builder.job import container, fields
-from imgkit_builder.job.request import Job, Record, Script
-from imgkit_builder.job.ssh import fanout
-from imgkit_builder.job.systems import local
+from imgkit_builder.job.flags import flag
+from imgkit_builder.job.request import Job, Script
+from imgkit_builder.job.ssh import fanout, hostlist
+from imgkit_builder.job.systems import local, part_of_nodes, program_starts_once
 from imgkit_builder.job.words import line
-from imgkit_entrypoints.cli import options
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import manual, openmpi
@@ -27,16 +29,60 @@ FORWARD = (
 """What docker hands into the container; the other runtimes hand on all that mpirun has set."""
 
 
-def script(job: Job) -> Script:
-    """The ``mpirun`` line, or one ``ssh`` line for each host."""
-    _check(job)
-    if job.request.interactive and not job.command:
-        return _shell(job)
-    return _by_ssh(job) if job.request.ssh else _by_mpirun(job)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiFlags:
+    """Flags that only hosts without a scheduler have."""
+
+    hosts: str = flag("", metavar="A,B", help="MPI, ssh: the nodes, the head first.")
+    hostfile: Path | None = flag(None, metavar="FILE", help="MPI, ssh: file with one host per line.")
+    direct: bool = flag(False, help="MPI: mpirun starts every rank itself, without torchrun.")
+    ssh: bool = flag(False, help="Start the hosts by ssh, without mpirun.")
+    names: tuple[str, ...] = field(default=(), init=False)
+    """The hosts of either flag. They are read once: a file can be a pipe."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", hostlist.read(self.hosts, self.hostfile))
+
+
+class Mpi(local.ForegroundSystem):
+    """Hosts that mpirun or ssh reaches."""
+
+    flags = MpiFlags
+    aliases = ("openmpi", "mpirun")
+    where = "over ssh"
+
+    def default_nodes(self, flags: MpiFlags) -> int:
+        """As many as there are hosts."""
+        return len(flags.names) or 1
+
+    def doubts(self, job: Job) -> Iterator[str]:
+        """Warnings: requests that the user may not have meant."""
+        if not job.flags(MpiFlags).direct:
+            yield from program_starts_once(job)
+        yield from part_of_nodes(job)
+
+    def before_submission(self, job: Job) -> None:
+        """Raise UsageError for an order of hosts that mpirun would change."""
+        if not job.flags(MpiFlags).ssh:
+            _check_order(_hosts(job))
+
+    def script(self, job: Job) -> Script:
+        """The ``mpirun`` line, or one ``ssh`` line for each host."""
+        _check(job)
+        if job.request.interactive and not job.command:
+            return _shell(job)
+        return _by_ssh(job) if job.flags(MpiFlags).ssh else _by_mpirun(job)
+
+
+SYSTEM = Mpi()
+
+
+def _hosts(job: Job) -> tuple[str, ...]:
+    return job.flags(MpiFlags).names
 
 
 def _check(job: Job) -> None:
-    hosts = job.request.hosts
+    hosts = _hosts(job)
     local.refuse_conversion(job)
     if job.elastic:
         raise UsageError(
@@ -45,7 +91,7 @@ def _check(job: Job) -> None:
             hint=f"--nodes {job.nodes}; or by hand on each host, when it comes: dist-run --nnodes "
             f"{job.min_nodes}:{job.nodes} --node-rank RANK --head HOST",
         )
-    if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.request.ssh):
+    if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.flags(MpiFlags).ssh):
         raise UsageError(
             f"{job.nodes} nodes, and {len(hosts)} hosts" + (f": {', '.join(hosts)}" if hosts else ""),
             where="--hosts",
@@ -53,12 +99,12 @@ def _check(job: Job) -> None:
             if hosts
             else "--hosts A,B, the head first, or --hostfile FILE",
         )
-    if job.request.direct and job.request.ssh:
+    if job.flags(MpiFlags).direct and job.flags(MpiFlags).ssh:
         raise UsageError(
             "--direct and --ssh", where="--direct", hint="ranks are started by mpirun: without --ssh"
         )
     odd = [host for host in hosts if {"@", ":"} & set(host)]
-    if odd and not job.request.ssh:
+    if odd and not job.flags(MpiFlags).ssh:
         raise UsageError(
             f"mpirun takes no {odd[0]!r}: behind a colon it expects slots, and it has no word for a user",
             where="--hosts",
@@ -66,14 +112,26 @@ def _check(job: Job) -> None:
         )
 
 
+def _check_order(hosts: Sequence[str]) -> None:
+    # Open MPI 4.1 puts the host that it runs on before all others, wherever it stands in -H or a hostfile.
+    here = next((host for host in hosts if hostlist.is_here(host)), "")
+    if here and here != hosts[0]:
+        own_first = ",".join((here, *(host for host in hosts if host != here)))
+        raise UsageError(
+            f"this is {here}, and mpirun gives rank 0 to its own host, not to {hosts[0]}",
+            where="--hosts",
+            hint=f"--hosts {own_first}; or start it on {hosts[0]}",
+        )
+
+
 def _by_mpirun(job: Job) -> Script:
-    hosts = job.request.hosts
+    hosts = _hosts(job)
     forward = _forward(job)
     more = (*job.recipe.system.queue.options, *map(fields.option, job.request.options))
     if job.run_by == "host":
         more = ("-x", "PATH", *more)  # ssh gives the remote end another one, without a venv's
     command = local.with_settings(job, container.start(job, job.command, forward=FORWARD))
-    if job.request.direct:
+    if job.flags(MpiFlags).direct:
         ranks = _ranks(job)
         where = ("-H", ",".join(f"{host}:{ranks}" for host in hosts)) if hosts else ()
         words: tuple[str, ...] = (
@@ -98,8 +156,8 @@ def _by_mpirun(job: Job) -> Script:
 
 def _forward(job: Job) -> Mapping[str, str]:
     """Variables that mpirun sets on all nodes; the user's own values win."""
-    hosts = job.request.hosts or ("127.0.0.1",)
-    if job.nodes == 1 and not job.request.direct:
+    hosts = _hosts(job) or ("127.0.0.1",)
+    if job.nodes == 1 and not job.flags(MpiFlags).direct:
         return {}
     rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
     return {name: job.env.get(name, value) for name, value in rendezvous.items()}
@@ -110,7 +168,7 @@ def _ranks(job: Job) -> int:
 
 
 def _by_ssh(job: Job) -> Script:
-    hosts = job.request.hosts
+    hosts = _hosts(job)
     title = job.recipe.system.title or job.recipe.name
     rows = [
         f"# {title}, by imgkit: a command a host, each in a terminal of its own. All from here: imgkit submit"
@@ -130,7 +188,7 @@ def _by_ssh(job: Job) -> Script:
 
 def _node_command(job: Job, rank: int) -> tuple[str, ...]:
     """The command with its place as flags; as variables where it is not one of ours."""
-    hosts = job.request.hosts
+    hosts = _hosts(job)
     if len(hosts) == 1:
         return job.command
     head = _head(job)
@@ -141,7 +199,7 @@ def _node_command(job: Job, rank: int) -> tuple[str, ...]:
 
 
 def _head(job: Job) -> str:
-    return job.request.hosts[0].rpartition("@")[2]
+    return _hosts(job)[0].rpartition("@")[2]
 
 
 def _started(job: Job, command: Sequence[str]) -> tuple[str, ...]:
@@ -167,6 +225,8 @@ def _remote(job: Job, words: Sequence[str]) -> str:
 
 def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
     """The program as ``torch.distributed.launch`` takes it; empty where that is not known."""
+    from imgkit_entrypoints.cli import options  # imports the whole launcher
+
     name, *words = command
     known = next((each for each in COMMANDS if each.name == name), None)
     if known is None or {"-h", "--help", "--version"} & set(words):
@@ -192,8 +252,8 @@ def _torch_launch(job: Job, program: Sequence[str], rank: int) -> tuple[str, ...
 
 def _shell(job: Job) -> Script:
     """A shell in the container on one host, or here."""
-    if not job.request.hosts:
-        return local.script(job)
+    if not _hosts(job):
+        return local.SYSTEM.script(job)
     if job.nodes > 1:
         raise UsageError(
             f"a shell on {job.nodes} hosts", where="--interactive", hint="one host, or a command for all"
@@ -201,23 +261,5 @@ def _shell(job: Job) -> Script:
     shell = container.shell(job)
     if job.run_by == "docker":
         shell = local.with_options(job, shell, "--interactive", "--tty")
-    words = ("ssh", "-t", job.request.hosts[0], _remote(job, shell))
+    words = ("ssh", "-t", _hosts(job)[0], _remote(job, shell))
     return Script(text=line(words) + "\n", submit=words, foreground=True)
-
-
-def job_id(output: str) -> str:
-    """There is none."""
-    return ""
-
-
-def status(record: Record) -> tuple[str, ...]:
-    """There is no queue to look at."""
-    raise UsageError("a run over ssh has no job id", hint="it ends with its command")
-
-
-logs = cancel = status
-
-
-def queues() -> tuple[tuple[str, ...], ...]:
-    """There are none."""
-    return ()

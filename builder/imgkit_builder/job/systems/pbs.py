@@ -7,9 +7,13 @@ sets up what libfabric's cxi provider asks for (SLINGSHOT_*). pbsdsh and ssh are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from imgkit_builder.job import container, fields
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.flags import flag
+from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.systems import System
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line
 from imgkit_entrypoints.errors import UsageError
@@ -18,24 +22,64 @@ from imgkit_entrypoints.schedulers import pals, pbs
 RUN_DIR = "IMGKIT_RUN_DIR"
 
 
-def script(job: Job) -> Script:
-    """What ``qsub`` reads, or the ``qsub -I`` line of an interactive job."""
-    if job.request.archive is not None:
-        return _conversion(job, str(job.request.archive.absolute()))
-    if job.request.interactive:
-        return _interactive(job)
-    by_task = job.request.pbs_start if job.nodes > 1 and job.request.pbs_start != "pals" else ""
-    rdzv = job.nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
-    text = fill(
-        job,
-        "pbs.sh.j2",
-        directives=_lines(("-S", "/bin/bash", "-j", "oe", *_asked(job))),
-        by_task=by_task,
-        rdzv=rdzv and not by_task,
-        node=line(_node(job, rdzv=rdzv)),
-        words=line(_remote(by_task)) if by_task else "",
-    )
-    return Script(text=text, submit=("qsub",), on_stdin=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PbsFlags:
+    """Flags that only PBS has."""
+
+    pbs_start: Literal["pals", "pbsdsh", "ssh"] = flag("pals", help="PBS: what starts one process per node.")
+
+
+class Pbs(System):
+    """PBS Professional and OpenPBS: qsub."""
+
+    flags = PbsFlags
+    uses = ("account", "queue", "time", "cpus")
+    runtimes = ("singularity", "docker", "host")
+    aliases = ("torque",)
+
+    def script(self, job: Job) -> Script:
+        """What ``qsub`` reads, or the ``qsub -I`` line of an interactive job."""
+        if job.request.archive is not None:
+            return _conversion(job, str(job.request.archive.absolute()))
+        if job.request.interactive:
+            return _interactive(job)
+        start = job.flags(PbsFlags).pbs_start
+        by_task = start if job.nodes > 1 and start != "pals" else ""
+        rdzv = job.nodes > 1 and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
+        text = fill(
+            job,
+            "pbs.sh.j2",
+            directives=_lines(("-S", "/bin/bash", "-j", "oe", *_asked(job))),
+            by_task=by_task,
+            rdzv=rdzv and not by_task,
+            node=line(_node(job, rdzv=rdzv)),
+            words=line(_remote(by_task)) if by_task else "",
+        )
+        return Script(text=text, submit=("qsub",), on_stdin=True)
+
+    def job_id(self, output: str) -> str:
+        """The id that ``qsub`` prints: ``SEQUENCE.SERVER``."""
+        return output.strip().splitlines()[-1]
+
+    def status(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that show the job: with the server's comment, and the expected start while it waits."""
+        return ("qstat", "-s", "-T", "-w", record.id)
+
+    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that follow the job's output; most systems bring it when the job ends, hence by name."""
+        path = record.directory / f"{record.name}.o{record.id.partition('.')[0]}"
+        return ("tail", "-n", "+1", "-F", str(path))
+
+    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that end the job."""
+        return ("qdel", record.id)
+
+    def queues(self) -> tuple[tuple[str, ...], ...]:
+        """Words that show what may be submitted to; the first program that exists is taken."""
+        return (("qstat", "-Q"),)
+
+
+SYSTEM = Pbs()
 
 
 def _asked(job: Job) -> tuple[str, ...]:
@@ -77,7 +121,7 @@ def _lines(words: Sequence[str]) -> list[str]:
 
 def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
     """The words that run the command: on this node, or by mpiexec on all."""
-    by_pals = job.nodes > 1 and job.request.pbs_start == "pals"
+    by_pals = job.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     known = pals.FIELDS.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR))
     if not by_pals:
@@ -128,29 +172,3 @@ def _conversion(job: Job, archive: str) -> Script:
         convert=line(("imgkit", "sif", archive, "-o", job.image)),
     )
     return Script(text=text, submit=("qsub",), on_stdin=True)
-
-
-def job_id(output: str) -> str:
-    """The id that ``qsub`` prints: ``SEQUENCE.SERVER``."""
-    return output.strip().splitlines()[-1]
-
-
-def status(record: Record) -> tuple[str, ...]:
-    """Words that show the job: with the server's comment, and the expected start while it waits."""
-    return ("qstat", "-s", "-T", "-w", record.id)
-
-
-def logs(record: Record) -> tuple[str, ...]:
-    """Words that follow the job's output; most systems bring it when the job ends, hence by name."""
-    path = record.directory / f"{record.name}.o{record.id.partition('.')[0]}"
-    return ("tail", "-n", "+1", "-F", str(path))
-
-
-def cancel(record: Record) -> tuple[str, ...]:
-    """Words that end the job."""
-    return ("qdel", record.id)
-
-
-def queues() -> tuple[tuple[str, ...], ...]:
-    """Words that show what may be submitted to; the first program that exists is taken."""
-    return (("qstat", "-Q"),)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Literal
 
+from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once
 from imgkit_builder.job.words import quote
+from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import UsageError
 
 ASLEEP = ("sleep", "infinity")
@@ -16,6 +20,48 @@ ASLEEP = ("sleep", "infinity")
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 NAME_LIMIT = 50
 """Operators append ``-worker-123`` and the like, and the whole may have 63 letters (RFC 1123)."""
+
+
+KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodFlags:
+    """Flags that only jobs in pods have."""
+
+    format: KubernetesFormat = flag("runai", help="Kubernetes: what imgkit writes.")
+    pvcs: tuple[str, ...] = flag(
+        (), "--pvc", metavar="CLAIM:/PATH[:ro]", help="Kubernetes: volume to mount into the pods."
+    )
+
+
+class Pods(System):
+    """What RunAI and Kubeflow have in common."""
+
+    flags = PodFlags
+    runtimes = ("kubernetes",)
+
+    def required(self, recipe: Recipe, request: Request) -> tuple[str, ...]:
+        """Fields of ``system.queue`` that the job must have; none if it is interactive."""
+        return () if request.interactive else recipe.system.queue.required
+
+    def doubts(self, job: Job) -> Iterator[str]:
+        """Warnings: requests that the user may not have meant."""
+        request = job.request
+        yield from program_starts_once(job)
+        yield from part_of_nodes(job, ": pods may share a node")
+        if request.binds:
+            yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
+        if all(text.endswith(":ro") for text in job.flags(PodFlags).pvcs) and not request.interactive:
+            yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
+        if format_of(job) == "runai":
+            odd = [
+                word for word in (*job.command, *request.env, str(request.directory)) if quote(word) != word
+            ]
+            if odd:
+                # The RCP tutorial needs '"..."' around a word with blanks, later pages of
+                # epfml/getting-started do not: whether words are split again depends on the client's version.
+                yield f"{odd[0]!r}: older runai clients split and expand words once more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +74,11 @@ class Claim:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.path}{':ro' if self.read_only else ''}"
+
+
+def format_of(job: Job) -> KubernetesFormat:
+    """The value of ``--format``."""
+    return job.flags(PodFlags).format
 
 
 def check_name(job: Job) -> str:
@@ -56,7 +107,7 @@ def claims(job: Job) -> tuple[Claim, ...]:
     UsageError : one is no ``CLAIM:/PATH[:ro]``, or two are at one place.
     """
     found: list[Claim] = []
-    for text in job.request.pvcs:
+    for text in job.flags(PodFlags).pvcs:
         match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*):(/[A-Za-z0-9._/-]+)(:ro)?", text)
         if match is None:
             raise UsageError(f"{text!r} is no volume", where="--pvc", hint="CLAIM:/PATH, or CLAIM:/PATH:ro")
@@ -127,19 +178,3 @@ def refuse_conversion(job: Job) -> None:
             where="--sif",
             hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
         )
-
-
-def doubts(request: Request, command: Sequence[str]) -> list[str]:
-    """What may be meant otherwise, a warning each."""
-    found = []
-    if request.binds:
-        found.append("--bind is not used: the folders of pods come from volumes, --pvc CLAIM:/PATH")
-    if all(text.endswith(":ro") for text in request.pvcs) and not request.interactive:
-        found.append("no --pvc to write to: output and checkpoints go when the pods go, and their logs too")
-    if request.format == "runai":
-        odd = [word for word in (*command, *request.env, str(request.directory)) if quote(word) != word]
-        if odd:
-            # The RCP tutorial needs '"..."' around a word with blanks, later pages of epfml/getting-started
-            # do not: it depends on the client's version whether words are split once more.
-            found.append(f"{odd[0]!r}: older runai clients split and expand words once more")
-    return found

@@ -9,39 +9,71 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from imgkit_builder.job import fields
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import pods
 from imgkit_builder.job.words import quote
 from imgkit_entrypoints.schedulers import kubernetes
 
 
-def script(job: Job) -> Script:
-    """The command; before it, for an interactive job, how to work in its pods, as comments."""
-    pods.refuse_conversion(job)
-    name = pods.check_name(job)
-    command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
-    folder = pods.directory(job)
-    words = (
-        # One pod is a job of the plain kind: workers are the pods beside the first.
-        *(("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")),
-        *("--name", name),
-        *(("--project", job.queue) if job.queue else ()),
-        *("--image", job.image),
-        *(("--workers", str(job.nodes - 1)) if job.nodes > 1 else ()),
-        *_replicas(job),
-        *("--gpu", str(job.gpus)),
-        *(("--cpu", str(job.cpus)) if job.cpus else ()),
-        *(word for claim in pods.claims(job) for word in ("--pvc", str(claim))),
-        *(("--working-dir", str(folder)) if folder else ()),
-        *_environment(job),
-        *job.recipe.system.queue.options,
-        *map(fields.option, job.request.options),
-        *("--", *map(pods.literal, command)),
-    )
-    project = f" --project {job.queue}" if job.queue else ""
-    end = f"runai delete job {name}{project}"
-    comments = pods.entered(job, _ways(job, name, project), end) if job.request.interactive else ()
-    return Script(text="\n".join((*comments, _rows(words), "")), submit=words)
+class RunAI(pods.Pods):
+    """RunAI: its own client, or for ``--format`` the documents of Kubeflow."""
+
+    uses = ("queue", "cpus")
+
+    def hands_to(self, flags: pods.PodFlags) -> str:
+        """Kubeflow, if ``--format`` asks for a document."""
+        return "" if flags.format == "runai" else "kubeflow"
+
+    def script(self, job: Job) -> Script:
+        """The command; before it, for an interactive job, how to work in its pods, as comments."""
+        pods.refuse_conversion(job)
+        name = pods.check_name(job)
+        command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
+        folder = pods.directory(job)
+        words = (
+            # One pod is a job of the plain kind: workers are the pods beside the first.
+            *(("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")),
+            *("--name", name),
+            *(("--project", job.queue) if job.queue else ()),
+            *("--image", job.image),
+            *(("--workers", str(job.nodes - 1)) if job.nodes > 1 else ()),
+            *_replicas(job),
+            *("--gpu", str(job.gpus)),
+            *(("--cpu", str(job.cpus)) if job.cpus else ()),
+            *(word for claim in pods.claims(job) for word in ("--pvc", str(claim))),
+            *(("--working-dir", str(folder)) if folder else ()),
+            *_environment(job),
+            *job.recipe.system.queue.options,
+            *map(fields.option, job.request.options),
+            *("--", *map(pods.literal, command)),
+        )
+        project = f" --project {job.queue}" if job.queue else ""
+        end = f"runai delete job {name}{project}"
+        comments = pods.entered(job, _ways(job, name, project), end) if job.request.interactive else ()
+        return Script(text="\n".join((*comments, _rows(words), "")), submit=words)
+
+    def job_id(self, output: str) -> str:
+        """Empty: the job's name is its id."""
+        return ""
+
+    def status(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that show the job, its pods and its events."""
+        return ("runai", "describe", "job", record.name, *_project(record))
+
+    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that follow the output of the first pod; all of it is in the job's folder on the volume."""
+        return ("runai", "logs", record.name, "--follow", *_project(record))
+
+    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that end the job and delete its pods."""
+        return ("runai", "delete", "job", record.name, *_project(record))
+
+    def queues(self) -> tuple[tuple[str, ...], ...]:
+        """Words that show the projects and what is left of their GPUs."""
+        return (("runai", "list", "projects"),)
+
+
+SYSTEM = RunAI()
 
 
 def _rows(words: Sequence[str]) -> str:
@@ -73,30 +105,5 @@ def _ways(job: Job, name: str, project: str) -> tuple[str, ...]:
     return tuple(f"runai bash {name}{project} --pod {pod}" for pod in names)
 
 
-def job_id(output: str) -> str:
-    """Empty: the job's name is its id."""
-    return ""
-
-
-def status(record: Record) -> tuple[str, ...]:
-    """Words that show the job, its pods and its events."""
-    return ("runai", "describe", "job", record.name, *_project(record))
-
-
-def logs(record: Record) -> tuple[str, ...]:
-    """Words that follow the output of the first pod; all of it is in the job's folder on the volume."""
-    return ("runai", "logs", record.name, "--follow", *_project(record))
-
-
-def cancel(record: Record) -> tuple[str, ...]:
-    """Words that end the job and delete its pods."""
-    return ("runai", "delete", "job", record.name, *_project(record))
-
-
-def _project(record: Record) -> tuple[str, ...]:
+def _project(record: SubmittedJob) -> tuple[str, ...]:
     return ("--project", record.queue) if record.queue else ()
-
-
-def queues() -> tuple[tuple[str, ...], ...]:
-    """Words that show the projects and what is left of their GPUs."""
-    return (("runai", "list", "projects"),)

@@ -7,37 +7,66 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imgkit_builder.job import container, fields
-from imgkit_builder.job.request import Job, Record, Script
+from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.systems import System
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line, quote
 from imgkit_entrypoints.schedulers import slurm
 
 
-def script(job: Job) -> Script:
-    """What ``sbatch`` reads, or the ``salloc`` line of an interactive job."""
-    if job.request.interactive:
-        words = ("salloc", *_asked(job), "bash", "-lc", _typed(job))
-        return Script(text=line(words) + "\n", submit=words, foreground=True)
-    if job.request.archive is not None:
-        return _conversion(job, job.request.archive)
-    text = fill(
-        job,
-        "slurm.sh.j2",
-        directives=(
-            f"--job-name={job.name}",
-            *_place(job),
-            *_asked(job),
-            *(
-                # B: to the script alone. A step's signal reaches every process of it: also the one that
-                # serves the image's files to ordinary users, and the run would die of a bus error.
-                (f"--signal=B:USR1@{job.stop_before_s}", "--requeue", "--open-mode=append")
-                if job.stop_before_s
-                else ()
+class Slurm(System):
+    """Slurm: sbatch, srun and salloc."""
+
+    uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
+
+    def script(self, job: Job) -> Script:
+        """What ``sbatch`` reads, or the ``salloc`` line of an interactive job."""
+        if job.request.interactive:
+            words = ("salloc", *_asked(job), "bash", "-lc", _typed(job))
+            return Script(text=line(words) + "\n", submit=words, foreground=True)
+        if job.request.archive is not None:
+            return _conversion(job, job.request.archive)
+        text = fill(
+            job,
+            "slurm.sh.j2",
+            directives=(
+                f"--job-name={job.name}",
+                *_place(job),
+                *_asked(job),
+                *(
+                    # B: to the script alone. A step's signal reaches every process of it: also the one that
+                    # serves the image's files to ordinary users, and the run would die of a bus error.
+                    (f"--signal=B:USR1@{job.stop_before_s}", "--requeue", "--open-mode=append")
+                    if job.stop_before_s
+                    else ()
+                ),
             ),
-        ),
-        start=line(_start(job, job.command)),
-    )
-    return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
+            start=line(_start(job, job.command)),
+        )
+        return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
+
+    def job_id(self, output: str) -> str:
+        """The id in what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER``."""
+        return output.strip().splitlines()[-1].partition(";")[0]
+
+    def status(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that show the job; %S is the start, the expected one while it waits."""
+        return ("squeue", f"--jobs={record.id}", "--format=%.12i %.10P %.20j %.10T %.10M %.6D %.20S %R")
+
+    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that follow the job's output."""
+        return ("tail", "-n", "+1", "-f", str(record.directory / f"{record.name}-{record.id}.out"))
+
+    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that end the job."""
+        return ("scancel", record.id)
+
+    def queues(self) -> tuple[tuple[str, ...], ...]:
+        """Words that show what may be submitted to; the first program that exists is taken."""
+        return (("bsc_queues",), ("sinfo",))
+
+
+SYSTEM = Slurm()
 
 
 def _place(job: Job) -> tuple[str, str]:
@@ -106,28 +135,3 @@ def _conversion(job: Job, archive: Path) -> Script:
         convert=line(("imgkit", "sif", str(archive.absolute()), "-o", job.image)),
     )
     return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
-
-
-def job_id(output: str) -> str:
-    """The id in what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER``."""
-    return output.strip().splitlines()[-1].partition(";")[0]
-
-
-def status(record: Record) -> tuple[str, ...]:
-    """Words that show the job; %S is the start, the expected one while it waits."""
-    return ("squeue", f"--jobs={record.id}", "--format=%.12i %.10P %.20j %.10T %.10M %.6D %.20S %R")
-
-
-def logs(record: Record) -> tuple[str, ...]:
-    """Words that follow the job's output."""
-    return ("tail", "-n", "+1", "-f", str(record.directory / f"{record.name}-{record.id}.out"))
-
-
-def cancel(record: Record) -> tuple[str, ...]:
-    """Words that end the job."""
-    return ("scancel", record.id)
-
-
-def queues() -> tuple[tuple[str, ...], ...]:
-    """Words that show what may be submitted to; the first program that exists is taken."""
-    return (("bsc_queues",), ("sinfo",))

@@ -11,9 +11,9 @@ import pytest
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import container
-from imgkit_builder.job.request import Overlay, Request
+from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import local
+from imgkit_builder.job.systems.local import SYSTEM as local
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import CheckFailed, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check
@@ -68,8 +68,8 @@ def test_later_schema_refused(file: Path, tmp_path: Path) -> None:
 
 
 def request(file: Path) -> Request:
-    given = Overlay(path=Path("x.imgdelta"), delta=descriptor.read(file))
-    return Request(command=("dist-train",), directory=Path("/home/me"), overlay=given, runtime="singularity")
+    given = Path(file.name)  # read where the job runs
+    return Request(command=("dist-train",), directory=file.parent, delta=given, runtime="singularity")
 
 
 def test_job_lays_it_over_and_says_what_it_is(file: Path) -> None:
@@ -78,10 +78,10 @@ def test_job_lays_it_over_and_says_what_it_is(file: Path) -> None:
     # Inside the container, where --cleanenv does not reach.
     assert words[-3:] == ("env", "IMGKIT_DELTA=sha256:new", "dist-train")
     at = words.index("--overlay")
-    assert words[at + 1] == "/home/me/x.imgdelta:ro"
-    assert words.index("exec") < at < words.index("/home/me/cpu.sif")
+    assert words[at + 1] == f"{file}:ro"
+    assert words.index("exec") < at < words.index(f"{file.parent}/cpu.sif")
     shell = container.shell(resolve(load("cpu"), replace(request(file), command=(), interactive=True)))
-    assert "/home/me/x.imgdelta:ro" in shell
+    assert f"{file}:ro" in shell
 
 
 def test_job_without_one_says_nothing() -> None:
@@ -98,9 +98,9 @@ def test_delta_without_singularity_refused(file: Path, runtime: str) -> None:
 
 @pytest.mark.parametrize("name", ["a,b.imgdelta", "a:b.imgdelta", "a\nb.imgdelta"])
 def test_name_that_the_runtime_would_split_refused(file: Path, name: str) -> None:
-    given = Overlay(path=Path(name), delta=descriptor.read(file))
+    (file.parent / name).write_bytes(file.read_bytes())
     with pytest.raises(UsageError, match="cannot stand in a job"):
-        resolve(load("cpu"), replace(request(file), overlay=given))
+        resolve(load("cpu"), replace(request(file), delta=Path(name)))
 
 
 def image_root(folder: Path, text: str | None) -> dict[str, str]:

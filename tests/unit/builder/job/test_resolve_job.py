@@ -11,14 +11,16 @@ import pytest
 from imgkit_builder.job import fields
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems.pods import PodFlags
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 
 MN5 = Request(command=("dist-bench",), account="a1", qos="acc_debug", time="10m", directory=Path("/w"))
 
 
-def job(recipe: str | Path = "mn5", **given: Any) -> Job:
-    return resolve(load(recipe), dataclasses.replace(MN5, **given))
+def job(recipe: str | Path = "mn5", *, pvcs: tuple[str, ...] = (), **given: Any) -> Job:
+    own = PodFlags(pvcs=pvcs)
+    return resolve(load(recipe), dataclasses.replace(MN5, system_flags=(own,) if pvcs else (), **given))
 
 
 def refused(recipe: str | Path = "mn5", **given: Any) -> UsageError:
@@ -40,7 +42,7 @@ def test_gpus_bring_their_share_of_cpus() -> None:
 @pytest.mark.parametrize(
     ("given", "what", "key"),
     [
-        ({"gpus": 8}, "--gpus 8, and a node has 4", ("system", "node", "gpus")),
+        ({"gpus": 8}, "--gpus 8, but a node has 4", ("system", "node", "gpus")),
         ({"gpus": 2, "cpus": 80}, "2 GPUs come with 40 CPUs", ("system", "node", "cpus_per_gpu")),
         ({"gpus": 0, "cpus": 81}, "a node has 80", ("system", "node", "cpus")),
         ({"account": "", "time": ""}, "needs --account, --time", ("system", "queue", "required")),
@@ -65,7 +67,7 @@ def test_queue_s_limit_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_flag_without_meaning_is_a_warning_or_strict_error() -> None:
     given = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2", "pvcs": ("home:/w",)}
-    warning = "--account is not used: EPFL RCP (runai) has no such thing"
+    warning = "--account is not used: EPFL RCP (runai) has no such flag"
     assert job("rcp", **given).warnings == (warning,)
     assert warning in refused("rcp", strict=True, **given).what
 
@@ -82,7 +84,9 @@ def test_job_without_gpus_tells_the_launcher() -> None:
 
 
 def test_plain_program_is_doubted() -> None:
-    assert "dist-run makes ranks" in job(command=("python", "train.py")).warnings[0]
+    assert (
+        "`dist-run python ...` starts one process per GPU" in job(command=("python", "train.py")).warnings[0]
+    )
 
 
 @pytest.mark.parametrize(

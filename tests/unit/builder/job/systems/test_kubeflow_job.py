@@ -11,32 +11,34 @@ from typing import Any
 import pytest
 import yaml
 
-from imgkit_builder.job.request import Format, Job, Record, Request, Script
+from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import kubeflow
+from imgkit_builder.job.systems.kubeflow import SYSTEM as kubeflow
+from imgkit_builder.job.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 
 RECIPE = load("rcp")
 RCP = Request(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
 HOME = ("data:/data:ro", "home:/home/me")
-FORMATS: tuple[Format, ...] = ("pytorchjob", "trainjob")
+FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")
 
 
-def job(kind: Format, **given: Any) -> Job:
-    return resolve(RECIPE, dataclasses.replace(RCP, format=kind, **given))
+def job(kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), **given: Any) -> Job:
+    own = PodFlags(format=kind, pvcs=pvcs)
+    return resolve(RECIPE, dataclasses.replace(RCP, system_flags=(own,), **given))
 
 
-def script(kind: Format, **given: Any) -> Script:
+def script(kind: KubernetesFormat, **given: Any) -> Script:
     return kubeflow.script(job(kind, **given))
 
 
-def document(kind: Format, **given: Any) -> dict[str, Any]:
+def document(kind: KubernetesFormat, **given: Any) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(script(kind, **given).text)
     return found
 
 
-def refused(kind: Format, **given: Any) -> UsageError:
+def refused(kind: KubernetesFormat, **given: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         script(kind, **given)
     return caught.value
@@ -97,7 +99,7 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
     ],
     ids=lambda given: " ".join(given) or "plain",
 )
-def test_document_is_what_models_know(kind: Format, given: dict[str, Any]) -> None:
+def test_document_is_what_models_know(kind: KubernetesFormat, given: dict[str, Any]) -> None:
     found = document(kind, **given)
     assert understood(found) == found
 
@@ -109,7 +111,7 @@ def test_elastic_document_is_what_models_know() -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("place", ["job", "pod", "container"])
-def test_unknown_key_is_noticed(kind: Format, place: str) -> None:
+def test_unknown_key_is_noticed(kind: KubernetesFormat, place: str) -> None:
     """The comparison above is one."""
     found = document(kind, pvcs=HOME)
     {"job": found["spec"], "pod": pod_specs(found)[0]["spec"], "container": containers(found)[0]}[place][
@@ -119,7 +121,7 @@ def test_unknown_key_is_noticed(kind: Format, place: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_value_of_another_type_is_noticed(kind: Format) -> None:
+def test_value_of_another_type_is_noticed(kind: KubernetesFormat) -> None:
     found = document(kind)
     containers(found)[0]["env"] = "A=1"
     with pytest.raises((ValueError, AttributeError, TypeError)):
@@ -134,7 +136,7 @@ def test_first_pod_is_the_master() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_pods_get_what_roce_needs(kind: Format) -> None:
+def test_pods_get_what_roce_needs(kind: KubernetesFormat) -> None:
     found = document(kind)
     resources = {"pytorchjob": "resources", "trainjob": "resourcesPerNode"}[kind]
     for container in containers(found):
@@ -147,7 +149,7 @@ def test_pods_get_what_roce_needs(kind: Format) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_volumes_are_mounted_where_asked(kind: Format) -> None:
+def test_volumes_are_mounted_where_asked(kind: KubernetesFormat) -> None:
     for pod in pod_specs(document(kind, pvcs=HOME)):
         claims = {
             volume["name"]: volume["persistentVolumeClaim"]["claimName"]
@@ -161,7 +163,7 @@ def test_volumes_are_mounted_where_asked(kind: Format) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_values_reach_the_program_as_typed(kind: Format) -> None:
+def test_values_reach_the_program_as_typed(kind: KubernetesFormat) -> None:
     found = document(kind, command=("dist-run", "$(id) no", "0"), env=("A=yes: $(HOME)",), pvcs=HOME)
     for container in containers(found):
         assert container.get("args", container.get("command")) == ["dist-run", "$$(id) no", "0"]
@@ -204,7 +206,7 @@ def test_project_is_a_namespace_and_its_scheduler() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_interactive_pods_sleep_below_their_comments(kind: Format) -> None:
+def test_interactive_pods_sleep_below_their_comments(kind: KubernetesFormat) -> None:
     made = script(kind, interactive=True, queue="mlo-me")
     assert containers(yaml.safe_load(made.text))[0].get("args" if kind == "pytorchjob" else "command") == [
         "sleep",
@@ -231,7 +233,7 @@ def test_document_goes_in_on_stdin() -> None:
         ("pytorchjob", {"archive": Path("rcp.tar"), "command": ()}, "--sif"),
     ],
 )
-def test_what_has_no_place_is_refused(kind: Format, given: dict[str, Any], where: str) -> None:
+def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, Any], where: str) -> None:
     assert refused(kind, **given).where == where
 
 
@@ -248,7 +250,7 @@ def test_id_is_kind_and_name(output: str, found: str) -> None:
 
 
 def test_submitted_job_is_found_again() -> None:
-    record = Record(
+    record = SubmittedJob(
         id="trainjob.rcp", system="kubeflow", name="rcp", recipe="rcp", directory=Path("/w"), queue="me"
     )
     assert kubeflow.status(record) == ("kubectl", "describe", "trainjob", "rcp", "--namespace=runai-me")

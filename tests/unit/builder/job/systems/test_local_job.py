@@ -10,7 +10,7 @@ import pytest
 
 from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import local
+from imgkit_builder.job.systems.local import SYSTEM as local
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 

@@ -3,17 +3,31 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from imgkit_builder.job import check
 from imgkit_builder.job.request import Job, Request, Script
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import mpi
+from imgkit_builder.job.systems.mpi import SYSTEM as mpi
+from imgkit_builder.job.systems.mpi import MpiFlags
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 
-HELLO = Request(command=("dist-hello",), hosts=("node1", "node2"), directory=Path("/home/me"))
+HOSTS = MpiFlags(hosts="node1,node2")
+HELLO = Request(command=("dist-hello",), directory=Path("/home/me"), system_flags=(HOSTS,))
+OWN = ("hosts", "direct", "ssh")
+
+
+def changed(request: Request, **given: Any) -> Request:
+    """`request` with other values of its flags, the system's own among them."""
+    own: dict[str, Any] = {name: given.pop(name) for name in OWN if name in given}
+    if "hosts" in own:
+        own["hosts"] = ",".join(own["hosts"])
+    (flags,) = request.system_flags
+    assert isinstance(flags, MpiFlags)
+    return replace(request, system_flags=(replace(flags, **own),), **given)
 
 
 def job(request: Request) -> Job:
@@ -37,21 +51,21 @@ def test_one_launcher_a_node() -> None:
 
 
 def test_as_many_nodes_as_hosts() -> None:
-    assert job(replace(HELLO, hosts=("a", "b", "c"))).nodes == 3
+    assert job(changed(HELLO, hosts=("a", "b", "c"))).nodes == 3
 
 
 @pytest.mark.parametrize("ssh", [False, True])
 @pytest.mark.parametrize(("nodes", "hosts"), [("1", ("a", "b")), ("3", ("a", "b")), ("2", ())])
 def test_other_number_of_hosts_is_refused(nodes: str, hosts: tuple[str, ...], ssh: bool) -> None:
     with pytest.raises(UsageError, match=f"{nodes} nodes, and {len(hosts)} hosts"):
-        script(replace(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
+        script(changed(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
 
 
 def test_direct_form_starts_a_rank_a_gpu() -> None:
-    words = script(replace(HELLO, direct=True)).submit
+    words = script(changed(HELLO, direct=True)).submit
     assert words[:7] == ("mpirun", "-np", "4", "--map-by", "slot", "--bind-to", "none")
     assert after(words, "-H") == ["node1:2,node2:2"]
-    words = script(replace(HELLO, direct=True, gpus=0, nproc=3)).submit
+    words = script(changed(HELLO, direct=True, gpus=0, nproc=3)).submit
     assert after(words, "-H") == ["node1:3,node2:3"]
 
 
@@ -63,23 +77,23 @@ def test_container_gets_what_mpirun_says() -> None:
 
 
 def test_own_port_wins() -> None:
-    words = script(replace(HELLO, env=("MASTER_PORT=1234",))).submit
+    words = script(changed(HELLO, env=("MASTER_PORT=1234",))).submit
     assert "MASTER_PORT=1234" in after(words, "-x")
 
 
 @pytest.mark.parametrize("ssh", [False, True])
 def test_fewer_gpus_are_fewer_ranks(ssh: bool) -> None:
-    assert "IMGKIT_NPROC=1" in script(replace(HELLO, gpus=1, ssh=ssh)).text
+    assert "IMGKIT_NPROC=1" in script(changed(HELLO, gpus=1, ssh=ssh)).text
 
 
 def test_host_runtime_keeps_the_path() -> None:
-    words = script(replace(HELLO, runtime="host")).submit
+    words = script(changed(HELLO, runtime="host")).submit
     assert "PATH" in after(words, "-x")
     assert words[-5:] == ("python3", "-I", "-m", "imgkit_entrypoints", "dist-hello")
 
 
 def test_each_host_gets_its_rank() -> None:
-    made = script(replace(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
+    made = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
     assert [host for host, _ in made.remote] == ["me@10.0.0.1", "10.0.0.2"]
     for rank, (_, text) in enumerate(made.remote):
         assert shlex.split(text)[-7:] == [
@@ -92,13 +106,13 @@ def test_each_host_gets_its_rank() -> None:
 
 
 def test_own_program_gets_its_rank_by_variables() -> None:
-    made = script(replace(HELLO, command=("./serve",), ssh=True, runtime="host"))
+    made = script(changed(HELLO, command=("./serve",), ssh=True, runtime="host"))
     words = shlex.split(made.remote[1][1])
     assert {"IMGKIT_NNODES=2", "IMGKIT_NODE_RANK=1", "IMGKIT_HEAD=node1"} <= set(words)
 
 
 def test_guard_reads_the_container_s_input() -> None:
-    text = script(replace(HELLO, ssh=True)).remote[0][1]
+    text = script(changed(HELLO, ssh=True)).remote[0][1]
     words = shlex.split(text)
     assert words[:4] == ["docker", "run", "--interactive", "--rm"]
     assert words.index("lambda:latest") < words.index("sh")
@@ -116,7 +130,7 @@ def test_guard_reads_the_container_s_input() -> None:
     ],
 )
 def test_torch_launch_line_is_shown_where_known(command: tuple[str, ...], shown: str | None) -> None:
-    text = script(replace(HELLO, command=command, ssh=True)).text
+    text = script(changed(HELLO, command=command, ssh=True)).text
     rows = [row for row in text.splitlines() if row.startswith("# ssh")]
     if shown is None:
         assert not rows
@@ -127,11 +141,11 @@ def test_torch_launch_line_is_shown_where_known(command: tuple[str, ...], shown:
 
 
 def test_shell_is_for_one_host() -> None:
-    one = replace(HELLO, command=(), interactive=True, hosts=("node1",))
+    one = changed(HELLO, command=(), interactive=True, hosts=("node1",))
     assert script(one).submit[:3] == ("ssh", "-t", "node1")
     assert "docker run --interactive --tty" in script(one).submit[3]
     with pytest.raises(UsageError, match="a shell on 2 hosts"):
-        script(replace(one, hosts=("node1", "node2")))
+        script(changed(one, hosts=("node1", "node2")))
 
 
 @pytest.mark.parametrize(
@@ -145,15 +159,15 @@ def test_shell_is_for_one_host() -> None:
         ({"options": ("--mca a b",)}, "cannot stand in a directive"),
     ],
 )
-def test_what_mpirun_cannot_do_is_refused(change: dict[str, object], what: str) -> None:
+def test_what_mpirun_cannot_do_is_refused(change: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        script(replace(HELLO, **change))  # type: ignore[arg-type]
+        script(changed(HELLO, **change))
 
 
 def test_own_host_must_be_the_first(tmp_path: Path) -> None:
-    here = replace(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
+    here = changed(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
     with pytest.raises(UsageError, match=r"mpirun gives rank 0 to its own host") as caught:
         check.before_submission(job(here))
     assert "--hosts 127.0.0.1,192.0.2.1" in (caught.value.hint or "")
-    check.before_submission(job(replace(here, ssh=True)))
-    check.before_submission(job(replace(here, hosts=("127.0.0.1", "192.0.2.1"))))
+    check.before_submission(job(changed(here, ssh=True)))
+    check.before_submission(job(changed(here, hosts=("127.0.0.1", "192.0.2.1"))))

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imgkit_builder.job import check
-from imgkit_builder.job.request import Job, Record, Request
+from imgkit_builder.job.request import Job, Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import pbs, slurm
+from imgkit_builder.job.systems.pbs import SYSTEM as pbs
+from imgkit_builder.job.systems.pbs import PbsFlags
+from imgkit_builder.job.systems.slurm import SYSTEM as slurm
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 
@@ -27,8 +29,9 @@ REQUEST = Request(command=("dist-run",), time="10m", directory=Path("/my work"),
 STARTS = ("pals", "pbsdsh", "ssh")
 
 
-def job(recipe: Any = RECIPE, **given: Any) -> Job:
-    return resolve(recipe, dataclasses.replace(REQUEST, **given))
+def job(recipe: Any = RECIPE, *, pbs_start: Any = "pals", **given: Any) -> Job:
+    own = PbsFlags(pbs_start=pbs_start)
+    return resolve(recipe, dataclasses.replace(REQUEST, system_flags=(own,), **given))
 
 
 def text(recipe: Any = RECIPE, **given: Any) -> str:
@@ -243,6 +246,8 @@ def test_script_passes_shellcheck(tmp_path: Path, start: str) -> None:
 
 def test_id_and_output_are_those_of_pbs() -> None:
     assert pbs.job_id("a notice\n15422.redoak-login2\n") == "15422.redoak-login2"
-    record = Record(id="15422.redoak-login2", system="pbs", name="ddp", recipe="r", directory=Path("/w"))
+    record = SubmittedJob(
+        id="15422.redoak-login2", system="pbs", name="ddp", recipe="r", directory=Path("/w")
+    )
     assert pbs.logs(record)[-1] == "/w/ddp.o15422"
     assert pbs.cancel(record) == ("qdel", "15422.redoak-login2")

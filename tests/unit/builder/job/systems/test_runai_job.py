@@ -14,18 +14,20 @@ import pytest
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
-from imgkit_builder.job.request import Job, Record, Request, Script
+from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import pods, runai
+from imgkit_builder.job.systems import pods
+from imgkit_builder.job.systems.runai import SYSTEM as runai
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 
 RECIPE = load("rcp")
-RCP = Request(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1", pvcs=("home:/home/me",))
+RCP = Request(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 
-def job(**given: Any) -> Job:
-    return resolve(RECIPE, dataclasses.replace(RCP, **given))
+def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **given: Any) -> Job:
+    own = pods.PodFlags(pvcs=pvcs)
+    return resolve(RECIPE, dataclasses.replace(RCP, system_flags=(own,), **given))
 
 
 def script(**given: Any) -> Script:
@@ -190,7 +192,9 @@ def test_what_pods_cannot_have_is_refused(given: dict[str, Any], where: str) -> 
 
 
 def test_project_is_needed_to_find_a_job_again() -> None:
-    record = Record(id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), queue="mlo-me")
+    record = SubmittedJob(
+        id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), queue="mlo-me"
+    )
     assert runai.status(record) == ("runai", "describe", "job", "rcp", "--project", "mlo-me")
     assert runai.logs(record) == ("runai", "logs", "rcp", "--follow", "--project", "mlo-me")
     assert runai.cancel(dataclasses.replace(record, queue="")) == ("runai", "delete", "job", "rcp")

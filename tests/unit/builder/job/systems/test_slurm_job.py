@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imgkit_builder.job.request import Record, Request
+from imgkit_builder.job.request import Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.job.systems import slurm
+from imgkit_builder.job.systems.slurm import SYSTEM as slurm
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import UsageError
 
@@ -94,7 +94,7 @@ def test_job_id_is_read_from_sbatch(output: str, found: str) -> None:
 
 
 def test_logs_are_where_the_script_writes_them() -> None:
-    record = Record(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"))
+    record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"))
     assert slurm.logs(record)[-1] == "/w/mn5-7.out"
     assert "#SBATCH --output=%x-%j.out\n" in text()
     assert "#SBATCH --chdir=/w\n" in text()

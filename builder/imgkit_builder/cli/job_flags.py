@@ -1,0 +1,93 @@
+"""The flags of ``imgkit job`` and ``submit`` as options: those of every job, then those of each system."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from imgkit_builder.job.flags import Flag
+
+
+class JobCommand(TyperCommand):
+    """A verb with the flags of all systems; the verb finds them in ``Context.obj``, as a `Request`.
+
+    They are collected when the verb is used: ``imgkit --help`` neither imports a system nor finds plug-ins.
+    """
+
+    _options: tuple[_FlagOption, ...] = ()
+
+    def get_params(self, ctx: Any) -> Any:
+        """The verb's own parameters, with the flags after its arguments."""
+        if not self._options:
+            self._options = _collect(quiet=ctx.resilient_parsing)
+            at = sum(parameter.param_type_name == "argument" for parameter in self.params)
+            self.params[at:at] = [option.parameter for option in self._options]
+        return super().get_params(ctx)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the verb, with the flags in ``ctx.obj``."""
+        from imgkit_builder.job.request import Request
+
+        values: dict[type[Any], dict[str, Any]] = {}
+        for option in self._options:
+            given = option.value(ctx.params.pop(option.parameter.name))
+            values.setdefault(option.owner, {})[option.flag.field] = given
+        common = values.pop(Request)
+        own = (owner(**fields) for owner, fields in values.items())
+        ctx.obj = Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
+        return super().invoke(ctx)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FlagOption:
+    owner: type[Any]
+    """The dataclass that declares `flag`."""
+    flag: Flag
+    parameter: Any
+    convert: Callable[[Any], Any] | None
+
+    def value(self, given: Any) -> Any:
+        """The field's value."""
+        found = self.convert(given) if self.convert else given
+        if isinstance(found, enum.Enum):
+            return found.value
+        return tuple(found) if isinstance(found, list) else found
+
+
+def _collect(*, quiet: bool) -> tuple[_FlagOption, ...]:
+    """The flags of every job, then those of each system; reports plug-ins that cannot be used."""
+    from imgkit_builder.job import systems
+    from imgkit_builder.job.flags import declared
+    from imgkit_builder.job.request import Request
+
+    found = systems.installed()
+    if not quiet:
+        for error in found.errors:
+            print(f"imgkit: {error}", file=sys.stderr)
+    owners: list[type[Any]] = [Request, *(system.flags for system in found.systems.values())]
+    return tuple(_option(owner, flag) for owner in dict.fromkeys(owners) for flag in declared(owner))
+
+
+def _option(owner: type[Any], flag: Flag) -> _FlagOption:
+    # typer reads options from a function's signature; this is the part of it that takes one parameter.
+    from typer.main import get_click_param
+    from typer.models import ParamMeta
+
+    kind, default = flag.type, flag.default
+    if flag.choices:
+        words = {word: word for word in flag.choices}
+        choices: Any = enum.Enum("Choice", words, type=str)  # type: ignore[misc]  # its members are data
+        kind, default = (choices | None, None) if default is None else (choices, choices(default))
+    elif isinstance(default, tuple):
+        kind, default = list[str], list(default)
+    info = typer.Option(default, *flag.names, metavar=flag.metavar or None, help=flag.help)
+    name = flag.names[0].removeprefix("--").replace("-", "_")
+    parameter, convert = get_click_param(ParamMeta(name=name, default=info, annotation=kind))
+    return _FlagOption(owner=owner, flag=flag, parameter=parameter, convert=convert)
