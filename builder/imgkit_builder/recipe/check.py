@@ -10,7 +10,16 @@ from imgkit_builder.recipe import secrets, systems
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, KEY_RULES, PLATFORMS, TEXT_RULES, printable
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode, children, deepest, kind
+from imgkit_builder.recipe.yaml_tree import (
+    Items,
+    Scalar,
+    Table,
+    TableEntry,
+    YamlNode,
+    children,
+    deepest,
+    kind,
+)
 from imgkit_entrypoints.system import SystemFacts
 
 Checked = set[KeyPath]
