@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import imgkit_entrypoints
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"imgkit_builder", "imgkit_recipes", "imgkit_entrypoints"}
@@ -26,9 +30,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"import hatchling.build as build; print(build.build_sdist({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that holds the wheel; a path file lends it this one's dependencies."""
-    folder = tmp_path_factory.mktemp("venv")
+    """The `bin` of an environment that holds the wheel."""
+    return install(wheel, tmp_path_factory.mktemp("venv"))
+
+
+def install(file: Path, folder: Path, *options: str) -> Path:
+    """Install a wheel or sdist into a new environment in `folder`; returns its `bin`.
+
+    A path file lends it this environment's dependencies, so that nothing is downloaded.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     python = folder / "bin/python"
     pip = [
@@ -41,9 +61,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--quiet",
         "--no-deps",
         "--no-index",
+        *options,
     ]
-    subprocess.run([*pip, str(wheel)], check=True, timeout=120, capture_output=True)
-    # Nothing is downloaded. The lending folder's own path files (among them the editable install of this
+    # The lending folder's own path files (among them the editable install of this
     # checkout) are not read: Python does that in site folders only.
     place = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -52,6 +72,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )
     Path(place.stdout.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    done = subprocess.run([*pip, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     return folder / "bin"
 
 
@@ -109,3 +131,39 @@ def test_unknown_recipe_is_refused(installed: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "mn5" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_package_index_would_take_wheel_and_sdist(wheel: Path, sdist: Path) -> None:
+    words = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_package_index_would_refuse_a_broken_file(tmp_path: Path) -> None:
+    file = tmp_path / "imgkit_hpc-1-py3-none-any.whl"
+    file.write_bytes(b"PK")
+    words = [sys.executable, "-m", "twine", "check", "--strict", str(file)]
+    assert subprocess.run(words, capture_output=True, timeout=60).returncode != 0
+
+
+def test_installed_sdist_renders_as_the_wheel(
+    installed: Path, sdist: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    own = install(sdist, tmp_path_factory.mktemp("venv"), "--no-build-isolation")
+    done = run(own, str(own / "imgkit"), "render", "mn5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == run(installed, str(installed / "imgkit"), "render", "mn5", cwd=tmp_path).stdout
+
+
+def test_sdist_holds_what_a_reader_of_it_needs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "docs/index.md", "ci/check"} <= inside
+    assert [name for name in inside if name.startswith((".venv", "build/", "docs/reference/generated"))] == []
+
+
+def test_version_has_a_heading_in_the_changelog() -> None:
+    version = re.escape(imgkit_entrypoints.__version__)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[?{version}\]?", changelog, re.MULTILINE)
