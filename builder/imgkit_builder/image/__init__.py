@@ -1,1 +1,1 @@
-"""From a recipe to what the engine builds: layers, Dockerfile, wheel and context; and the look inside."""
+"""What the engine builds from a recipe: layers, Dockerfile, wheel and context; and the smoke test."""

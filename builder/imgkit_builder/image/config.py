@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageConfig:
-    """What is needed of an image configuration."""
+    """The fields of an image configuration that imgkit uses."""
 
     image_id: str
     """``sha256:...``."""
@@ -32,17 +32,17 @@ class ImageConfig:
 
 
 def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
-    """Read an image configuration; the image id is the digest of `raw` unless it is given.
+    """Read an image configuration; the image id defaults to the digest of `raw`.
 
     Raises
     ------
-    CheckFailed : not one, or one without layers.
+    CheckFailed : it is not an image configuration, or it has no layers.
     """
     try:
         values = json.loads(raw)
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
         if not all(_DIGEST.fullmatch(one) for one in diff_ids):
-            raise ValueError("layer digests that are no sha256")
+            raise ValueError("a layer digest is not a sha256")
         config = ImageConfig(
             image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
             raw=raw,

@@ -1,10 +1,10 @@
-"""The build context: one normalised tar of what the recipe needs and nothing else.
+"""The build context: one normalised tar of exactly the files that the recipe needs.
 
 Notes
 -----
-Names sorted, owner 0:0, one fixed time, modes 0644 or 0755 by the executable bit: neither umask nor user nor
-time of checkout shows in its sha256 or invalidates a layer. Files are read from disk twice, once for the
-sha256 and once while they are sent, and never held in memory.
+Names are sorted, the owner is 0:0, the time is fixed, and modes are 0644 or 0755 by the executable bit. So
+umask, user and time of checkout neither change the sha256 nor invalidate a layer. Files are read from disk
+twice, once for the sha256 and once while they are sent, and never kept in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 CHUNK_BYTES = 1 << 20
 
-# 1980-01-01: with an earlier time, a user's file could not be put into a zip or a wheel inside the image.
+# 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
 MTIME_S = 315532800
 
 ALWAYS_IGNORED = frozenset({".git", "__pycache__"})
@@ -42,7 +42,7 @@ ALWAYS_IGNORED = frozenset({".git", "__pycache__"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarMember:
-    """One entry of the tar: bytes at hand, a file on disk, a folder or a link."""
+    """One member of the tar: bytes in memory, a file on disk, a folder or a link."""
 
     name: str
     kind: bytes = tarfile.REGTYPE
@@ -50,27 +50,27 @@ class TarMember:
     size_bytes: int = 0
     data: bytes = b""
     source: Path | None = None
-    """Where the content is read from, if not from `data`."""
+    """The file with the content; None: `data` is the content."""
     link: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What is sent to the engine; the same recipe, base and sources give the same bytes."""
+    """The input of a build; the same recipe, base and sources give the same bytes."""
 
     dockerfile: str
     manifest: Manifest
     members: tuple[TarMember, ...]
     sha256: str
-    """Of the whole tar."""
+    """Digest of the whole tar."""
     size_bytes: int
 
     def open(self) -> BinaryIO:
-        """The tar as a stream, to be read to its end and closed.
+        """Open the tar as a stream; read it to its end, then close it.
 
         Raises
         ------
-        UsageError : while it is read, when a file is no longer what `pack` saw.
+        UsageError : while reading, if a file differs from what `pack` saw.
         """
         return io.BufferedReader(_Stream(self._checked()), CHUNK_BYTES)
 
@@ -78,21 +78,21 @@ class BuildContext:
         digest = hashlib.sha256()
         for chunk in _tar(self.members):
             digest.update(chunk)
-            # The last chunk is held back on a mismatch: an unfinished tar builds nothing.
+            # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
             if chunk is _END and digest.hexdigest() != self.sha256:
                 raise UsageError(
                     "files of image.copy changed while they were sent",
-                    hint="run the build again when nothing writes to them, or list them under `ignore`",
+                    hint="build again when no program writes to them, or list them under `ignore`",
                 )
             yield chunk
 
 
 def pack(recipe: Recipe, *, base: BaseImage, platform: str, revision: str) -> BuildContext:
-    """Collect what the image is built from; reads every copied file once.
+    """Collect the input of a build; reads every copied file once.
 
     Raises
     ------
-    UsageError : a source that is missing, unreadable, or neither file, folder nor link inside itself.
+    UsageError : a source is missing, unreadable, or more than files, folders and links inside itself.
     """
     dockerfile = render.dockerfile(recipe, base=base.name, platform=platform)
     wheel = entrypoints_wheel()
@@ -117,7 +117,7 @@ def pack(recipe: Recipe, *, base: BaseImage, platform: str, revision: str) -> Bu
         members.append(_folder("copy"))
     for number, step in enumerate(recipe.image.copy):
         members += _copied(step, layers.copy_member(number), recipe.where("image", "copy", number))
-    # By bytes: the order of text depends on how a name that is no UTF-8 was decoded.
+    # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     members.sort(key=lambda member: os.fsencode(member.name))
     digest, size_bytes = hashlib.sha256(), 0
     for chunk in _tar(members):
@@ -133,7 +133,7 @@ def pack(recipe: Recipe, *, base: BaseImage, platform: str, revision: str) -> Bu
 
 
 def revision(folder: Path) -> str:
-    """git commit of `folder`, with ``-dirty`` where it differs; empty where git does not track it."""
+    """The git commit of `folder`, with ``-dirty`` after changes; empty where git does not track it."""
     git = ("git", "--no-optional-locks", "-C", folder)
     try:
         head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
@@ -142,7 +142,7 @@ def revision(folder: Path) -> str:
     except ToolMissing:
         return ""
     commit = re.search(r"^[0-9a-f]{40,64}$", head.output, re.MULTILINE)
-    # Untracked files inside some repository, for example a virtual environment's, are not of its commit.
+    # A folder that is untracked inside a repository, for example in a virtual environment, has no commit.
     if head.returncode or commit is None or not tracked.output:
         return ""
     return commit.group() + ("-dirty" if changed.output else "")
@@ -169,13 +169,13 @@ def _requirements(recipe: Recipe) -> Iterator[TarMember]:
                 raise UsageError(
                     f"a requirements file names another file: {text.strip()}",
                     where=f"{step.requirements}:{line}",
-                    hint="write its lines here; install your own code by image.copy and image.run",
+                    hint="copy its lines here; install your own code with image.copy and image.run",
                 )
         yield _bytes(layers.requirements_member(number), data)
 
 
 def _copied(step: CopyStep, prefix: str, where: str) -> Iterator[TarMember]:
-    """What one copy step takes from disk: the content of a folder, or one file under its name."""
+    """The files of one copy step: the content of a folder, or one file under its name."""
     yield _folder(prefix)
     with _readable(step.source, where, "name another source"):
         is_folder = stat.S_ISDIR(step.source.stat().st_mode)
@@ -188,12 +188,12 @@ def _copied(step: CopyStep, prefix: str, where: str) -> Iterator[TarMember]:
 def _walk(
     folder: Path, prefix: str, below: str, *, root: Path, ignored: Callable[[str], bool]
 ) -> Iterator[TarMember]:
-    """Everything in `folder`; `below` is its path below the source, empty or with a slash at its end."""
+    """Everything in `folder`; `below` is its path relative to the source, empty or with a final slash."""
     with _readable(folder), os.scandir(folder) as scan:
         entries = list(scan)
     for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
-        # With its slash a folder matches patterns such as "data/"; as in git, nothing below comes back in.
+        # The slash lets a folder match patterns such as "data/"; as in git, this excludes everything below.
         if entry.name in ALWAYS_IGNORED or ignored(f"{below}{entry.name}{'/' if is_folder else ''}"):
             continue
         path, name = Path(entry.path), f"{prefix}/{below}{entry.name}"
@@ -221,20 +221,19 @@ def _entry(path: Path, name: str, status: os.stat_result) -> TarMember:
 
 def _link(path: Path, name: str, root: Path) -> TarMember:
     target = path.readlink()
-    # Judged by where it really leads: "a/../x" leaves the folder if a is itself a link to somewhere deeper.
+    # The resolved target counts: "a/../x" leaves the folder if a is itself a link to a deeper folder.
     inside = not target.is_absolute() and Path(os.path.realpath(path)).is_relative_to(root)
     if not inside:
         raise UsageError(
             f"a link out of the copied folder, to {target}",
             where=str(path),
-            hint=f"make it a relative link to something inside {root}, copy what it names, or "
-            + _ignore_hint(path),
+            hint=f"make it a relative link inside {root}, replace it by a copy, or " + _ignore_hint(path),
         )
     return TarMember(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
 
 
 def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a path below the source matches `patterns` by gitignore's rules."""
+    """A function that matches paths below the source with `patterns`, as gitignore does."""
     if not patterns:
         return lambda path: False
     import pathspec
@@ -244,7 +243,7 @@ def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
 
 @contextlib.contextmanager
 def _readable(path: Path, where: str = "", otherwise: str = "") -> Iterator[None]:
-    """Turn an OSError inside the block into the error that names `path`."""
+    """Turn an OSError inside the block into an error that names `path`."""
     try:
         yield
     except OSError as error:
@@ -260,7 +259,7 @@ def _ignore_hint(path: Path) -> str:
 
 
 def _tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
-    """The archive, a chunk at a time; its end is the object `_END`."""
+    """The archive in chunks; the last chunk is the object `_END`."""
     for member in members:
         yield _header(member)
         yield from _content(member)
@@ -275,7 +274,7 @@ def _header(member: TarMember) -> bytes:
     info = tarfile.TarInfo(member.name)
     info.type, info.mode, info.linkname = member.kind, member.mode, member.link
     info.size, info.mtime = member.size_bytes, MTIME_S
-    # GNU's form, not pax: it holds names that are no UTF-8 as they are, and any size.
+    # GNU's format, not pax: it keeps names outside UTF-8 unchanged and allows any size.
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
@@ -285,7 +284,7 @@ def _content(member: TarMember) -> Iterator[bytes]:
         return
     left = member.size_bytes
     with _readable(member.source), member.source.open("rb", buffering=0) as stream:
-        # One byte more than is left shows a file that grew.
+        # Reading one byte more than expected detects a file that grew.
         while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
             left -= len(chunk)
             if left < 0:
@@ -298,7 +297,7 @@ def _content(member: TarMember) -> Iterator[bytes]:
 def _changed(path: Path, how: str) -> ImgkitError:
     return UsageError(
         f"{path} {how} while it was read",
-        hint=f"run the build again when nothing writes to it, or {_ignore_hint(path)}",
+        hint=f"build again when no program writes to it, or {_ignore_hint(path)}",
     )
 
 
@@ -324,7 +323,7 @@ class _Stream(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        # The generator has a file open; closing it closes that.
+        # The generator may have a file open; closing the generator closes the file.
         if not self.closed:
             close = getattr(self._chunks, "close", None)
             if close:

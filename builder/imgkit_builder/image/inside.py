@@ -1,4 +1,4 @@
-"""What is looked at from inside an image: one Python program, started once. Standard library only."""
+"""The one Python program that inspects an image from inside. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 _MARK = "IMGKIT-SEEN "
 
-# Old Python must be able to run it too, to be told that it is too old.
+# Even an old Python must run it, so that imgkit can report its version.
 _PROGRAM = """
 import json, platform, subprocess, sys
 seen = {"machine": platform.machine(), "python": platform.python_version(), "torch": "", "torch_error": "",
         "cuda": "", "nccl": "", "pip_conflicts": None, "files": {}}
-# pip check and the import of torch take seconds each: side by side.
+# pip check and the import of torch take seconds each: run both at once.
 pip = subprocess.Popen([sys.executable, "-I", "-m", "pip", "check"], stdout=subprocess.PIPE,
                        stderr=subprocess.DEVNULL, universal_newlines=True)
 try:
@@ -44,30 +44,30 @@ print("MARK" + json.dumps(seen))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """An image as its own Python sees it."""
+    """What the image's own Python reports."""
 
     machine: str
     """``x86_64``, ``aarch64``."""
     python: str
     torch: str
-    """Empty where torch is absent, or present and broken (`torch_error`)."""
+    """Empty where torch is missing, or broken (`torch_error`)."""
     torch_error: str
     cuda: str
     nccl: str
     pip_conflicts: tuple[str, ...] | None
-    """Lines of ``pip check``; None without pip."""
+    """Lines of ``pip check``; None where there is no pip."""
     files: Mapping[str, str]
-    """Text of the files that were asked for and are there."""
+    """Content of the requested files that exist."""
 
 
 def argv(*files: str) -> list[str]:
-    """What to start inside the image; it also reads `files`."""
-    # -I: neither the user's site-packages nor PYTHONPATH of the host may change what is seen.
+    """The command to run inside the image; the program also reads `files`."""
+    # -I: the user's site-packages and the host's PYTHONPATH must not change the result.
     return ["python3", "-I", "-c", _PROGRAM, *files]
 
 
 def parse(output: str) -> Seen | None:
-    """What the program of `argv` printed; None where it did not get that far."""
+    """Parse the output of the program in `argv`; None where it printed no result."""
     for line in reversed(output.splitlines()):
         _, mark, text = line.partition(_MARK)
         if mark:

@@ -1,10 +1,10 @@
-"""What an image is made of, layer by layer: the values that both templates are filled from.
+"""The layers of an image: the values that fill both templates.
 
 Notes
 -----
-Layers are ordered by how seldom they change: base, apt, pip, environment, run steps, the entry points, the
-user's code, facts and provenance, labels. The environment stands before the run steps, which see it, and
-after pip, so that trying another value installs nothing again.
+Layers that change rarely come first: base, apt, pip, environment, run steps, the entry points, the user's
+code, facts and provenance, labels. The environment comes before the run steps, which need it, and after pip,
+so that a new value does not repeat the installation.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
 INSIDE = "/opt/imgkit"
-"""Where imgkit's own files are in the image."""
+"""The folder of imgkit's own files in the image."""
 CONSTRAINT = f"{INSIDE}/constraint.txt"
 BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
 
-# The distributions that decide whether the base still is the base; the same names in every release of it.
+# A pip step must never replace these distributions of the base; their names are the same in every release.
 PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
 
-# An image is no system whose package manager pip could upset (PEP 668). As variables, not as options: a pip
-# too old for an option stops at it, but ignores a variable that it does not know.
-# No byte code of pip's own either: in a base without any, 11 MB of it would get into each layer.
+# pip cannot break the system packages of an image, so it may install there (PEP 668). These are variables,
+# not options: an old pip stops at an unknown option but ignores an unknown variable. pip writes no byte code
+# of its own: in a base without any, it would add 11 MB to each layer.
 PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 
 NEXT = " \\\n    "
-"""Ends a line inside one shell command or instruction."""
+"""Continues a shell command or instruction on the next line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """One word, or one shell command with escaped line ends, so that it is one instruction as well."""
+    """One word, or one shell command whose line ends are escaped, so that it is a single instruction."""
 
     origin: str
     text: str
@@ -50,7 +50,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextFile:
-    """A file from its place in the build context to its place in the image."""
+    """A file: its path in the build context and its path in the image."""
 
     member: str
     path: str
@@ -58,7 +58,7 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipCommand:
-    """One pip step, and the requirements file it reads."""
+    """One pip step and its requirements file."""
 
     origin: str
     command: str
@@ -67,7 +67,7 @@ class PipCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """A user's command as the argument of RUN and as one command of ``%post``."""
+    """A user's command, as the argument of RUN and as one command of ``%post``."""
 
     origin: str
     docker: str
@@ -76,7 +76,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """User code: the content of `member` lands in `target`."""
+    """User code: the content of the folder `member` goes into `target`."""
 
     origin: str
     member: str
@@ -93,7 +93,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Variables or labels that make one layer together."""
+    """Variables or labels that form one layer."""
 
     origin: str
     entries: tuple[KeyValue, ...]
@@ -101,12 +101,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """An image in the order of its layers."""
+    """An image as its layers, in order."""
 
     name: str
     file: str
     reference: str
-    """What to type after ``imgkit render``."""
+    """The argument of ``imgkit render`` for this recipe."""
     platform: str
     base: Text
     apt: Text | None
@@ -123,11 +123,11 @@ class Layers:
 
 
 def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> Layers:
-    """The layers of `recipe`, on `base` if given; shell commands are quoted, other values are as stated.
+    """The layers of `recipe` on `base` (default: the recipe's); only shell commands are quoted.
 
     Raises
     ------
-    UsageError : a value that cannot be on one line, or is no name of a distribution.
+    UsageError : a value does not fit on one line, or is not the name of a distribution.
     """
     image = recipe.image
     for value, path in _values(recipe):
@@ -143,7 +143,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         platform=platform or image.platforms[0],
         base=_base(recipe, base),
         apt=_apt(recipe),
-        # A run step may call pip too, and can then name the file.
+        # A run step may call pip too, and can then use the file.
         protect=_protect() if image.pip or image.run else "",
         filtered_constraint=_filtered_constraint(recipe) if image.pip else None,
         pip=tuple(_pip(recipe, number, step) for number, step in enumerate(image.pip)),
@@ -153,7 +153,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         ),
         run=tuple(_run(recipe, number, command) for number, command in enumerate(image.run)),
         wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
-        # The base's PIP_CONSTRAINT has no say here; if it names a file that is gone, pip would stop at it.
+        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
         install_wheel=f"{PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
         f" --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}",
         copy=tuple(
@@ -169,7 +169,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
 
 
 def requirements_member(number: int) -> str:
-    """Where the requirements file of pip step `number` (from 0) lies in the build context."""
+    """Path of the requirements file of pip step `number` (from 0) in the build context."""
     return f"imgkit/requirements-{number}.txt"
 
 
@@ -179,7 +179,7 @@ def copy_member(number: int) -> str:
 
 
 def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
-    """Every text of the image part that becomes part of one line, with its path."""
+    """Every value of the image part that must fit on one line, with its path."""
     image = recipe.image
     yield image.base, ("image", "base")
     yield image.workdir, ("image", "workdir")
@@ -222,7 +222,7 @@ def _apt(recipe: Recipe) -> Text | None:
 
 
 def _protect() -> str:
-    # "pip freeze" says "torch @ file://..." of a torch that was built in the base, as NVIDIA's is.
+    # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
     parts = (
         f"mkdir -p {INSIDE}",
         f"python3 -m pip list --format=freeze --disable-pip-version-check > {CONSTRAINT}",
@@ -232,7 +232,7 @@ def _protect() -> str:
 
 
 def _filtered_constraint(recipe: Recipe) -> Text | None:
-    """The base's constraint file without the names to drop; empty where the base has none."""
+    """The command that copies the base's constraint file without the dropped names."""
     constraints = recipe.image.constraints
     if constraints.policy != "drop":
         return None
@@ -256,8 +256,8 @@ def _filtered_constraint(recipe: Recipe) -> Text | None:
 
 
 def _pip(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
-    # On the command line, where it adds to PIP_CONSTRAINT: as that variable it would also reach the isolated
-    # environments in which pip builds packages, and those need a torch of their own choice.
+    # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
+    # pip builds packages in, and those must be free to choose their torch.
     command = f"{PIP}{_base_constraint(recipe.image.constraints)}"
     command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
     requirements = None
@@ -283,8 +283,8 @@ def _base_constraint(constraints: Constraints) -> str:
 
 def _run(recipe: Recipe, number: int, command: str) -> RunStep:
     text = command.strip()
-    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as "more follows", and
-    # newer engines << as their heredoc; the exec form keeps all of it.
+    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
+    # newer engines read << as a heredoc; the exec form keeps all of them as text.
     plain = not text.startswith(("--", "[")) and "<<" not in text and not text.endswith("\\")
     exec_form = json.dumps(["/bin/sh", "-c", text], ensure_ascii=False)
     return RunStep(
@@ -295,18 +295,16 @@ def _run(recipe: Recipe, number: int, command: str) -> RunStep:
 
 
 def _env(recipe: Recipe) -> Block:
-    # The host's ~/.local is visible inside a .sif; its packages must not be.
+    # The host's ~/.local is visible inside a .sif; Python must not import its packages.
     merged = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
     stated = _origins(recipe, [("image", "env", key) for key in recipe.image.env])
-    return Block(
-        origin=stated or "imgkit: packages of the host's ~/.local stay out", entries=_entries(merged)
-    )
+    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=_entries(merged))
 
 
 def _labels(recipe: Recipe) -> Block:
-    """Labels that the recipe alone decides; the engine's build call adds date, revision, base and context."""
+    """Labels that depend on the recipe alone; the build adds date, revision, base and context."""
     description = " ".join(recipe.description.split())
-    # Title and version are stated because the base's own (those of its Linux distribution) would show else.
+    # Without its own title and version, the image would inherit those of the base's Linux distribution.
     merged = {
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.version": __version__,
@@ -325,12 +323,12 @@ def _entries(pairs: Mapping[str, str]) -> tuple[KeyValue, ...]:
 
 
 def _stated(recipe: Recipe, *path: str | int) -> str:
-    """``file.yaml:12`` of the value at `path`, empty where no file states it."""
+    """``file.yaml:12`` for the value at `path`; empty for a default."""
     return recipe.where(*path) if path in recipe.positions else ""
 
 
 def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
-    """Where several values stand, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    """Places of several values, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
     spans: list[tuple[str, int, int]] = []
     for path in paths:
         name, _, number = recipe.where(*path).rpartition(":")
@@ -345,5 +343,5 @@ def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
 
 
 def refuse(found: str, place: str, where: str, hint: str) -> NoReturn:
-    """Raise the error of a value that the rendered form cannot hold."""
+    """Raise the error for a value that the rendered format cannot express."""
     raise UsageError(f"{found} cannot stand in {place}", where=where or None, hint=hint)

@@ -1,4 +1,4 @@
-"""What an image was made from, baked as ``/opt/imgkit/manifest.json``. Standard library only."""
+"""Provenance of an image, stored in it as ``/opt/imgkit/manifest.json``. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STANDIN_LABEL = "imgkit.standin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What runs in the base, found by running it once; absent where it could not run (`skipped` says why)."""
+    """Versions in the base, found by running it once; `skipped` is the reason where it could not run."""
 
     python: str = ""
     torch: str = ""
@@ -26,29 +26,29 @@ class Probe:
     nccl: str = ""
     """``2.20.5``; empty without CUDA."""
     pip_conflicts: tuple[str, ...] = ()
-    """Lines of ``pip check`` in the base: conflicts that are not ours."""
+    """Lines of ``pip check`` in the base: conflicts that the recipe did not cause."""
     skipped: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseImage:
-    """The base image as the engine shows it."""
+    """The base image as the engine reports it."""
 
     name: str
     id: str = ""
     """``sha256:...`` of the image configuration."""
     digest: str = ""
-    """``repo@sha256:...``; empty where the image never saw a registry, then `id` identifies it."""
+    """``repo@sha256:...``; empty for an image that never was in a registry, which `id` identifies."""
     platform: str = ""
     standin: bool = False
-    """Labelled ``imgkit.standin``: no NVIDIA software, for tests."""
+    """Whether the base has the label ``imgkit.standin``: no NVIDIA software, for tests only."""
     env: Mapping[str, str] = field(default_factory=dict)
     probe: Probe = Probe()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Baked provenance; the same inputs give the same bytes."""
+    """Provenance stored in the image; the same inputs give the same bytes."""
 
     imgkit: str
     recipe: str
@@ -56,9 +56,9 @@ class Manifest:
     base: BaseImage
     platform: str
     wheel_sha256: str
-    """Of the imgkit_entrypoints wheel inside."""
+    """Digest of the imgkit_entrypoints wheel in the image."""
     revision: str = ""
-    """git commit of the recipe's folder, ``-dirty`` appended where it differs; empty outside git."""
+    """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git."""
 
 
 def to_json(manifest: Manifest) -> str:
@@ -71,12 +71,14 @@ def from_json(text: str) -> Manifest:
 
     Raises
     ------
-    UsageError : not a manifest, or of a later schema.
+    UsageError : it is not a manifest, or has a later schema.
     """
     try:
         data: dict[str, Any] = json.loads(text)
         if data.pop("schema") != SCHEMA:
-            raise UsageError("manifest of a later imgkit", hint="use that version, or build the image again")
+            raise UsageError(
+                "the manifest is from a later imgkit", hint="use that version, or build the image again"
+            )
         base = dict(data.pop("base"))
         probe = dict(base.pop("probe"))
         probe["pip_conflicts"] = tuple(probe["pip_conflicts"])

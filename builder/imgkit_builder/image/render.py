@@ -1,10 +1,9 @@
-"""Recipe to Dockerfile or Singularity definition: one model, two templates, the same bytes everywhere.
+"""Recipes as Dockerfile or Singularity definition: one model, two templates, the same bytes everywhere.
 
 Notes
 -----
-Docker's classic builder reads the text (no heredoc, ``RUN --mount``, ``COPY --link``; docs/adr/0003). It
-expands ``$``, quotes and backslashes in ENV, LABEL, WORKDIR and COPY, in COPY even after its JSON was
-decoded, but not in RUN. So everything that comes from a recipe is quoted for the place where it stands.
+Docker's classic builder reads the text, so it uses no heredoc, ``RUN --mount`` or ``COPY --link``
+(docs/adr/0003). Every value of a recipe is quoted for its place (``image/quoting.py``).
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ TRACE = re.compile(r"\s*# (imgkit: .+|--base .+|[^/]+:\d+(?:-\d+)?(?:, [^/]+:\d+
 
 
 def dockerfile(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
-    """Text of the Dockerfile; `base` replaces the recipe's, `platform` is only named in the text.
+    """Text of the Dockerfile; `base` replaces the recipe's, `platform` appears only in a comment.
 
-    The platform is no part of FROM: the engine compares it with the base and refuses, whereas
-    ``FROM --platform`` with a local image of another architecture builds the wrong thing.
+    FROM names no platform: imgkit compares it with the base before the build. ``FROM --platform`` with a
+    local image of another architecture would build the wrong image.
 
     Raises
     ------
-    UsageError : a value that a Dockerfile cannot hold, for example a variable with a line end.
+    UsageError : a Dockerfile cannot express a value, for example a variable with a line end.
     """
     return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform))
 
 
 def definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
-    """Text of a Singularity definition file that makes the same image.
+    """Text of a Singularity definition file for the same image.
 
-    Build it inside the unpacked build context, as the text's first lines say.
+    Build it inside the unpacked build context; the first lines of the text have the commands.
 
     Raises
     ------
-    UsageError : a value that a definition file cannot hold; Dockerfiles can hold most of them.
+    UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
     made = layers(recipe, base=base, platform=platform)
     for label in made.labels.entries:
@@ -55,17 +54,17 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
             refuse(found, "a definition file", made.labels.origin, "remove it, or use --format dockerfile")
     text = _fill("definition.j2", made)
     for number, line in enumerate(text.split("\n"), 1):
-        # Apptainer >= 1.2 replaces {{ word }} by a build argument and stops where there is none of that name.
+        # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
         if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
             refuse(match.group(), "a definition file", origin(text, number), "use --format dockerfile")
     return text
 
 
 def origin(text: str, line: int) -> str:
-    """What stands in the comment above line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
+    """The comment above line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
 
-    An instruction made of several values gives ``mn5.yaml:12-14, mn5-llm.yaml:3``; a step of imgkit's own
-    gives ``imgkit: `` and what it is for; a line above all instructions gives an empty string.
+    An instruction made of several values gives ``mn5.yaml:12-14, mn5-llm.yaml:3``. A step of imgkit's own
+    gives ``imgkit: `` and its purpose. A line above all instructions gives an empty string.
     """
     for above in reversed(text.split("\n")[:line]):
         if found := TRACE.fullmatch(above):
@@ -86,14 +85,14 @@ def _fill(template: str, made: Layers) -> str:
 
 
 def environment(*folders: Path) -> Environment:
-    """Templates of `folders`, the first that has one of a name counts; a missing value is an error."""
-    # Here, because only some verbs render and importing it takes longer than the rest of "imgkit --help".
+    """Templates from `folders`, earlier folders first; a missing value is an error."""
+    # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
         loader=FileSystemLoader(folders, encoding="utf-8"),
         undefined=StrictUndefined,
-        autoescape=False,  # noqa: S701 - the output is no HTML; the filters quote for where a value stands
+        autoescape=False,  # noqa: S701 - the output is not HTML; the filters quote each value for its place
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,

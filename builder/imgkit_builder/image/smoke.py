@@ -1,6 +1,6 @@
-"""The smoke test: what must be true inside an image before it travels. Standard library only.
+"""The smoke test: the checks that an image must pass before it travels. Standard library only.
 
-The same checks run by docker and by singularity: the caller says how to run a command inside the image.
+docker and singularity run the same checks: the caller passes a function that runs a command inside the image.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FLOOR = (3, 10)
 _REBUILD = "build the image again: imgkit build RECIPE"
 
 Runner = Callable[[Sequence[str]], Finished]
-"""Runs a command inside the image to its end, whatever its exit code."""
+"""Runs a command inside the image to its end, with any exit code."""
 
 
 def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, ...]:
-    """Look into an image by running two programs in it.
+    """Check an image by running two programs in it.
 
     Parameters
     ----------
-    run : how to run a command inside.
-    arch : ``amd64`` or ``arm64``; empty where it is not known.
-    manifest : what the image must have been made from; None takes the one that lies in the image.
+    run : runs a command inside the image.
+    arch : ``amd64`` or ``arm64``; empty where it is unknown.
+    manifest : the provenance that the image must have; None takes the image's own manifest.
     """
     finished = run(inside.argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
     seen = inside.parse(finished.output)
@@ -56,12 +56,12 @@ def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, 
 
 
 def passed_before(image_id: str) -> bool:
-    """Whether this very image passed on this machine; an id never changes its content."""
+    """Whether this image has passed on this machine; the content behind an id never changes."""
     return _record(image_id).exists()
 
 
 def remember(image_id: str) -> None:
-    """Note that this very image passed."""
+    """Record that this image passed."""
     record = _record(image_id)
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
@@ -70,7 +70,7 @@ def remember(image_id: str) -> None:
 def _record(image_id: str) -> Path:
     from imgkit_builder import __version__
 
-    # Another version of imgkit may check more.
+    # Other versions of imgkit may check more.
     return files.cache_dir() / "smoke" / __version__ / image_id.replace(":", "-")
 
 
@@ -80,7 +80,7 @@ def _did_not_run(finished: Finished) -> Check:
         name="python",
         verdict="fail",
         found=f"python3 does not run: {lines[-1] if lines else f'exit code {finished.returncode}'}",
-        hint="another architecture, or an image without Python: imgkit show IMAGE, imgkit doctor",
+        hint="the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor",
     )
 
 
@@ -89,8 +89,8 @@ def _arch(seen: Seen, arch: str) -> Check:
         return Check(
             name="arch",
             verdict="fail",
-            found=f"{seen.machine}, the image is said to be {arch}",
-            hint="the base is of another architecture: imgkit build RECIPE --platform linux/ARCH --pull",
+            found=f"{seen.machine}, but the image is marked {arch}",
+            hint="the base has another architecture: imgkit build RECIPE --platform linux/ARCH --pull",
         )
     return Check(name="arch", verdict="ok", found=seen.machine)
 
@@ -103,7 +103,7 @@ def _python(seen: Seen) -> Check:
             name="python",
             verdict="fail",
             found=seen.python,
-            hint=f"the entry points need Python {least}: take a newer base",
+            hint=f"the entry points need Python {least}: use a newer base",
         )
     return Check(name="python", verdict="ok", found=seen.python)
 
@@ -115,19 +115,19 @@ def _torch(seen: Seen, probe: Probe | None) -> Check:
         return Check(
             name="torch",
             verdict="fail",
-            found=f"it cannot be imported: {seen.torch_error}",
-            hint="a pip or apt step broke it; see them: imgkit show RECIPE",
+            found=f"cannot be imported: {seen.torch_error}",
+            hint="a pip or apt step broke it; list the steps: imgkit show RECIPE",
         )
     if expected and seen.torch != expected:
         return Check(
             name="torch",
             verdict="fail",
             found=f"{seen.torch or 'none'}, the base has {expected}",
-            hint="a pip step replaced the base's torch, which alone fits its CUDA and NCCL; find the package "
-            "that asks for another one (pip show torch) and pin it",
+            hint="a pip step replaced the base's torch, the only one that fits its CUDA and NCCL; find the "
+            "package that requires another one (pip show torch) and pin it",
         )
     if not seen.torch:
-        # A base without torch is for tests of the line itself.
+        # A base without torch serves tests of imgkit itself.
         return Check(name="torch", verdict="skip", found="the image has no torch")
     return Check(
         name="torch", verdict="ok", found=seen.torch + ("" if known else " (the base was not probed)")
@@ -141,10 +141,10 @@ def _nccl(seen: Seen, probe: Probe | None) -> Check:
             name="nccl",
             verdict="fail",
             found=f"{seen.nccl or 'none'}, the base has {expected}",
-            hint="a pip step brought another NCCL (pip list | grep nccl): pin or drop it",
+            hint="a pip step installed another NCCL (pip list | grep nccl): pin or drop it",
         )
     if not seen.nccl:
-        return Check(name="nccl", verdict="skip", found="torch is without CUDA" if seen.torch else "no torch")
+        return Check(name="nccl", verdict="skip", found="torch has no CUDA" if seen.torch else "no torch")
     return Check(name="nccl", verdict="ok", found=seen.nccl)
 
 
@@ -158,7 +158,7 @@ def _pip(seen: Seen, probe: Probe | None) -> Check:
             name="pip",
             verdict="fail",
             found="new conflicts: " + "; ".join(new),
-            hint="pin the packages named there in image.pip so that they fit the base's",
+            hint="pin these packages in image.pip to versions that fit the base",
         )
     old = len(seen.pip_conflicts)
     return Check(
@@ -173,7 +173,7 @@ def _manifest(seen: Seen, expected: Manifest | None) -> tuple[Manifest | None, C
             name="manifest",
             verdict="fail",
             found=f"no {MANIFEST_JSON}",
-            hint=f"this image was not made by imgkit; {_REBUILD}",
+            hint=f"imgkit did not build this image; {_REBUILD}",
         )
     try:
         baked = manifests.from_json(text)
@@ -183,8 +183,8 @@ def _manifest(seen: Seen, expected: Manifest | None) -> tuple[Manifest | None, C
         return baked, Check(
             name="manifest",
             verdict="fail",
-            found=f"it is of recipe {baked.recipe} {baked.recipe_sha256[:12]}, not of this build",
-            hint=f"a step of the recipe wrote over {MANIFEST_JSON}, or the cache is wrong: --no-cache",
+            found=f"it names recipe {baked.recipe} {baked.recipe_sha256[:12]}, not this build",
+            hint=f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache",
         )
     return baked, Check(name="manifest", verdict="ok", found=f"{baked.recipe}, imgkit {baked.imgkit}")
 
@@ -202,7 +202,7 @@ def _system(seen: Seen) -> Check:
 
 
 def _dist_env(finished: Finished) -> Check:
-    # Standard error is mixed in: warnings may stand before the object.
+    # The output includes standard error: warnings may precede the object.
     start = finished.output.find("{")
     try:
         if finished.returncode != 0 or start < 0:

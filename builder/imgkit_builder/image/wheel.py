@@ -1,10 +1,10 @@
-"""The entry-point wheel: cut out of the imgkit that runs, so that host and image are never of two versions.
+"""The entry-point wheel, made of the running imgkit, so that host and image always have the same version.
 
 Notes
 -----
-The same sources give the same bytes with the same zlib. Another one (zlib-ng, as in some newer Pythons)
-gives others: then the last layers, less than a megabyte, are made once more. Stored members would avoid that
-and cost every image their full size twice, as file and as installed.
+The same sources give the same bytes with the same zlib. Another zlib (zlib-ng, as in some newer Pythons)
+gives other bytes: then the last layers, less than a megabyte, are built again. Uncompressed members would
+avoid that, but cost every image their full size twice, in the wheel and installed.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class _WheelFile:
 
 
 def file_name() -> str:
-    """Name of the wheel's file; known without making it."""
+    """Name of the wheel's file, known before the wheel is made."""
     return f"{PACKAGE}-{__version__}-py3-none-any.whl"
 
 
 def entrypoints_wheel() -> Wheel:
     """The wheel of imgkit_entrypoints with its ``dist-*`` commands; the same sources give the same bytes.
 
-    Works from an editable install, from site-packages and from inside a zip file.
+    It works in an editable install, in site-packages and inside a zip file.
     """
     members = [*_modules(importlib.resources.files(PACKAGE), PACKAGE), *_shims(), *_dist_info()]
     members.sort(key=lambda member: member.name)
@@ -79,8 +79,8 @@ def entrypoints_wheel() -> Wheel:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for member in members:
-            info = zipfile.ZipInfo(member.name)  # its time stays the earliest that a zip file can hold
-            info.create_system = 3  # Unix, wherever this runs: the mode below is read only then
+            info = zipfile.ZipInfo(member.name)  # its time stays 1980-01-01, the earliest in a zip file
+            info.create_system = 3  # Unix, on every host: only then is the mode below read
             info.external_attr = (stat.S_IFREG | (0o755 if member.executable else 0o644)) << 16
             archive.writestr(info, member.data, zipfile.ZIP_DEFLATED, 9)
     data = buffer.getvalue()
@@ -113,7 +113,7 @@ def _dist_info() -> Iterator[_WheelFile]:
 
 
 def _record(members: list[_WheelFile]) -> _WheelFile:
-    """The list of members with their hashes, itself without one, as the wheel format has it (PEP 427)."""
+    """The list of members with their hashes, without a hash of its own, as PEP 427 requires."""
     name = f"{PACKAGE}-{__version__}.dist-info/RECORD"
     lines = []
     for member in members:

@@ -1,10 +1,10 @@
 # mn5-llm for linux/amd64, rendered by imgkit for Docker's classic builder. Edit mn5-llm.yaml, not this text.
-# The comment above each instruction names the recipe line behind it; `imgkit:` marks imgkit's own steps.
+# The comment above each instruction names its line in the recipe; `imgkit:` marks imgkit's own steps.
 
 # mn5.yaml:8
 FROM nvcr.io/nvidia/pytorch:24.03-py3
 
-# imgkit: what the base has of torch and NCCL, as a constraint of every pip step below
+# imgkit: every pip step below must keep the base's torch and NCCL
 RUN mkdir -p /opt/imgkit \
     && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
     && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
@@ -22,20 +22,20 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
         --no-build-isolation \
         flash-attn==2.5.5
 
-# imgkit: packages of the host's ~/.local stay out
+# imgkit: ignore packages in the host's ~/.local
 ENV PYTHONNOUSERSITE="1"
 
 # imgkit: the default folder
 WORKDIR "/workspace"
 
-# imgkit: the entry points, cut out of the imgkit that makes this image, so that both are of one version
+# imgkit: the entry points, made of the imgkit that builds this image, so that both have the same version
 COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
-# imgkit: no index and no dependencies; reinstalled by force because a changed wheel can bear the same version
+# imgkit: no index, no dependencies; forced, because a changed wheel can have the same version
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
     python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
 
-# imgkit: facts of the system and provenance; late, because they change with every commit
+# imgkit: facts about the system and provenance; late, because they change with every commit
 COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
 
 # imgkit: what this image is
