@@ -281,9 +281,9 @@ def test_late_host_is_named_as_a_whole(site: Site) -> None:
 # gloo has one transport, so these arms differ in a variable only; that the launches and all else are real.
 TWO_ARMS = """
 from imgkit_entrypoints.cli import main
-from imgkit_entrypoints.apps.bench import compare
-a, b = (compare.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
-compare.ARMS = {"a": a, "b": b}
+from imgkit_entrypoints.apps.bench import arms
+a, b = (arms.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
+arms.ARMS = {"a": a, "b": b}
 words = "--compare a,b --min 64K --max 256K --factor 4 --iters 3 --no-check --save arms.json"
 main.main(["dist-bench", "--device", "cpu", *words.split()])
 """

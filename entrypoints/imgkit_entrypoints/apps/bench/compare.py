@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import fabric, facts
-from imgkit_entrypoints.apps.bench import options, sizes
-from imgkit_entrypoints.apps.bench.arms import ARMS
+from imgkit_entrypoints.apps.bench import arms, options, sizes
 from imgkit_entrypoints.apps.bench.measure import port_counters
 from imgkit_entrypoints.apps.bench.record import reader, writer
 from imgkit_entrypoints.apps.bench.record.values import Result, Run
@@ -48,7 +47,7 @@ def run(series: Series) -> int:
             file = folder / f"{turn}.json"
             if head:
                 series.say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
-            code = series.launch((*plain, *(("--save", str(file)) if head else ())), ARMS[name].env)
+            code = series.launch((*plain, *(("--save", str(file)) if head else ())), arms.ARMS[name].env)
             if head and file.exists():
                 for problem in found.take(name, reader.load(file)):
                     series.say(problem)
@@ -108,7 +107,7 @@ def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapp
             hint="start dist-bench once on every node, without --direct and --nnodes MIN:MAX",
         )
     host, system = facts.gather(env=env), facts.system_facts(env=env)
-    for arm in (ARMS[name] for name in names):
+    for arm in (arms.ARMS[name] for name in names):
         if arm.device == "cuda" and (device == "cpu" or not host.gpus):
             why = "--device cpu" if device == "cpu" else f"no GPU is visible: {host.gpus_source}"
             raise UsageError(
@@ -158,7 +157,7 @@ class _Comparison:
         self.runs[name].append(found)
         used, evidence = carrier(found)
         self.proofs[name] = evidence
-        wanted = ARMS[name].carrier
+        wanted = arms.ARMS[name].carrier
         if used == wanted or not found.complete:
             return []
         how = f"it used {used}" if used else "nothing proves that it did"

@@ -268,7 +268,7 @@ def _line(op: str, line: latency_fit.Fit | None, largest: Largest) -> list[str]:
 
 def _late(late: Sequence[Late], hosts: Sequence[str], context: RunContext) -> list[str]:
     if not late:
-        return [f"No rank comes {1e3 * context.late_from_s:.1g} ms late or more."]
+        return [f"No rank comes late by {1e3 * context.late_from_s:.1g} ms or more."]
     sentences = []
     for host in dict.fromkeys(hosts[item.rank] for item in late):
         mine = [item for item in late if hosts[item.rank] == host]
