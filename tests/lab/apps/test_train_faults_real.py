@@ -68,7 +68,7 @@ def kept(run: Path) -> dict[str, str]:
 
 def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
     told = inside(standin, runs, "FAULT='once kill 1 33' train --max-restarts 1 --run-dir killed")
-    assert re.search(r"goes on after step (25|30) of 60: killed/snapshots", told), told
+    assert re.search(r"resumes after step (25|30) of 60: killed/snapshots", told), told
     assert kept(runs / "killed") == whole
 
 
@@ -80,7 +80,7 @@ words="--nproc 1 --nnodes 2 --head 127.0.0.1 --max-restarts 1 --run-dir nodes"
 (train $words --node-rank 1) & (train $words --node-rank 0)
 wait $!
 """
-    assert re.search(r"goes on after step (25|30) of 60: nodes/snapshots", inside(standin, runs, script))
+    assert re.search(r"resumes after step (25|30) of 60: nodes/snapshots", inside(standin, runs, script))
     assert kept(runs / "nodes") == whole
 
 
@@ -95,7 +95,7 @@ def test_any_process_killed_at_any_time_costs_nothing(
     assert (
         len(re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", told, re.M)) == 6
     )
-    assert "goes on after step" in told
+    assert "resumes after step" in told
     assert "skipped" not in told  # whatever was being written does not look like a snapshot
     assert kept(runs / "shot") == whole
 
@@ -140,7 +140,7 @@ test ! -e host-b/snapshots
 both 60 host-b host-a
 """
     told = inside(standin, runs, script)
-    assert "goes on after step 12 of 60: host-a/snapshots/step-0000000012" in told
+    assert "resumes after step 12 of 60: host-a/snapshots/step-0000000012" in told
     assert kept(runs / "host-b") == whole
 
 

@@ -81,7 +81,7 @@ for n in (1, 2, 3, 4):
     assert not torch.equal(one[0]["torch"], one[-1]["torch"]) or n == 1
 """
     told = many(standin, runs, script)
-    assert told.count("goes on after step 4 of 9") == 4
+    assert told.count("resumes after step 4 of 9") == 4
     for ranks in (1, 2, 3, 4):
         whole, cut = kept(runs / f"whole{ranks}", 9), kept(runs / f"cut{ranks}", 9)
         assert (whole["weights.pt"], whole["optimizer.pt"]) == (cut["weights.pt"], cut["optimizer.pt"])
@@ -95,7 +95,7 @@ assert train(2, f"{words} --steps 9 --run-dir alone") == 0
 assert train(2, f"{words} --steps 5 --run-dir fetched --workers 2") == 0
 assert train(2, f"{words} --steps 9 --run-dir fetched --workers 2") == 0
 """
-    assert "goes on after step 5 of 9" in many(standin, runs, script)
+    assert "resumes after step 5 of 9" in many(standin, runs, script)
     alone, fetched = kept(runs / "alone", 9), kept(runs / "fetched", 9)
     assert (alone["weights.pt"], alone["optimizer.pt"]) == (fetched["weights.pt"], fetched["optimizer.pt"])
 
@@ -141,9 +141,9 @@ assert largest_difference("four", "idle") > 1e-3
 assert train(5, f"{words} --steps 9 --run-dir changing") == 2
 """
     told = many(standin, runs, script)
-    assert "goes on after step 3 of 5" in told
-    assert "12 samples cannot be shared equally by 5 ranks" in told
-    assert "nearest that work: 4 or 6 ranks" in told
+    assert "resumes after step 3 of 5" in told
+    assert "5 ranks cannot share a global batch of 12 samples equally" in told
+    assert "use 4 or 6 ranks" in told
 
 
 def test_damaged_snapshot_is_skipped_and_replaced(standin: str, runs: Path) -> None:
@@ -161,13 +161,13 @@ assert train(2, "--steps 8 --resume never --run-dir same") == 2
 """
     told = many(standin, runs, script)
     assert "snapshot skipped: damaged/snapshots/step-0000000006/weights.pt has" in told
-    assert "goes on after step 4 of 6" in told
+    assert "resumes after step 4 of 6" in told
     one, other = kept(runs / "damaged", 6), kept(runs / "same", 6)
     assert (one["weights.pt"], one["optimizer.pt"]) == (other["weights.pt"], other["optimizer.pt"])
-    assert "goes on after step 6 of 6" in told
+    assert "resumes after step 6 of 6" in told
     assert "model is 'mlp', the snapshot has 'linear'" in told
-    assert "nowhere: no valid snapshot is there" in told
-    assert "snapshots of another run are here" in told
+    assert "nowhere: no valid snapshot found" in told
+    assert "replace the snapshots of another run" in told
 
 
 def test_changed_model_is_refused_by_its_first_key(standin: str, runs: Path) -> None:
@@ -190,7 +190,7 @@ assert train(2, f"{words} --save-every 2 --keep 9 --run-dir broken") == 1
 assert train(2, f"{words} --on-nan skip --run-dir skipping") == 0
 """
     told = many(standin, runs, script)
-    assert "a loss is no number; the state of step 4 is kept" in told
+    assert "a loss is not a number; the state of step 4 is saved" in told
     assert sorted(path.name[-2:] for path in (runs / "broken/snapshots").iterdir()) == ["02", "04"]
     assert json.loads((runs / "skipping/summary.json").read_text())["skipped"] == 1
 
@@ -228,7 +228,7 @@ assert train(1, "--model mlp --data text.txt --steps 4") == 2
     assert "mlp cannot read a text file" in told
     assert "step 4/4  held out: loss " in told
     assert "short.txt: 200 bytes are too few" in told
-    assert "at least 641 for eval" in told
+    assert "eval needs at least 641 bytes" in told
 
 
 def test_looking_at_held_out_data_changes_nothing(standin: str, runs: Path) -> None:
@@ -315,7 +315,7 @@ else:
     assert train(2, words) == 2
 """
     told = many(standin, runs, script)
-    assert "compiled\n" in told or "--compile needs a compiler (g++ or clang++), and none is in PATH" in told
+    assert "compiled\n" in told or "--compile needs a compiler (g++ or clang++), but PATH has none" in told
 
 
 def test_folder_of_images_is_learnt(standin: str, runs: Path) -> None:
@@ -360,13 +360,13 @@ code train $words --run-dir filed
 code train $words --stop-after 0
 """
     told = launched(standin, runs, script)
-    assert "--stop-after; the state of step 2 is kept" in told
+    assert "--stop-after; the state of step 2 is saved" in told
     assert "exit code 85" in told
     assert "flagged: 85" in told
     assert "the launcher asked for it; the state of step" in told
     assert "filed: 85" in told
     assert "filed/STOP: this file keeps the run from starting" in told
-    assert "nothing of this start is kept: no --run-dir" in told
+    assert "this start saved no state (no --run-dir)" in told
     assert told.count("exit code 1\n") == told.count("exit code 2\n") == 1
     for name in ("timed", "flagged", "filed"):
         summary = json.loads((runs / name / "summary.json").read_text())
@@ -403,8 +403,8 @@ assert train(1, f"{own} --data own.py:data --step own.py:vector") == 2
 """,
     )
     assert told.count("sample 17 of the data: ValueError: spoiled") == 2
-    assert "a process that fetches samples died at sample 17 of the data" in told
-    assert "the loss must be a tensor with one number, this is a tensor of shape (4, 1)" in told
+    assert "a data worker died at sample 17 of the data" in told
+    assert "the loss must be a tensor with one number, but it is a tensor of shape (4, 1)" in told
     assert "has no function modell" in told
     assert "vector does not take 1 positional arguments" in told
     assert "def FN(config) -> torch.nn.Module" in told

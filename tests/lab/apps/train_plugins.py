@@ -82,7 +82,7 @@ calls = 0
 
 
 def breaks(model, batch):
-    """The loss of one step is no number, on one rank."""
+    """The loss of one step is not a number, on one rank."""
     global calls
     calls += 1
     loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])

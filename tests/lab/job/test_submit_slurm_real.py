@@ -194,10 +194,10 @@ def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
     site.cluster("scancel", job)
 
     job = site.submit("--nodes", "2", *slow, "--", *train)
-    site.until(lambda: "goes on after step" in site.told(job), job)
+    site.until(lambda: "resumes after step" in site.told(job), job)
     newest = sorted(snapshots.iterdir())[-1]
     site.until(lambda: not newest.exists(), job)  # two newer ones are there
     saved = stopped_and_requeued(site, job)
     site.until(lambda: not site.queued(job), job)
-    assert f"goes on after step {saved} of 150" in site.told(job)
+    assert f"resumes after step {saved} of 150" in site.told(job)
     assert re.search(r"loss 0\.\d+ -> 0\.0\d+, 2 ranks", site.told(job)), site.told(job)

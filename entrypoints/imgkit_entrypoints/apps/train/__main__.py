@@ -1,4 +1,4 @@
-"""One run of dist-train on one rank, read from top to bottom."""
+"""One run of dist-train on one rank, from top to bottom."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from imgkit_entrypoints.apps.train.data.order import Position, arrange
 from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.report import utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, RunLog
+from imgkit_entrypoints.apps.train.report.metrics import Gauges
+from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state.export import export
 from imgkit_entrypoints.apps.train.state.snapshot import SnapshotWriter, find
@@ -29,24 +30,26 @@ from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitEr
 
 
 def main() -> None:
-    """Train to the last step, or until asked to stop; the state is saved either way."""
+    """Train to the last step, or until a stop request; the state is saved in both cases."""
     began = time.monotonic()
     try:
         config = options.read(sys.argv[1:], os.environ)
         refuse_stopped(config)
         torch.use_deterministic_algorithms(config.deterministic)
-        own = components.load(config)  # a mistake in it ends here, before anyone waits for anyone
+        own = components.load(
+            config
+        )  # mistakes in user code end the run here, before ranks wait for each other
         with ranks.opened() as here:
             sys.exit(train(config, own, here, began))
     except ImgkitError as error:
-        if isinstance(error, CheckFailed):  # in training: only this rank knows
+        if isinstance(error, CheckFailed):  # raised while training, on this rank alone
             say(str(error))
             sys.exit(error.exit_code)
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
 def train(config: Config, own: components.Components, here: ranks.Ranks, began: float) -> int:
-    """The run; its exit code."""
+    """Run the training; returns the exit code."""
     watch = Watch(config, here, os.environ, began)
     found = find(config, here, say)
     changes: tuple[str, ...] = ()
@@ -68,7 +71,7 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
     held_out_samples = own.data(config, "eval") if looks else None
     position = start = Position() if found is None else found.position
     if found is not None and here.rank == 0:
-        for text in (f"goes on after step {start.step} of {steps}: {found.where}", *changes):
+        for text in (f"resumes after step {start.step} of {steps}: {found.where}", *changes):
             say(text)
     if found is not None and start.step >= steps:
         export(config, found.weights, here)
@@ -95,13 +98,13 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
             trainer.step(position.step - 1, micro_batches)
             news = watch.after(position.step, trainer.window)
             look, save = due(position.step, looks, steps), due(position.step, saves, steps)
-            if look or save or watch.stop:  # what is kept must be known to be sound
+            if look or save or watch.stop:  # before saving, check every step for NaN
                 news += watch.after(position.step, trainer.window, everything=True)
             if report:
                 report.note(*news)
             if look and held_out and not (watch.stop or watch.broken):
                 loss = held_out.loss(watch.lives)
-                watch.begin(position.step, config.log_every)  # the time of it is not the training's
+                watch.begin(position.step, config.log_every)  # the evaluation does not count as training time
                 if report:
                     report.held_out(position.step, loss)
             if (save or watch.stop) and keeper and not watch.broken:
@@ -123,7 +126,7 @@ def _end(
     here: ranks.Ranks,
 ) -> int:
     saved = keeper.close() if keeper else -1
-    reason = "a loss is no number" if watch.broken else watch.stop or "all steps are done"
+    reason = "a loss is not a number" if watch.broken else watch.stop or "all steps are done"
     if report:
         report.close(
             step=step, reason=reason, saved_step=saved, stall_s=keeper.longest_stall_s if keeper else 0.0
@@ -132,11 +135,11 @@ def _end(
         return 0
     safe = watch.stop and saved == step
     if here.rank == 0:
-        kept = f"the state of step {saved} is kept" if saved >= 0 else "nothing of this start is kept"
+        kept = f"the state of step {saved} is saved" if saved >= 0 else "this start saved no state"
         hint = "; try a smaller --lr, --clip 1, or --on-nan skip" if watch.broken else ""
         say(
             f"stopped after step {step} of {steps}: {reason}; {kept}{hint}"
-            + ("" if keeper else ": no --run-dir")
+            + ("" if keeper else " (no --run-dir)")
         )
     if not safe:
         return EXIT_NO
@@ -152,14 +155,14 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: r
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
     peak = utilization.peak(torch.cuda.get_device_name(here.device), config.amp) if cuda else None
-    # Of the user's models nobody knows whether all their operations can be counted.
+    # The FLOP counter may not know all operations of a user's model.
     known = here.rank == 0 and not plugins.is_plugin(config.model)
     at_peak = peak / trainer.flops_a_sample(batch) if peak and known else None
     return Gauges(waited_s=lambda: feed.waited_s, memory_MiB=memory_MiB, samples_per_s_at_peak=at_peak)
 
 
 def say(text: str) -> None:
-    """Tell the user; results alone go to stdout."""
+    """Print a message on stderr; stdout is for results."""
     print(f"dist-train: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Model, data and loss of a run: built in, or the user's own functions."""
+"""The model, data and loss of a run: built in, or the user's own functions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from imgkit_entrypoints.apps.train import models, plugins
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data import built_in
 from imgkit_entrypoints.apps.train.data.order import seed_of
-from imgkit_entrypoints.apps.train.state.snapshot import seed_everything
+from imgkit_entrypoints.apps.train.state.random_state import seed_everything
 from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What is trained, on what, to what end."""
+    """Functions that make the model and the data, and the loss."""
 
     model: Callable[[Config], nn.Module]
     data: Callable[[Config, str], Any]
@@ -26,11 +26,11 @@ class Components:
 
 
 def load(config: Config) -> Components:
-    """The parts that `config` names; nothing is made yet.
+    """Find the functions that `config` names, without calling them.
 
     Raises
     ------
-    UsageError : a function of the user's cannot be had.
+    UsageError : a function of the user cannot be imported.
     """
     model: Callable[[Config], Any] = (
         plugins.load(config.model, plugins.MODEL) if plugins.is_plugin(config.model) else _built_in
@@ -46,7 +46,7 @@ def load(config: Config) -> Components:
         return made
 
     def seeded_data(config: Config, split: str) -> Any:
-        # The same data on every rank, should it be random, and other data held out.
+        # Random data is the same on every rank, and differs between the splits.
         seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
         made = samples(config, split)
         if not hasattr(made, "__len__") or not (hasattr(made, "__getitem__") or hasattr(made, "batch")):
@@ -62,4 +62,6 @@ def _built_in(config: Config) -> nn.Module:
 
 
 def _wrong(place: str, made: object, contract: plugins.Contract) -> UsageError:
-    return UsageError(f"gave a {type(made).__name__}", where=place, hint=contract.signature)
+    return UsageError(
+        f"the function returned a {type(made).__name__}", where=place, hint=f"expected {contract.signature}"
+    )

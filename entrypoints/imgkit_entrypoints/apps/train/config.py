@@ -1,4 +1,4 @@
-"""One training run as it was asked for: what a snapshot keeps and a later start is held against."""
+"""The options of one training run. Snapshots keep them, and a later start is compared with them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ COURSE = (
     "optimizer",
     "global_batch",
 )
-"""Another value of one of these is another run: going on with it is refused."""
+"""Options that define a run. A start with another value cannot resume it."""
 TUNED = ("lr", "momentum", "weight_decay", "schedule", "warmup", "clip", "compile", "deterministic")
-"""These may change between two starts of a run; it is told."""
+"""Options that may change between two starts of a run; each change is reported."""
 LINE_EVERY_S = 5
-"""A line of progress comes so often at least."""
+"""Longest time between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The options of dist-train, with the defaults filled in; plug-ins get it as their `config`."""
+    """The options of dist-train with defaults filled in; plug-ins get it as `config`."""
 
     model: str
     data: str
@@ -68,17 +68,17 @@ class Config:
     profile: str | None
     on_nan: str
     log_every: int
-    """0 until the number of steps is known."""
+    """0: chosen once the number of steps is known."""
 
     def profiled(self) -> range:
-        """Steps of the run whose traces are wanted."""
+        """The steps to trace."""
         if self.profile is None:
             return range(0)
         start, steps = map(int, self.profile.split(":"))
         return range(start + 1, start + steps + 1)
 
     def to_json(self) -> str:
-        """The form kept in the run's folder and in snapshots; ``--config`` reads it."""
+        """The JSON form in the run's folder and in snapshots; ``--config`` reads it."""
         values = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -95,27 +95,27 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def steps_a_line(steps: int) -> int:
-    """A round tenth of the run, at most 1000: how often there is news where nothing else is wanted."""
+    """Default of ``--log-every``: a round number of steps, at most a tenth of the run and 1000."""
     round_ones = (digit * 10**zeros for zeros in range(3) for digit in (1, 2, 5))
     return max((number for number in (*round_ones, 1000) if number * 10 <= steps), default=1)
 
 
 def every(text: str, steps_per_epoch: int) -> int:
-    """Steps between two saves, or two looks at held-out data: ``500`` steps, ``2e`` epochs; 0 is never."""
+    """Parse an interval of saves or evaluations into steps: ``500`` steps, ``2e`` epochs; 0 is never."""
     return int(text[:-1]) * steps_per_epoch if text.endswith("e") else int(text)
 
 
 def due(step: int, interval: int, steps: int) -> bool:
-    """Whether what comes every `interval` steps, and after the last one, comes after `step`."""
+    """Whether something that happens every `interval` steps and after the last step is due after `step`."""
     return step == steps or (interval > 0 and step % interval == 0)
 
 
 def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Config, tuple[str, ...]]:
-    """`config` with what the saved run decides, and one line for each value that has changed since.
+    """Return `config` with the saved global batch, and one line for each changed option.
 
     Raises
     ------
-    UsageError : it contradicts the saved run; every key is named.
+    UsageError : `config` contradicts the saved run; names every contradiction.
     """
     given = dataclasses.asdict(config)
     wrong = [
@@ -125,9 +125,9 @@ def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Conf
     ]
     if wrong:
         raise UsageError(
-            "this contradicts the run that is to go on: " + "; ".join(wrong),
+            "these options contradict the saved run: " + "; ".join(wrong),
             where=str(where),
-            hint="the same options, or --resume never with another --run-dir for a new run",
+            hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
         )
     changed = tuple(
         f"{key} was {saved[key]}, now {given[key]}"

@@ -1,4 +1,4 @@
-"""Options from a file: as words of a command line, so that one set of rules checks both."""
+"""Options from a file, turned into command-line words, so that one set of rules checks both."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 
 def words(path: Path) -> tuple[str, ...]:
-    """What the file says, as flags.
+    """Return the options in the file as flags.
 
     Raises
     ------
-    OSError : it cannot be read.
-    ValueError : it is no table of options, or nothing here reads its format.
+    OSError : the file cannot be read.
+    ValueError : the file holds no table of options, or this image cannot parse its format.
     """
     content = _parsed(path)
     if not isinstance(content, dict):
-        raise ValueError("holds no table of options")
+        raise ValueError("the file holds no table of options")
     if "config" in content:
-        raise ValueError("a file cannot name another one by config")
+        raise ValueError("the file names another file with `config`; only --config can")
     found: list[str] = []
     for key, value in content.items():
-        flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json says stop_after_s
+        flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json has stop_after_s
         if isinstance(value, bool):
-            found += [flag] if value else []  # YAML's `off`, too, is no
+            found += [flag] if value else []  # YAML parses `off` as false
         elif value is not None:
             found.append(f"{flag}={value}")
     return tuple(found)
@@ -36,7 +36,7 @@ def _parsed(path: Path) -> Any:
         try:
             import tomllib  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            raise ValueError("TOML needs Python 3.11; JSON works here too") from None
+            raise ValueError("TOML needs Python 3.11; use JSON instead") from None
         return tomllib.loads(path.read_text())
     if path.suffix in (".yaml", ".yml"):
         return _yaml(path)
@@ -47,8 +47,8 @@ def _yaml(path: Path) -> Any:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError:
-        raise ValueError("YAML needs PyYAML, which is not here; JSON works without it") from None
+        raise ValueError("YAML needs PyYAML, which is not installed; use JSON instead") from None
     try:
         return yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error

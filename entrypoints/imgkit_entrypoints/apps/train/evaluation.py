@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on; nothing of the training changes by it."""
+"""The loss on held-out data. It leaves the training state unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imgkit_entrypoints.apps.train.loop import Trainer
 
 
 class Evaluation:
-    """Samples in the batches of the training, each once, shared by the ranks."""
+    """Evaluates all held-out samples, each once, shared by the ranks in batches of the training's size."""
 
     def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, here: Ranks) -> None:
         at_once = min(order.batch_size * order.world_size, order.global_batch)
@@ -26,9 +26,9 @@ class Evaluation:
         self._feed = Batches(samples, self._order, config, here, channels_last=trainer.channels_last)
 
     def loss(self, lives: Callable[[], object]) -> float:
-        """Mean over all samples, the same number on every rank; all of them call it.
+        """The mean loss over all samples, equal on every rank; a collective call.
 
-        `lives` is called after each batch.
+        Calls `lives` after each batch, so that the hang watch sees progress.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._here.device)
         position = Position()

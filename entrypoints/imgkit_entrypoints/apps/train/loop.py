@@ -1,4 +1,4 @@
-"""The model, its optimizer, and one step of them: on one rank or many, on CPU or GPU by the same code."""
+"""One training step of the model and its optimizer, on one rank or many, on CPU or GPU by the same code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.batches import MicroBatch
 from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.apps.train.schedule import factor
-from imgkit_entrypoints.apps.train.state import snapshot
+from imgkit_entrypoints.apps.train.state import random_state, snapshot
 from imgkit_entrypoints.errors import UsageError
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -23,7 +23,7 @@ NOTHING = contextlib.nullcontext()
 
 
 class Trainer:
-    """Everything that a step changes."""
+    """The model, the optimizer and everything else that a step changes."""
 
     def __init__(self, config: Config, model: nn.Module, loss: Loss, steps: int, here: Ranks) -> None:
         self._config, self._loss, self._steps = config, loss, steps
@@ -43,23 +43,23 @@ class Trainer:
         )
         self._scaler = torch.amp.GradScaler(here.device.type, enabled=amp is torch.float16)
         self.window = torch.zeros(2, dtype=torch.float64, device=here.device)
-        """Since somebody looked: the sum of this rank's parts of the steps' losses, and the number of steps
-        that were skipped. On the device: nobody waits for it in a step."""
-        self._losses, self._skips = self.window  # views, made once: a step is short
-        snapshot.seed_everything(
+        """Sums since the last read: this rank's share of the losses, and the number of skipped steps. They
+        stay on the device, so that no step waits for them."""
+        self._losses, self._skips = self.window  # views, made once because steps are short
+        random_state.seed_everything(
             seed_of(config.seed, "rank", here.rank)
-        )  # from here on, ranks differ: dropout
+        )  # ranks differ from here on: dropout
 
     def settle(self, micro_batch: MicroBatch) -> None:
-        """One forward and backward whose result is thrown away, before the first step and after every start.
+        """Run one forward and backward pass before the first step of every start, and discard the result.
 
-        DDP arranges its buckets anew after the first backward, and sums then run in another order: without
-        this, a run that goes on is not bitwise the run that was not interrupted, from 3 ranks on.
+        DDP rearranges its buckets after the first backward pass, which changes the order of sums. Without
+        this call, a resumed run on 3 or more ranks would not equal an uninterrupted one bit by bit.
         """
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
-        drawn = snapshot.random_state()
+        drawn = random_state.current()
         if self._config.compile:
-            self.plain.compile()  # in its place: the names of its weights stay
+            self.plain.compile()  # in place, so that the names of the weights stay
         with self._lower:
             loss = self._loss(self.model, micro_batch.batch)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -67,17 +67,17 @@ class Trainer:
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             )
             raise UsageError(
-                f"the loss must be a tensor with one number, this is {found}",
+                f"the loss must be a tensor with one number, but it is {found}",
                 where=f"--step {self._config.step}",
             )
         loss.backward()
         self._drop_gradients()
         for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        snapshot.set_random_state(drawn)
+        random_state.restore(drawn)
 
     def step(self, number: int, micro_batches: list[MicroBatch]) -> None:
-        """The step after `number` others."""
+        """Take the step that follows `number` others."""
         if self._config.schedule != "constant" or self._config.warmup:
             rate = self._config.lr * factor(self._config.schedule, number, self._steps, self._config.warmup)
             for group in self._optimizer.param_groups:
@@ -95,14 +95,14 @@ class Trainer:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """zero_grad() does the same, with a record for the profiler: a twentieth of a short step."""
+        """Do the same as zero_grad(), without its profiler record: a twentieth of a short step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def _update(self, loss: Tensor) -> None:
         norm: Tensor | None = None
         if self._config.clip is not None:
-            self._scaler.unscale_(self._optimizer)  # the norm to clip is that of the true gradient
+            self._scaler.unscale_(self._optimizer)  # clip the norm of the unscaled gradient
             norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
         if self._config.on_nan == "skip" and not self._scaler.is_enabled():
             self._update_if_finite(loss, norm)
@@ -112,11 +112,14 @@ class Trainer:
         self._losses += loss
 
     def _update_if_finite(self, loss: Tensor, norm: Tensor | None) -> None:
-        """All ranks agree without a word: each has the sum of all gradients, and a NaN anywhere is in it."""
+        """Skip the update if the gradient is not finite.
+
+        Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
+        """
         if norm is None:
             norm = nn.utils.clip_grad_norm_(self._parameters, float("inf"))
         bad = ~torch.isfinite(norm)
-        if self._fused:  # decided on the device, in the optimizer's kernel
+        if self._fused:  # the optimizer's kernel decides, on the device
             self._optimizer.grad_scale, self._optimizer.found_inf = None, bad.to(torch.float32)
             self._optimizer.step()
         elif not bad.item():
@@ -126,24 +129,24 @@ class Trainer:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Nothing is learnt here, and training goes on afterwards as if this had not been."""
-        drawn = snapshot.random_state()
+        """Switch to evaluation; training continues afterwards as if nothing had happened."""
+        drawn = random_state.current()
         self.plain.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             self.plain.train()
-            snapshot.set_random_state(drawn)
+            random_state.restore(drawn)
 
     def loss(self, batch: Any) -> Tensor:
-        """Of one batch, as training computes it."""
+        """The loss of one batch, computed as in training."""
         with self._lower:
             return self._loss(self.model, batch).detach()
 
     def flops_a_sample(self, batch: Any) -> float:
-        """Floating-point operations that training needs: three times those of the forward pass."""
-        from torch.utils.flop_counter import FlopCounterMode  # it imports much
+        """Floating-point operations of training one sample: three times those of the forward pass."""
+        from torch.utils.flop_counter import FlopCounterMode  # a heavy import
 
         with self.resting(), FlopCounterMode(display=False) as counter, self._lower:
             self._loss(self.plain, batch)
@@ -151,35 +154,35 @@ class Trainer:
         return 3 * float(counter.get_total_flops()) / len(first)
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        """Weights with buffers; and what the optimizer and the scaler keep."""
+        """The weights with buffers, and the state of the optimizer and the gradient scaler."""
         return self.plain.state_dict(), {
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
         }
 
-    def restore(self, found: snapshot.Snapshot, here: Ranks) -> None:
-        """Become what `found` was taken of.
+    def restore(self, saved: snapshot.Snapshot, here: Ranks) -> None:
+        """Take over the state of a snapshot.
 
         Raises
         ------
-        UsageError : it is of another model.
+        UsageError : the snapshot holds another model.
         """
-        if different := snapshot.first_difference(found.weights, self.plain.state_dict()):
+        if different := snapshot.first_difference(saved.weights, self.plain.state_dict()):
             raise UsageError(
-                f"the snapshot is of another model: {different}",
-                where=str(found.where),
-                hint="the same --model, or --resume never with another --run-dir for a new run",
+                f"the snapshot holds another model: {different}",
+                where=str(saved.where),
+                hint="give the same --model to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        self.plain.load_state_dict(found.weights)
+        self.plain.load_state_dict(saved.weights)
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(found.optimizer["optimizer"])
+        self._optimizer.load_state_dict(saved.optimizer["optimizer"])
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # this start's, should it be another
-        self._scaler.load_state_dict(found.optimizer["scaler"])
-        if here.world_size == len(found.random):
-            snapshot.set_random_state(found.random[here.rank])
-        else:  # no rank has a past: new random numbers, not those of the run's first steps again
-            snapshot.seed_everything(seed_of(self._config.seed, "rank", here.rank, found.position.step))
+            group["lr"] = rate  # the learning rate of this start, if it has changed
+        self._scaler.load_state_dict(saved.optimizer["scaler"])
+        if here.world_size == len(saved.random):
+            random_state.restore(saved.random[here.rank])
+        else:  # another number of ranks: draw new random numbers, not those of the first steps again
+            random_state.seed_everything(seed_of(self._config.seed, "rank", here.rank, saved.position.step))
 
 
 def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:
@@ -190,7 +193,7 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.op
     }
     kind, more = kinds[config.optimizer]
     more = {**more, "lr": config.lr, "weight_decay": config.weight_decay}
-    # Measured on CPU: fused is up to 7 times as fast, but slower where there is only w -= lr * g to do.
+    # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g).
     if config.optimizer != "sgd" or config.momentum or parameters[0].device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # older torch on CPU
             return kind(parameters, fused=True, **more), True

@@ -16,17 +16,17 @@ from imgkit_entrypoints.errors import UsageError
 FEATURES = 20
 CLASSES = 10
 VOCABULARY = 256
-"""Bytes: any text file is data."""
+"""Bytes, so that any text file can be data."""
 CONTEXT = 64
 
 
 def linear() -> nn.Module:
-    """The tutorial's regression."""
+    """The tutorial's linear regression."""
     return nn.Linear(FEATURES, 1)
 
 
 def mlp(classes: int = CLASSES) -> nn.Module:
-    """Two hidden layers."""
+    """A multilayer perceptron with two hidden layers."""
     width = 256
     return nn.Sequential(
         nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
@@ -34,7 +34,7 @@ def mlp(classes: int = CLASSES) -> nn.Module:
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """Convolutions with a way around them; a bottleneck has four times the channels at its end."""
+    """Convolutions with a skip connection; a bottleneck ends with four times the channels."""
 
     def __init__(self, inside: int, channels: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Residual(nn.Module):  # type: ignore[misc]
         self.way = nn.Identity() if same else nn.Sequential(*_conv(inside, outside, 1, stride))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(batch, inside, height, width) to (batch, outside, height / stride, width / stride)."""
+        """Map (batch, inside, height, width) to (batch, outside, height / stride, width / stride)."""
         return torch.relu(self.body(inputs) + self.way(inputs))
 
 
@@ -61,28 +61,28 @@ def _conv(inside: int, outside: int, size: int, stride: int = 1) -> list[nn.Modu
 
 
 def resnet(name: str, classes: int) -> nn.Module:
-    """torchvision's where it is installed, else the small one of this file.
+    """Return torchvision's ResNet if torchvision is installed, else the small one of this module.
 
     Raises
     ------
-    UsageError : torchvision is broken.
+    UsageError : the installed torchvision does not fit this torch.
     """
     try:
         vision = importlib.import_module("torchvision.models")
     except ImportError:
         return small_resnet(name, classes)
-    except RuntimeError as error:  # its operators are another torch's
+    except RuntimeError as error:  # its operators belong to another torch
         raise UsageError(
-            f"the torchvision that is installed does not go with this torch: {error}",
+            f"the installed torchvision does not fit this torch: {error}",
             where=f"--model {name}",
-            hint="install the one that does, or none: a small ResNet is built in",
+            hint="install a matching torchvision, or remove it: a small ResNet is built in",
         ) from error
     made: nn.Module = getattr(vision, name)(num_classes=classes)
     return made
 
 
 def small_resnet(name: str, classes: int) -> nn.Module:
-    """ResNet for small images (He et al. 2015, section 4.2): a 3x3 stem, no pooling in front."""
+    """A ResNet for small images (He et al. 2015, section 4.2): a 3x3 stem without pooling."""
     blocks, bottleneck = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}[name]
     layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
     inside = 64
@@ -96,7 +96,7 @@ def small_resnet(name: str, classes: int) -> nn.Module:
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """Attention to what came before, then two layers, each with a way around it."""
+    """Causal self-attention, then two linear layers, each with a skip connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         batch, time, width = tokens.shape
         mixed = self.queries_keys_values(self.before_attention(tokens))
         queries, keys, values = mixed.view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -129,7 +129,7 @@ class Gpt(nn.Module):  # type: ignore[misc]
         self.end, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) to the scores of the next byte, (batch, time, VOCABULARY)."""
+        """Map (batch, time) to the scores of the next byte, (batch, time, VOCABULARY)."""
         places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
         scores: Tensor = self.out(self.end(self.blocks(self.tokens(tokens) + places)))
         return scores
@@ -142,18 +142,18 @@ BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
     "resnet50": functools.partial(resnet, "resnet50"),
     "gpt": lambda _: Gpt(),
 }
-"""For a number of classes, where the model has any."""
+"""Constructors of the built-in models; the argument is the number of classes, if the model has any."""
 BLOCKS = ("Block", "Residual", "BasicBlock", "Bottleneck")
-"""Kinds of parts that a built-in model, or torchvision's, is a stack of."""
+"""Class names of the blocks that built-in and torchvision models are stacks of."""
 
 
 def checkpoint_blocks(model: nn.Module) -> nn.Module:
-    """`model`, whose blocks keep their inputs alone, and are computed again in the backward pass."""
+    """Make the blocks of `model` keep only their inputs, and compute them again in the backward pass."""
     for part in model.modules():
         if type(part).__name__ in BLOCKS:
             again = functools.partial(checkpoint, part.forward, use_reentrant=False)
             if norms := [norm for norm in part.modules() if isinstance(norm, nn.BatchNorm2d)]:
-                # Only then: torch.compile follows no contexts.
+                # Only with BatchNorm: torch.compile does not support context functions.
                 again = functools.partial(again, context_fn=functools.partial(_contexts, norms))
             part.forward = again
     return model
@@ -165,7 +165,7 @@ def _contexts(norms: list[nn.BatchNorm2d]) -> tuple[contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def _without_statistics(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
-    """BatchNorm takes a batch into its statistics once, though it sees it twice."""
+    """Keep BatchNorm from counting a batch twice in its statistics when a block is computed again."""
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -177,7 +177,7 @@ def _without_statistics(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Mean over the batch of (inputs, targets): cross entropy for whole-number targets, else squares."""
+    """Mean loss of a batch (inputs, targets): cross entropy for integer targets, else squared error."""
     inputs, targets = batch
     outputs = model(inputs)
     if targets.is_floating_point():

@@ -1,4 +1,4 @@
-"""Options of dist-train; imports no torch, so that ``--help`` and mistakes are quick."""
+"""The options of dist-train. This module does not import torch, so ``--help`` and refusals are quick."""
 
 from __future__ import annotations
 
@@ -24,82 +24,108 @@ MODELS: Mapping[str, tuple[str, float]] = {
     "resnet50": ("sgd", 0.05),
     "gpt": ("adamw", 1e-3),
 }
-"""Built-in models: the optimizer and the learning rate where none is given."""
+"""The built-in models, each with its default optimizer and learning rate."""
 STACKED = ("resnet18", "resnet50", "gpt")
-"""Of these, those that are a stack of blocks."""
+"""Built-in models that are stacks of blocks."""
 STEPS = 100
-"""Where neither --steps nor --epochs is given."""
+"""Number of steps if neither --steps nor --epochs is given."""
 SWITCHES: Mapping[str, str] = {
-    "--compile": "the model through torch.compile",
-    "--activation-checkpointing": "compute blocks again instead of keeping what they made",
+    "--compile": "compile the model with torch.compile",
+    "--activation-checkpointing": "compute blocks again in the backward pass, to save memory",
     "--deterministic": "refuse operations that are not deterministic",
 }
 EXAMPLES = """examples:
-  dist-train --steps 1000 --run-dir runs/first        # linear, snapshots and metrics kept; again: goes on
+  dist-train --steps 1000 --run-dir runs/first        # linear; the same command again resumes it
   dist-train --model resnet50 --data /data/imagenet --epochs 90 --global-batch 1024 --amp bf16 --workers 8
   dist-train --model gpt --data book.txt --steps 5000 --eval-every 500 --export gpt.pt
   dist-train --model own_model.py:model --data own_model.py:data --epochs 3
 
-A model of your own and everything that is kept: docs/train.md."""
+Your own model, and the files of a run: docs/train.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of dist-train."""
-    add = _adder(parser.add_argument_group("what is trained"))
-    add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags win")
-    add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or MOD:FN or file.py:FN (default linear)")
+    """Add the options of dist-train."""
+    add = _adder(parser.add_argument_group("model and data"))
+    add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags override it")
+    add(
+        "--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or MOD:FN or file.py:FN (default: linear)"
+    )
     text = "builtin, a text file for gpt, a folder of images for a resnet, or MOD:FN or file.py:FN"
-    add("--data", _data, "builtin", "NAME", f"{text} (default builtin)")
-    add("--step", _step, "builtin", "NAME", "the loss: builtin, or MOD:FN or file.py:FN (default builtin)")
-    add("--samples", positive, None, "N", "size of the built-in data (default: the model's)")
-    add("--image-size", positive, 224, "N", "pixels a side that a folder's images are cut to (default 224)")
-    add("--seed", int, 0, "N", "of weights, data and their order (default 0)")
-    add("--workers", natural, 0, "N", "processes a rank that fetch samples one by one (default 0: none)")
+    add("--data", _data, "builtin", "NAME", f"{text} (default: builtin)")
+    add("--step", _step, "builtin", "NAME", "loss: builtin, or MOD:FN or file.py:FN (default: builtin)")
+    add("--samples", positive, None, "N", "number of built-in samples (default: depends on the model)")
+    add(
+        "--image-size",
+        positive,
+        224,
+        "N",
+        "side in pixels that images from a folder are cropped to (default: 224)",
+    )
+    add("--seed", int, 0, "N", "seed of weights, data and their order (default: 0)")
+    add(
+        "--workers",
+        natural,
+        0,
+        "N",
+        "processes per rank that load samples (default: 0, load in the rank itself)",
+    )
 
-    add = _adder(parser.add_argument_group("how long, in what steps"))
-    add("--steps", positive, None, "N", f"optimizer steps (default {STEPS})")
-    add("--epochs", positive, None, "N", "passes over the data; with --steps, whichever ends first")
-    add("--batch-size", positive, None, "N", "samples a rank computes at once (default 32)")
-    add("--accumulate", positive, None, "N", "such batches a rank and step (default 1)")
-    text = "samples a step over all ranks, by accumulation (default: what the two make)"
+    add = _adder(parser.add_argument_group("steps and batches"))
+    add("--steps", positive, None, "N", f"optimizer steps (default: {STEPS})")
+    add("--epochs", positive, None, "N", "passes over the data; with --steps, the shorter of the two")
+    add("--batch-size", positive, None, "N", "samples that a rank computes at once (default: 32)")
+    add(
+        "--accumulate",
+        positive,
+        None,
+        "N",
+        "batches per rank and step, with accumulated gradients (default: 1)",
+    )
+    text = "samples per step over all ranks, by accumulation (default: from the two above)"
     add("--global-batch", positive, None, "N", text)
-    add("--stop-after", duration, None, "TIME", "save and end after 90, 90s, 50m or 1h30m")
+    add("--stop-after", duration, None, "TIME", "save and end after this time: 90, 90s, 50m or 1h30m")
 
-    add = _adder(parser.add_argument_group("the optimizer"))
-    add("--lr", _number, None, "X", "learning rate (default: the model's, 0.05 for linear)")
+    add = _adder(parser.add_argument_group("optimizer"))
+    add("--lr", _number, None, "X", "learning rate (default: depends on the model, 0.05 for linear)")
     names = _one_of("sgd", "adam", "adamw")
-    add("--optimizer", names, None, "NAME", "sgd, adam or adamw (default: the model's)")
-    add("--momentum", _number, 0.0, "X", "of sgd (default 0)")
-    add("--weight-decay", _number, 0.0, "X", "of the optimizer (default 0)")
-    add("--schedule", _one_of(*SHAPES), "constant", "NAME", "constant, linear or cosine (default constant)")
-    add("--warmup", natural, 0, "STEPS", "steps in which the learning rate rises (default 0)")
-    add("--clip", _number, None, "X", "largest norm of the gradient (default: any)")
-    text = "a loss that is no number: stop, or skip that step (default stop)"
+    add("--optimizer", names, None, "NAME", "sgd, adam or adamw (default: depends on the model)")
+    add("--momentum", _number, 0.0, "X", "momentum of sgd (default: 0)")
+    add("--weight-decay", _number, 0.0, "X", "weight decay (default: 0)")
+    add(
+        "--schedule",
+        _one_of(*SHAPES),
+        "constant",
+        "NAME",
+        "learning rate over the steps: constant, linear or cosine (default: constant)",
+    )
+    add("--warmup", natural, 0, "STEPS", "steps over which the learning rate rises (default: 0)")
+    add("--clip", _number, None, "X", "largest norm of the gradient (default: no limit)")
+    text = "if the loss is not a number: stop, or skip that step (default: stop)"
     add("--on-nan", _one_of("stop", "skip"), "stop", "HOW", text)
 
-    group = parser.add_argument_group("how it is computed")
+    group = parser.add_argument_group("computation")
     add = _adder(group)
-    text = "of weights and data: fp32 or fp64 (default fp32)"
+    text = "type of weights and data: fp32 or fp64 (default: fp32)"
     add("--dtype", _one_of("fp32", "fp64"), "fp32", "NAME", text)
-    text = "lower precision of the computation: off, bf16 or fp16 (default off)"
+    text = "mixed precision: off, bf16 or fp16 (default: off)"
     add("--amp", _one_of("off", "bf16", "fp16"), "off", "NAME", text)
     for flag, text in SWITCHES.items():
-        # With --no-...: flags win over the file here too.
+        # The --no-... form lets flags override the file here too.
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=False, help=text)
 
-    add = _adder(parser.add_argument_group("what is kept and shown"))
-    text = "for snapshots and metrics (default: IMGKIT_RUN_DIR, else nothing is kept)"
+    add = _adder(parser.add_argument_group("output and resuming"))
+    text = "run folder for snapshots and metrics (default: IMGKIT_RUN_DIR, else keep nothing)"
     add("--run-dir", Path, None, "DIR", text)
-    text = "snapshots every N steps or N epochs, 0 at the end only (default 1000)"
+    text = "save every N steps or N epochs; 0: only at the end (default: 1000)"
     add("--save-every", _interval, "1000", "N|Ne", text)
-    add("--keep", positive, 2, "K", "snapshots kept (default 2)")
-    text = "auto: the run folder's newest valid snapshot; never; or a path (default auto)"
+    add("--keep", positive, 2, "K", "number of snapshots to keep (default: 2)")
+    text = "auto: resume from the run folder's newest valid snapshot; never; or a path (default: auto)"
     add("--resume", str, "auto", "HOW", text)
-    text = "loss on held-out data every N steps or N epochs (default 0: never)"
+    text = "evaluate on held-out data every N steps or N epochs (default: 0, never)"
     add("--eval-every", _interval, "0", "N|Ne", text)
-    add("--export", _target, None, "FILE", "the weights alone, once all steps are done")
-    add("--profile", _window, None, "START:STEPS", "traces of STEPS steps after START, in the run's folder")
-    text = f"steps a line, and one every {LINE_EVERY_S} s (default 0: a tenth of the run, at most 1000)"
+    add("--export", _target, None, "FILE", "write the weights alone, once all steps are done")
+    add("--profile", _window, None, "START:STEPS", "trace STEPS steps after step START into the run folder")
+    text = f"steps per line; also one every {LINE_EVERY_S} s (default: 0, a tenth of the run, at most 1000)"
     add("--log-every", natural, 0, "N", text)
 
 
@@ -114,7 +140,7 @@ def _adder(group: argparse._ArgumentGroup) -> _Add:
 
 
 def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
-    """The run that these words of the command line ask for; the launcher has checked them."""
+    """Read a worker's command line, which the launcher has already checked."""
     parser = argparse.ArgumentParser(prog="dist-train")
     add_arguments(parser)
     found = parser.parse_args(words)
@@ -136,38 +162,36 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
 
 
 def _refuse(config: Config, env: Mapping[str, str]) -> None:
-    """Raise UsageError for what cannot be had together, or not here."""
+    """Raise UsageError for options that contradict each other, or that this image cannot run."""
     if config.profile is not None and config.run_dir is None:
-        raise UsageError("--profile keeps its traces in the run's folder", hint="--run-dir DIR")
+        raise UsageError("--profile writes its traces into the run folder", hint="add --run-dir DIR")
     if config.activation_checkpointing and config.model not in STACKED:
-        own = "which parts are worth it is your model's to know: call torch.utils.checkpoint in it"
+        own = "call torch.utils.checkpoint in your own model, where it pays off"
         raise UsageError(
-            f"--activation-checkpointing is for models of blocks: {', '.join(STACKED)}",
+            f"--activation-checkpointing works only for {', '.join(STACKED)}",
             where=f"--model {config.model}",
-            hint=own if plugins.is_plugin(config.model) else "leave it out: this model keeps little",
+            hint=own if plugins.is_plugin(config.model) else "leave it out: this model needs little memory",
         )
     if config.compile and (missing := _no_compiler(env)):
         raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
 
 
 def _no_compiler(env: Mapping[str, str]) -> str | None:
-    """What torch.compile lacks here: it writes C++ for the CPU, and a C loader for what Triton makes."""
+    """The tool that torch.compile lacks here: it writes C++ for the CPU, and a C loader for Triton."""
     if env.get("IMGKIT_DEVICE", "cpu") == "cuda":
         if find_spec("triton") is None:
-            return "Triton, which this image has not"
+            return "Triton, which this image does not have"
         names = [env["CC"]] if env.get("CC") else ["gcc", "clang", "cc"]
     else:
         names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
-    return (
-        None if any(map(shutil.which, names)) else f"a compiler ({' or '.join(names)}), and none is in PATH"
-    )
+    return None if any(map(shutil.which, names)) else f"a compiler ({' or '.join(names)}), but PATH has none"
 
 
 def duration(text: str) -> int:
-    """Seconds of ``90``, ``90s``, ``50m`` or ``1h30m``."""
+    """Parse ``90``, ``90s``, ``50m`` or ``1h30m`` into seconds."""
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text, re.ASCII)
     if not text or found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: 90, 90s, 50m or 1h30m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
     hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return hours * 3600 + minutes * 60 + seconds
 
@@ -178,13 +202,13 @@ def _number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value
 
 
 def _interval(text: str) -> str:
     if not re.fullmatch(r"\d+|[1-9]\d*e", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor one of epochs, as 2e")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps (500) nor of epochs (2e)")
     return text
 
 
@@ -202,7 +226,7 @@ def _model(text: str) -> str:
         return plugins.check(text, plugins.MODEL)
     if text not in MODELS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(sorted(MODELS))}, and no {plugins.MODEL.form}"
+            f"{text!r} is neither one of {', '.join(sorted(MODELS))} nor {plugins.MODEL.form}"
         )
     return text
 
@@ -211,23 +235,25 @@ def _data(text: str) -> str:
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.DATA)
     if Path(text).is_dir() and find_spec("PIL") is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: reading images needs Pillow, not found here")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a folder: reading images needs Pillow, which is not installed"
+        )
     if text != "builtin" and not Path(text).exists():
-        what = "is not builtin, no text file, no folder of images"
-        raise argparse.ArgumentTypeError(f"{text!r} {what}, and no {plugins.DATA.form}")
+        what = "is neither builtin, a text file, a folder of images"
+        raise argparse.ArgumentTypeError(f"{text!r} {what} nor {plugins.DATA.form}")
     return text
 
 
 def _target(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that is there")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
     return path
 
 
 def _window(text: str) -> str:
     if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no START:STEPS, as 100:5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not START:STEPS, as in 100:5")
     return text
 
 
@@ -238,14 +264,14 @@ def _step(text: str) -> str:
 
 
 class _Strict(argparse.ArgumentParser):
-    """Says what is wrong with a file's values as the option that names the file."""
+    """Reports errors in a file's values as errors of ``--config``."""
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentTypeError(message)
 
 
 def _file_words(text: str) -> tuple[str, ...]:
-    """The file's content as words of a command line: checked by the same rules, with the same messages."""
+    """The file's options as command-line words, checked by the same rules with the same messages."""
     try:
         words = config_file.words(Path(text))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Functions of the user's own: ``package.module:function`` or ``file.py:function``.
+"""The user's own functions: ``package.module:function`` or ``file.py:function``.
 
-They are looked for in the source text first, without running it: a misspelt name is told by the launcher, on
-every node, before a process starts.
+The launcher first searches the source text for the function, without running it. So every node reports a
+misspelt name before a process starts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from imgkit_entrypoints.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """What a function must be."""
+    """The signature that a function must have."""
 
     signature: str
     arguments: int
 
     @property
     def form(self) -> str:
-        """For messages: how it is written and what it is."""
+        """The form of the argument and the signature, for messages."""
         return f"MOD:FN or file.py:FN with {self.signature}"
 
 
@@ -39,16 +39,16 @@ STEP = Contract(signature="def FN(model, batch) -> the mean loss of the batch's 
 
 
 def is_plugin(text: str) -> bool:
-    """Whether `text` names a function, rather than something built in."""
+    """Whether `text` names a function of the user rather than something built in."""
     return ":" in text
 
 
 def check(text: str, contract: Contract) -> str:
-    """`text`, if it names a function that can be called as `contract` says; nothing is executed.
+    """Return `text` if it names a function with the signature of `contract`; executes nothing.
 
     Raises
     ------
-    argparse.ArgumentTypeError : it does not; the message shows the signature.
+    argparse.ArgumentTypeError : there is no such function; the message shows the signature.
     """
     place, _, name = text.rpartition(":")
 
@@ -56,16 +56,16 @@ def check(text: str, contract: Contract) -> str:
         return argparse.ArgumentTypeError(f"{text!r}: {why}; expected {contract.form}")
 
     if not place or not name.isidentifier():
-        raise no("is no MOD:FN")
+        raise no("not of the form MOD:FN")
     path = Path(place) if place.endswith(".py") else _find(place)
     if path is None:
-        raise no(f"there is no module {place} here")
+        raise no(f"no module {place} found")
     if path.suffix != ".py":
-        return text  # compiled: nothing to read
+        return text  # a compiled module has no source text
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
-        raise no(f"{path} cannot be read: {error.strerror}") from error
+        raise no(f"cannot read {path}: {error.strerror}") from error
     except SyntaxError as error:
         raise no(f"{path}:{error.lineno}: {error.msg}") from error
     found = [
@@ -83,7 +83,7 @@ def check(text: str, contract: Contract) -> str:
         for node in ast.walk(tree)
     ):
         names = ", ".join(node.name for node in tree.body if isinstance(node, ast.FunctionDef)) or "none"
-        raise no(f"{path} has no function {name} (it has: {names})")
+        raise no(f"{path} has no function {name}; its functions: {names}")
     return text
 
 
@@ -101,7 +101,7 @@ def _takes(arguments: ast.arguments, count: int) -> bool:
 
 
 def _find(module: str) -> Path | None:
-    """The file of `module`, without importing it or its parents."""
+    """Find the file of `module` without importing the module or its parents."""
     places: list[str] | None = [*sys.path, str(Path.cwd())]
     spec = None
     for depth, _ in enumerate(module.split("."), start=1):
@@ -113,37 +113,39 @@ def _find(module: str) -> Path | None:
 
 
 def load(text: str, contract: Contract) -> Callable[..., Any]:
-    """The function that `text` names.
+    """Import the function that `text` names.
 
     Raises
     ------
-    UsageError : its module cannot be imported, or the name in it cannot be called.
+    UsageError : its module cannot be imported, or the name is not callable.
     """
     place, _, name = text.rpartition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the last place: a json.py here must not hide Python's own
+        sys.path.append(str(Path.cwd()))  # last, so that a json.py here does not hide Python's own
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         function = getattr(module, name)
     except Exception as error:
         raise UsageError(
-            f"cannot be imported: {type(error).__name__}: {error}", where=text, hint=contract.signature
+            f"cannot import it: {type(error).__name__}: {error}",
+            where=text,
+            hint=f"expected {contract.signature}",
         ) from error
     if not callable(function):
-        raise UsageError(f"{name} is not a function", where=text, hint=contract.signature)
+        raise UsageError(f"{name} is not a function", where=text, hint=f"expected {contract.signature}")
     result: Callable[..., Any] = function
     return result
 
 
 def _from_file(path: Path) -> Any:
     name = str(path.resolve())
-    if name in sys.modules:  # --model and --data of one file share its state
+    if name in sys.modules:  # --model and --data from one file share its state
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that workers of its data can unpickle what it defines
+    sys.modules[name] = module  # data workers unpickle the classes that it defines
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone: nothing of it has to be saved."""
+"""The learning rate as a function of the step alone, so that no snapshot has to keep it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ SHAPES = ("constant", "linear", "cosine")
 
 
 def factor(shape: str, step: int, steps: int, warmup: int = 0) -> float:
-    """What the learning rate of `step` (from 0) is multiplied by: rises over `warmup` steps, then falls to 0
-    at `steps`, or stays.
+    """Factor of the learning rate at `step` (from 0).
+
+    It rises over `warmup` steps, then stays (constant) or falls to 0 at `steps`.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -1,7 +1,7 @@
-"""What all ranks must know alike, without waiting for it in a step: shall we stop, and is the loss a number?
+"""Agreement of all ranks on two questions, without a wait in any step: stop now? Is the loss a number?
 
-Every few steps the ranks add up a handful of numbers on the device, and read the sum when they come by the
-next time. So all leave at the same step, and no step waits for another rank.
+Every few steps the ranks add up a few numbers on the device, and read the sum at the next look. So all ranks
+stop at the same step, and no step waits for another rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from imgkit_entrypoints.launch.signals import STOP_SIGNALS
 STOP_FILE = "STOP"
 """In the run's folder: whoever cannot reach the launcher makes it there."""
 LATENCY_S = 0.5
-"""About the time between two looks, where steps are slow; quick ones are looked at every `log_every`."""
+"""Approximate time between two looks if steps are slow; with fast steps, a look comes every `log_every`."""
 REASONS = ("the launcher asked for it", "--stop-after", "the STOP file", "a signal")
 
 
@@ -44,11 +44,11 @@ class _Pending:
     work: Any
     numbers: Tensor
     copied: Any
-    """CUDA's event behind the copy to the host; None on CPU."""
+    """CUDA event after the copy to the host; None on CPU."""
 
 
 class Watch:
-    """Looks out for reasons to stop."""
+    """Watches for stop requests and for losses that are not numbers, on all ranks alike."""
 
     def __init__(self, config: Config, here: Ranks, env: Mapping[str, str], began: float) -> None:
         self._here = here
@@ -61,29 +61,29 @@ class Watch:
         self._interval = self._most = 1
         self._last_step, self._last_time = 0, time.perf_counter()
         self.stop = ""
-        """Why all are to stop after this step; empty: go on."""
+        """Reason why all ranks stop after this step; empty: go on."""
         self.broken = False
-        """A loss was no number."""
+        """True once a loss was not a number."""
 
     def begin(self, step: int, most: int) -> None:
-        """Training starts now, after `step` steps; there are `most` between two looks."""
+        """Start the clock of training after `step` steps; at most `most` steps lie between two looks."""
         self._most = most
         self._pulse.done(step)
         self._last_step, self._last_time = step, time.perf_counter()
 
     def enters(self, step: int) -> None:
-        """This rank has its samples of `step`; the launcher sees which rank does not get on (pulse.py)."""
+        """Note that this rank has its samples of `step`, for the hang watch."""
         self._pulse.begins(step)
 
     def lives(self) -> None:
-        """This rank is busy with something else than a step."""
+        """Tell the hang watch that this rank is alive, outside a training step."""
         self._pulse.lives()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Let the signals that ask for a stop do nothing else.
+        """Note the signals that request a stop, and nothing else.
 
-        Under torchrun they are blocked; where an MPI launcher starts every rank, they come.
+        Under torchrun they are blocked. They arrive if an MPI launcher starts every rank.
         """
         before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         try:
@@ -96,9 +96,9 @@ class Watch:
         self._signalled = True
 
     def after(self, step: int, window: Tensor, *, everything: bool = False) -> list[Seen]:
-        """What became known after `step`: mostly nothing; with `everything`, all there is to know.
+        """Return the sums that arrived after `step`, usually none; with `everything`, wait for all of them.
 
-        All ranks call it after every step, with the same arguments.
+        All ranks call this after every step with the same arguments.
         """
         self._pulse.done(step)
         if not everything and step % self._interval:
@@ -126,7 +126,7 @@ class Watch:
         window.zero_()
         work, copied = dist.all_reduce(numbers, async_op=True), None
         if window.device.type == "cuda":
-            work.wait()  # the stream waits, not the host
+            work.wait()  # the stream waits, the host does not
             numbers, copied = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             copied.record()
         self._pending = _Pending(
@@ -134,7 +134,7 @@ class Watch:
         )
 
     def _receive(self) -> Seen | None:
-        """Wait for the numbers that are on their way."""
+        """Wait for the sums that are under way."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -169,13 +169,13 @@ def refuse_stopped(config: Config) -> None:
 
 
 def interval(seconds_a_step: float, most: int) -> int:
-    """Steps between two looks: a divisor of `most`, so that looks and lines of the log fall together."""
+    """Steps between two looks: a divisor of `most`, so that looks coincide with lines of the log."""
     wanted = most if seconds_a_step <= 0 else LATENCY_S / seconds_a_step
     return max(size for size in range(1, most + 1) if most % size == 0 and (size == 1 or size <= wanted))
 
 
 def tell_saved(step: int, here: Ranks, env: Mapping[str, str]) -> bool:
-    """Tell this node's launcher that the state is safe; False where there is none to tell."""
+    """Tell this node's launcher that the state is saved; False if there is no launcher."""
     if not env.get("IMGKIT_STOP_DIR"):
         return False
     if here.local_rank == 0:

@@ -1,4 +1,4 @@
-"""From the data to batches on the device, in the order of order.py."""
+"""Batches on the device, in the order of `order`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from imgkit_entrypoints.apps.train.data.order import Order, Position, seed_of
 
 
 class MicroBatch(NamedTuple):
-    """What a rank computes at once. A tuple, as there is one in every step: quicker made than a dataclass."""
+    """The samples a rank computes at once. A tuple: each step makes one, and a dataclass is slower."""
 
     batch: Any
     weight: float
-    """Factor of its mean loss; 0 where the rank has no sample of this step and computes for company."""
+    """Factor of its mean loss; 0 if the rank has no sample of this step and only takes part."""
     last: bool
 
 
@@ -39,19 +39,17 @@ class Batches:
             samples = TensorSamples(*samples.tensors)
         if isinstance(samples, TensorSamples):
             samples = TensorSamples(
-                *(self._as_wanted(tensor, torch.device("cpu")) for tensor in samples.tensors)
+                *(self._converted(tensor, torch.device("cpu")) for tensor in samples.tensors)
             )
         self._samples = samples
-        self._as_it_is = (
-            isinstance(samples, TensorSamples) and here.device.type == "cpu" and not channels_last
-        )
+        self._ready = isinstance(samples, TensorSamples) and here.device.type == "cpu" and not channels_last
         self._parts = functools.cache(functools.partial(order.parts, rank=here.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._permute)
         self.waited_s = 0.0
-        """In which the device had nothing to compute on."""
+        """Seconds in which the device had no data to compute on."""
 
     def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
-        """From `start` up to `steps`: the micro-batches of each step, with the position after it."""
+        """Yield the micro-batches of each step from `start` up to `steps`, and the position after it."""
         batches = self._batches(start, steps)
         position, clock = start, time.perf_counter
         while position.step < steps:
@@ -65,13 +63,13 @@ class Batches:
     def _batches(self, start: Position, steps: int) -> Iterator[Any]:
         if isinstance(self._samples, TensorSamples):
             return self._cut(self._samples, start, steps)
-        wanted = self._wanted(start, steps)
+        indices = self._indices(start, steps)
         if hasattr(self._samples, "batch"):
-            return (self._on_device(self._samples.batch(indices)) for _, indices in wanted)
-        return map(self._on_device, one_by_one(self._samples, wanted, self._config, self._here))
+            return (self._on_device(self._samples.batch(indices)) for _, indices in indices)
+        return map(self._on_device, one_by_one(self._samples, indices, self._config, self._here))
 
     def _cut(self, samples: TensorSamples, start: Position, steps: int) -> Iterator[Any]:
-        """Micro-batches cut from the samples of some steps at once: picking rows costs more than cutting."""
+        """Gather the samples of several steps at once and cut them up: gathering costs more than cutting."""
         position = start
         while position.step < steps:
             count = self._order.count(position)
@@ -86,8 +84,8 @@ class Batches:
             yield from zip(*(tensor.split(sizes * ahead) for tensor in whole), strict=True)
             position = self._order.after(position, ahead)
 
-    def _wanted(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Epoch and sample indices of each micro-batch."""
+    def _indices(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the epoch and the sample indices of each micro-batch."""
         position = start
         while position.step < steps:
             ahead = self._permutation(position.epoch)[position.consumed :]
@@ -100,17 +98,17 @@ class Batches:
         return torch.randperm(self._order.size, generator=draw)
 
     def _on_device(self, batch: Any) -> Any:
-        if self._as_it_is:
+        if self._ready:
             return batch
         if isinstance(batch, torch.Tensor):
             if self._here.device.type == "cuda" and not batch.is_pinned():
                 batch = batch.pin_memory()
-            return self._as_wanted(batch, self._here.device)
+            return self._converted(batch, self._here.device)
         if isinstance(batch, dict):
             return {key: self._on_device(one) for key, one in batch.items()}
         return tuple(self._on_device(one) for one in batch)
 
-    def _as_wanted(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _converted(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         layout = self._format if tensor.dim() == 4 else torch.preserve_format
         return tensor.to(device, dtype, non_blocking=True, memory_format=layout)

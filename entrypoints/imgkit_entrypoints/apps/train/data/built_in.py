@@ -1,4 +1,4 @@
-"""The built-in data: small, made up from the seed, and with something in it that can be learnt."""
+"""The built-in data: small, generated from the seed, with a pattern that a model can learn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from imgkit_entrypoints.errors import UsageError
 
 NOISE = 0.01
 HELD_OUT = 10
-"""One window of so many of a text."""
+"""One in this many windows of a text is held out."""
 ALIGNED_BYTES = 64
-"""As torch's own allocations on CPU."""
+"""The alignment of torch's allocations on CPU."""
 AT_ONCE_BYTES = 1 << 20
 
 
 class TensorSamples:
-    """Samples that are rows of tensors: a batch is one indexing, without Python for each sample."""
+    """Samples that are rows of tensors, so that one indexing makes a batch, without a loop in Python."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -32,14 +32,14 @@ class TensorSamples:
         return len(self.tensors[0])
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """The samples `indices`, stacked."""
+        """Stack the samples `indices`."""
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
     def steps_at_once(self, sizes: list[int]) -> int:
-        """Steps of micro-batches of `sizes` samples that are worth picking together.
+        """Number of steps whose micro-batches of `sizes` samples are gathered together.
 
-        One, where the second would not begin at an aligned address: kernels may then sum in another order,
-        and where a run was cut would show in its bits.
+        It is 1 if the second step would not begin at an aligned address. Kernels might then sum in another
+        order, and a resumed run would differ in its last bits.
         """
         rows = [tensor[0].numel() * tensor.element_size() for tensor in self.tensors]
         if any(size * row % ALIGNED_BYTES for size in sizes for row in rows):
@@ -48,9 +48,9 @@ class TensorSamples:
 
 
 class TextFile:
-    """A file's bytes: sample i is its i-th window of CONTEXT bytes, with the byte after each.
+    """The bytes of a file: sample i is the i-th window of CONTEXT bytes, with the byte that follows each.
 
-    The last tenth of the samples is held out, whether somebody looks at it or not.
+    The last tenth of the samples is held out, whether it is evaluated or not.
     """
 
     def __init__(self, path: Path, split: str) -> None:
@@ -64,41 +64,41 @@ class TextFile:
         if self._count < 1:
             least = CONTEXT * (1 if split == "train" else HELD_OUT) + 1
             raise UsageError(
-                f"{size} bytes are too few", where=str(path), hint=f"at least {least} for {split}"
+                f"{size} bytes are too few", where=str(path), hint=f"{split} needs at least {least} bytes"
             )
 
     def __len__(self) -> int:
         return self._count
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """Windows (samples, CONTEXT) and the same one byte later."""
+        """The windows (samples, CONTEXT), and the same windows one byte later."""
         first = (self._first + indices[:, None]) * CONTEXT
         rows = self.bytes[first + torch.arange(CONTEXT + 1)].long()
         return rows[:, :-1], rows[:, 1:]
 
 
 def _regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """y = w.x + b + a little noise."""
+    """Linear regression: y = w.x + b + a little noise."""
     weights, bias = torch.randn(FEATURES, 1, generator=truth), torch.randn(1, generator=truth)
     inputs = torch.randn(samples, FEATURES, generator=draw)
     return TensorSamples(inputs, inputs @ weights + bias + NOISE * torch.randn(samples, 1, generator=draw))
 
 
 def _classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """The largest of CLASSES random projections."""
+    """Classification by the largest of CLASSES random projections."""
     inputs = torch.randn(samples, FEATURES, generator=draw)
     return TensorSamples(inputs, (inputs @ torch.randn(FEATURES, CLASSES, generator=truth)).argmax(1))
 
 
 def _images(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Images 3x32x32: a picture for each class, under noise."""
+    """Images of 3x32x32: one picture per class, with noise."""
     labels = torch.randint(CLASSES, (samples,), generator=draw)
     pictures = torch.randn(CLASSES, 3, 32, 32, generator=truth)
     return TensorSamples(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
 
 
 def _sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Bytes that count up by a stride from 1 to 8, each sample with its own stride and beginning."""
+    """Bytes that count up by a stride from 1 to 8; each sample has its own stride and start."""
     first = torch.randint(VOCABULARY, (samples, 1), generator=draw)
     stride = torch.randint(1, 9, (samples, 1), generator=draw)
     rows = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
@@ -115,18 +115,20 @@ _BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generat
 
 
 def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFolder:
-    """The data that goes with a built-in model; ``eval`` is held out.
+    """Return the data for a built-in model; the split ``eval`` is held out.
 
     Raises
     ------
-    UsageError : there is none.
+    UsageError : no data fits the model.
     """
     if config.model not in _BUILT_IN:
-        raise UsageError(f"no data is built in for {config.model}", hint="--data MOD:FN or file.py:FN")
+        raise UsageError(
+            f"there is no built-in data for {config.model}", hint="name yours: --data MOD:FN or file.py:FN"
+        )
     samples, make = _BUILT_IN[config.model]
     if config.data != "builtin":
         return _from_disk(config, Path(config.data), split, images=make is _images)
-    # What is to be learnt is the same in every split.
+    # All splits share the pattern to learn.
     truth = torch.Generator().manual_seed(config.seed)
     draw = torch.Generator().manual_seed(seed_of(config.seed, split))
     return make(config.samples or samples, truth, draw)
@@ -135,15 +137,15 @@ def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFold
 def _from_disk(config: Config, path: Path, split: str, *, images: bool) -> TextFile | ImageFolder:
     if path.is_dir() and not images:
         raise UsageError(
-            f"{config.model} reads no images", where=config.data, hint="--model resnet18 or resnet50"
+            f"{config.model} cannot read images", where=config.data, hint="use --model resnet18 or resnet50"
         )
     if path.is_dir():
         return ImageFolder(path, split, config.image_size)
     if config.model != "gpt":
-        raise UsageError(f"{config.model} cannot read a text file", where=config.data, hint="--model gpt")
+        raise UsageError(f"{config.model} cannot read a text file", where=config.data, hint="use --model gpt")
     return TextFile(path, split)
 
 
 def classes(config: Config) -> int:
-    """Of the data of a built-in model."""
+    """Number of classes in the data of a built-in model."""
     return len(classes_of(Path(config.data))) if Path(config.data).is_dir() else CLASSES

@@ -1,4 +1,4 @@
-"""A folder of images with a subfolder for each class, as ImageNet is laid out; read by Pillow."""
+"""A folder of images with one subfolder per class, as in ImageNet; Pillow reads the images."""
 
 from __future__ import annotations
 
@@ -13,49 +13,53 @@ from imgkit_entrypoints.errors import UsageError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SPLITS = {"train": ("train",), "eval": ("val", "eval", "test")}
-"""Folders that hold a split, the first that is there; without one of the first kind, all is for training."""
+"""Folders of each split; the first that exists counts. Without a train folder, all are for training."""
 MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's channels: what published weights and learning rates go with."""
+"""Mean and standard deviation of ImageNet's channels, which published weights and learning rates assume."""
 LEAST_SHARE = 0.35
-"""Of the image's shorter side that a training sample shows."""
+"""Least share of the image's shorter side that a training sample shows."""
 
 
 def folder_of(data: Path, split: str) -> Path:
-    """Where the classes of `split` are.
+    """Return the folder with the classes of `split`.
 
     Raises
     ------
-    UsageError : nothing is held out.
+    UsageError : no images are held out.
     """
     found = next((data / name for name in SPLITS[split] if (data / name).is_dir()), None)
     if found is None and split == "eval":
         raise UsageError(
             "no images are held out",
             where=str(data),
-            hint=f"classes in {data}/train and {data}/val, or no --eval-every",
+            hint=f"put the classes into {data}/train and {data}/val, or leave --eval-every out",
         )
     return found or data
 
 
 def classes_of(data: Path) -> list[str]:
-    """Names of the classes, in the order of their numbers.
+    """Return the names of the classes in the order of their numbers.
 
     Raises
     ------
-    UsageError : there are not two.
+    UsageError : there are fewer than two classes.
     """
     folder = folder_of(data, "train")
     found = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(found) < 2:
-        raise UsageError(f"{len(found)} classes", where=str(folder), hint="a subfolder of images for each")
+        raise UsageError(
+            f"{len(found)} classes, expected two or more",
+            where=str(folder),
+            hint="put the images of each class into a subfolder of its own",
+        )
     return found
 
 
 class ImageFolder:
-    """One sample a file: (3, size, size), and the number of its class.
+    """One sample per file: pixels (3, size, size), and the number of the class.
 
-    Training samples are cut out and mirrored by chance; `torch` draws, so each follows from seed, epoch and
-    index alone.
+    Training samples are cropped and mirrored at random. torch draws the numbers, so each sample depends only
+    on seed, epoch and index.
     """
 
     def __init__(self, data: Path, split: str, size: int) -> None:
@@ -69,7 +73,7 @@ class ImageFolder:
         ]
         if not self.files:
             raise UsageError(
-                "no images are there", where=str(folder), hint=f"files ending {' '.join(ENDINGS)}"
+                "the folder holds no images", where=str(folder), hint=f"files must end in {' '.join(ENDINGS)}"
             )
 
     def __len__(self) -> int:
@@ -87,7 +91,7 @@ class ImageFolder:
         return _tensor(image), number
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The square that is shown: one somewhere, or the largest in the middle."""
+        """The square to crop: a random one in training, else the largest in the middle."""
         share, across, down = torch.rand(3).tolist() if self.by_chance else (1.0, 0.5, 0.5)
         side = min(width, height) * (LEAST_SHARE + (1 - LEAST_SHARE) * share)
         left, top = (width - side) * across, (height - side) * down

@@ -1,4 +1,4 @@
-"""Samples one by one, in this process or in workers, each with its own randomness; a bad one is named."""
+"""Load samples one by one, in this process or in workers, each with its own random numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from imgkit_entrypoints.errors import CheckFailed
 def one_by_one(
     samples: Any, wanted: Iterator[tuple[int, torch.Tensor]], config: Config, here: Ranks
 ) -> Iterator[Any]:
-    """A batch for each of the `wanted` pairs of an epoch and indices.
+    """Yield a batch for each of the `wanted` pairs of an epoch and indices.
 
     Raises
     ------
-    CheckFailed : a sample cannot be had, or a worker died; names the sample.
+    CheckFailed : a sample cannot be loaded, or a worker died; names the sample.
     """
     seeded = _Seeded(samples, config.seed, config.workers)
     loader = DataLoader(
@@ -37,7 +37,7 @@ def one_by_one(
         collate_fn=_as_it_is,
         num_workers=config.workers,
         pin_memory=here.device.type == "cuda",
-        generator=torch.Generator(),  # else it draws from the model's random numbers
+        generator=torch.Generator(),  # its own, so that it does not draw from the model's
     )
     try:
         for batch in loader:
@@ -48,25 +48,25 @@ def one_by_one(
         if "DataLoader worker" not in str(error):
             raise
         raise CheckFailed(
-            f"a process that fetches samples died{seeded.last_of(str(error))}: {error}",
+            f"a data worker died{seeded.last_of(str(error))}: {error}",
             where=f"rank {here.rank}",
-            hint="--workers 0 shows a sample's own error; often memory or /dev/shm ran out",
+            hint="often memory or /dev/shm ran out; --workers 0 shows the error of a bad sample",
         ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failed:
-    """A sample that cannot be had. A value: an exception arrives wrapped in its process' traceback."""
+    """A sample that cannot be loaded. It is a value, because an exception would arrive as a traceback."""
 
     text: str
 
 
 class _Seeded:
-    """Each sample with random numbers of (seed, epoch, index), whichever process makes it."""
+    """Loads each sample with random numbers that depend only on (seed, epoch, index), not on the process."""
 
     def __init__(self, samples: Any, seed: int, workers: int) -> None:
         self.samples, self.seed = samples, seed
-        # Process and sample that each worker is at: what a dead one can no longer say.
+        # Process id and current sample of each worker, because a dead worker cannot report them.
         self.at = torch.zeros(workers, 2, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -88,13 +88,13 @@ class _Seeded:
 
     def _draw(self, epoch: int, index: int) -> None:
         number = seed_of(self.seed, "sample", epoch, index)
-        torch.default_generator.manual_seed(number)  # torch.manual_seed would reset the GPU's too
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would reset the GPU's generator too
         random.seed(number)
         if "numpy" in sys.modules:
             import_module("numpy").random.seed(number % 2**32)
 
     def last_of(self, message: str) -> str:
-        """Where the processes that torch's `message` names were."""
+        """The samples that the dead processes in torch's `message` were loading."""
         dead = set(map(int, re.findall(r"\d+", message)))
         samples = [str(index) for process, index in self.at.tolist() if process in dead]
         return f" at sample {', '.join(samples)} of the data" if samples else ""
@@ -102,7 +102,7 @@ class _Seeded:
 
 @contextlib.contextmanager
 def _random_kept() -> Iterator[None]:
-    """The model's own random numbers go on after this as if nothing had been drawn in between."""
+    """Restore the random state afterwards, so that the model's random numbers are unaffected."""
     kept, python = torch.get_rng_state(), random.getstate()
     numpy = import_module("numpy") if "numpy" in sys.modules else None
     others = None if numpy is None else numpy.random.get_state()
@@ -116,7 +116,7 @@ def _random_kept() -> Iterator[None]:
 
 
 class _Lists:
-    """The wanted samples as the loader takes them: read once, in the main process."""
+    """The wanted samples in the loader's form; read once, in the main process."""
 
     def __init__(self, wanted: Iterator[tuple[int, torch.Tensor]]) -> None:
         self._wanted = wanted

@@ -1,7 +1,7 @@
-"""Which samples each step takes, and which rank takes them: pure arithmetic, no torch.
+"""Which samples each step takes, and which rank computes them. Pure arithmetic, without torch.
 
-An epoch is a permutation of the data that depends on (seed, epoch) alone. A position in it counts samples
-that were trained on, not samples that were fetched ahead, so it means the same for every number of ranks.
+An epoch is a permutation of the data that depends only on (seed, epoch). A position counts samples that were
+trained on, not samples that were loaded ahead, so its meaning does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,68 +15,68 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def seed_of(*parts: int | str) -> int:
-    """A number below 2**63 that depends on all `parts`; equal on every platform and Python version."""
+    """A seed below 2**63 that depends on all `parts`; equal on every platform and Python version."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     """Optimizer steps done."""
     epoch: int = 0
     consumed: int = 0
-    """Samples of `epoch` trained on."""
+    """Samples of `epoch` that were trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSlice:
-    """One micro-batch of one rank: samples `first` up to `end` of those of the step."""
+    """One micro-batch of one rank: samples `first` to `end` (exclusive) of the step."""
 
     first: int
     end: int
     weight: float
     """Factor of its mean loss.
 
-    DDP averages gradients over ranks; weighed so, the average is that of the step's samples, whichever rank
-    and micro-batch they are in. 0: the rank has no sample, and computes on one of the others' for company.
+    DDP averages gradients over ranks. With these weights the result is the average over the step's samples,
+    however ranks and micro-batches divide them. 0: the rank has no sample, and takes part with another's.
     """
     last: bool
-    """The last one of the step."""
+    """True for the last micro-batch of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How steps cut the epochs, and ranks the steps."""
+    """The division of epochs into steps, and of steps among the ranks."""
 
     size: int
     """Samples in the data."""
     global_batch: int
-    """Samples a step, over all ranks; the last step of an epoch takes what is left."""
+    """Samples per step over all ranks; the last step of an epoch takes the rest."""
     world_size: int
     batch_size: int
-    """Most samples that a rank computes at once."""
+    """Largest number of samples that a rank computes at once."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps from one epoch's start to the next."""
+        """Steps per epoch."""
         return math.ceil(self.size / self.global_batch)
 
     def count(self, position: Position) -> int:
-        """Samples of the step that begins at `position`."""
+        """Number of samples in the step that begins at `position`."""
         return min(self.global_batch, self.size - position.consumed)
 
     def after(self, position: Position, steps: int = 1) -> Position:
-        """Where the step that begins at `position` ends, or the last of several of equal size."""
+        """The position after the step that begins at `position`, or after several steps of equal size."""
         consumed = position.consumed + steps * self.count(position)
         if consumed < self.size:
             return Position(step=position.step + steps, epoch=position.epoch, consumed=consumed)
         return Position(step=position.step + steps, epoch=position.epoch + 1)
 
     def parts(self, count: int, rank: int) -> tuple[MicroBatchSlice, ...]:
-        """The micro-batches of `rank` in a step of `count` samples; all ranks have as many."""
+        """The micro-batches of `rank` in a step of `count` samples; equally many on all ranks."""
         rounds = math.ceil(math.ceil(count / self.world_size) / self.batch_size)
         first, end = share(count, rank, self.world_size)
         parts = []
@@ -96,14 +96,14 @@ def arrange(
     accumulate: int | None,
     global_batch: int | None,
 ) -> Order:
-    """The order for what was asked; a global batch is kept by accumulation whatever the number of ranks.
+    """Make the order from the options; accumulation keeps a global batch for any number of ranks.
 
     Raises
     ------
-    UsageError : `global_batch` cannot be shared equally, or there are no samples.
+    UsageError : the ranks cannot share `global_batch` equally, or there are no samples.
     """
     if size < 1:
-        raise UsageError("the data is empty", hint="a data set of at least one sample; see --data")
+        raise UsageError("the data is empty", hint="--data must give at least one sample")
     if global_batch is None:
         batch_size = 32 if batch_size is None else batch_size
         global_batch = batch_size * (accumulate or 1) * world_size
@@ -111,9 +111,9 @@ def arrange(
         less = global_batch // world_size * world_size
         sizes = [str(near) for near in (less, less + world_size) if near]
         raise UsageError(
-            f"a global batch of {global_batch} samples cannot be shared equally by {world_size} ranks",
-            hint=f"nearest that work: {_ranks_near(global_batch, world_size)} ranks, "
-            f"or in a new run --global-batch {' or '.join(sizes)}",
+            f"{world_size} ranks cannot share a global batch of {global_batch} samples equally",
+            hint=f"use {_ranks_near(global_batch, world_size)} ranks, "
+            f"or start a new run with --global-batch {' or '.join(sizes)}",
         )
     elif batch_size is None:
         batch_size = math.ceil(global_batch // world_size / (accumulate or 1))

@@ -1,1 +1,1 @@
-"""What a run shows and leaves: lines, metrics, curves, traces."""
+"""Progress lines, metrics, curves and traces of a run. Uses only ``data``."""

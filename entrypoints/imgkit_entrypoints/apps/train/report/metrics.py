@@ -1,72 +1,58 @@
-"""What a run shows and leaves: lines, ``metrics.jsonl``, ``summary.json``. Imports no torch."""
+"""The metrics of a run, and the line of progress that shows them. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import math
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
-
-from imgkit_entrypoints import __version__, files
-from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
-from imgkit_entrypoints.apps.train.report import curves
-
-SCHEMA = 1
-METRICS = "metrics.jsonl"
-CURVES = "curves.svg"
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What became known about some steps, up to `step`."""
+    """The sums over the latest `steps` steps, up to `step`."""
 
     step: int
     steps: int
     loss: float
-    """Mean over those that were not skipped; not a number where one of them was none."""
+    """Mean over the steps that were not skipped; NaN if one loss was NaN."""
     skipped: int
     seconds: float
-    """That they took, on this rank's clock."""
+    """Duration of the steps on this rank's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """A line of the log."""
+    """One line of ``metrics.jsonl``."""
 
     step: int
     loss: float | None
-    """Mean since the line before; None where it was no number, or every step skipped."""
+    """Mean since the previous line; None if it is not a number, or if every step was skipped."""
     samples_per_s: float
-    """Over all ranks."""
+    """Rate of all ranks together."""
     data_wait: float
-    """Part of the time in which there was nothing to compute on, 0 to 1; of rank 0."""
+    """Share of the time in which rank 0 had no data to compute on, 0 to 1."""
     memory_MiB: float
-    """Largest so far, of rank 0: tensors on the GPU, or the process on CPU."""
+    """Peak memory of rank 0 so far: tensors on the GPU, or the process on CPU."""
     skipped: int
-    """Steps left out in this start of the run, because a gradient was no number."""
+    """Steps that this start skipped because a gradient was not a number."""
     mfu: float | None
-    """Model FLOP/s as part of the devices' peak; None where one of them is not known."""
+    """Model FLOP/s as a share of the devices' peak; None if either is unknown."""
 
 
 def line(metrics: Metrics, *, steps: int, ranks: int, left_s: float) -> str:
-    """One line of progress."""
+    """Write one line of progress."""
     rate = metrics.samples_per_s
     loss = "none" if metrics.loss is None else f"{metrics.loss:.6f}"
     skipped = f"  {metrics.skipped} skipped" if metrics.skipped else ""
     mfu = "" if metrics.mfu is None else f"  {metrics.mfu:.1%} MFU"
     return (
         f"step {metrics.step:>{len(str(steps))}}/{steps}  loss {loss}  {rate:.0f} samples/s"
-        f" ({rate / ranks:.0f} a rank)  data {metrics.data_wait:.0%}  {metrics.memory_MiB:.0f} MiB"
+        f" ({rate / ranks:.0f} per rank)  data {metrics.data_wait:.0%}  {metrics.memory_MiB:.0f} MiB"
         f"{mfu}{skipped}  {clock(left_s)} left"
     )
 
 
 def clock(seconds: float) -> str:
-    """``5s``, ``3m20s``, ``2h05m``."""
+    """Write a duration as ``5s``, ``3m20s`` or ``2h05m``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -76,162 +62,10 @@ def clock(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """What is read off for every line."""
+    """Functions that are read for every line."""
 
     waited_s: Callable[[], float]
-    """Time without data since the beginning."""
+    """Seconds without data since the start."""
     memory_MiB: Callable[[], float]
     samples_per_s_at_peak: float | None = None
-    """What one rank would do at its device's peak; None: not known."""
-
-
-class RunLog:
-    """Sums up what becomes known, a line every `log_every` steps or `LINE_EVERY_S` seconds."""
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        start: int,
-        steps: int,
-        ranks: int,
-        gauges: Gauges,
-        say: Callable[[str], None],
-    ) -> None:
-        assert config.global_batch is not None
-        self._run_dir, self._log_every = config.run_dir, config.log_every
-        self._start, self._steps, self._ranks, self._gauges = start, steps, ranks, gauges
-        self._samples_a_step, self._say, self._failed = config.global_batch, say, False
-        self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
-        self._since: list[Seen] = []
-        self._waited_s = gauges.waited_s()
-        self._began = time.perf_counter()
-        if self._run_dir is not None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._leave(lambda folder: files.put(folder / "config.json", config.to_json()))
-            self._leave(lambda folder: _forget_after(folder / METRICS, start))
-
-    def _leave(self, write: Callable[[Path], None]) -> None:
-        """Write something into the run's folder; training goes on where that fails, as on a full disk."""
-        if self._run_dir is None:
-            return
-        try:
-            write(self._run_dir)
-        except OSError as error:
-            if not self._failed:
-                self._say(f"metrics are incomplete: {error.filename or self._run_dir}: {error.strerror}")
-            self._failed = True
-
-    def note(self, *news: Seen) -> None:
-        """Take in some more steps."""
-        for seen in news:
-            if math.isnan(self.first_loss):
-                self.first_loss = seen.loss
-            self.skipped += seen.skipped
-            self._since.append(seen)
-            at_its_time = sum(one.seconds for one in self._since) >= LINE_EVERY_S
-            at_its_step = seen.step % self._log_every == 0 or seen.step in (self._start + 1, self._steps)
-            if at_its_time or at_its_step:
-                self._write_line(seen.step)
-
-    def held_out(self, step: int, loss: float) -> None:
-        """Tell the loss on data that is not trained on."""
-        self.eval_loss = loss
-        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}", flush=True)
-        told = json.dumps({"step": step, "eval_loss": _number(loss)})
-        self._leave(lambda folder: _append(folder / METRICS, told + "\n"))
-
-    def _write_line(self, step: int) -> None:
-        parts = [(one.loss, one.steps - one.skipped) for one in self._since if one.steps > one.skipped]
-        counted = sum(count for _, count in parts)
-        if counted:
-            self.last_loss = sum(loss * count for loss, count in parts) / counted
-        seconds = sum(one.seconds for one in self._since)
-        samples = sum(one.steps for one in self._since) * self._samples_a_step
-        waited_s, at_peak = self._gauges.waited_s(), self._gauges.samples_per_s_at_peak
-        metrics = Metrics(
-            step=step,
-            loss=_number(self.last_loss) if counted else None,
-            samples_per_s=samples / seconds,
-            data_wait=min(1.0, (waited_s - self._waited_s) / seconds),
-            memory_MiB=self._gauges.memory_MiB(),
-            skipped=self.skipped,
-            mfu=None if at_peak is None else samples / seconds / self._ranks / at_peak,
-        )
-        self._since, self._waited_s = [], waited_s
-        a_step_s = (time.perf_counter() - self._began) / (step - self._start)
-        print(
-            line(metrics, steps=self._steps, ranks=self._ranks, left_s=a_step_s * (self._steps - step)),
-            flush=True,
-        )
-        self._leave(lambda folder: _append(folder / METRICS, json.dumps(asdict(metrics)) + "\n"))
-
-    def close(self, *, step: int, reason: str, saved_step: int, stall_s: float) -> None:
-        """The last line, and the summary of this start of the run."""
-        if self._since:
-            self._write_line(self._since[-1].step)
-        seconds = time.perf_counter() - self._began
-        rate = (step - self._start) * self._samples_a_step / seconds
-        summary = {
-            "schema": SCHEMA,
-            "imgkit": __version__,
-            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "reason": reason,
-            "step": step,
-            "steps": self._steps,
-            "started_after_step": self._start,
-            "saved_step": saved_step if saved_step >= 0 else None,
-            "first_loss": _number(self.first_loss),
-            "last_loss": _number(self.last_loss),
-            "eval_loss": _number(self.eval_loss),
-            "ranks": self._ranks,
-            "samples_per_s": rate,
-            "seconds": seconds,
-            "skipped": self.skipped,
-            "longest_save_stall_s": stall_s,
-        }
-        self._leave(lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n"))
-        self._leave(_draw)
-        print(
-            f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}, {self._ranks} ranks, {rate:.0f} samples/s",
-            flush=True,
-        )
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Drop what was noted of steps that will now be done again."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    files.put(path, "".join(one for one in lines if _step(one) <= step))
-
-
-def _step(text: str) -> float:
-    try:
-        found: Any = json.loads(text)
-        return float(found["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # half a line, from a run that was killed
-
-
-def _draw(folder: Path) -> None:
-    known = [json.loads(text) for text in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
-
-    def curve(label: str, key: str) -> curves.StepCurve:
-        points = tuple((one["step"], one[key]) for one in known if one.get(key) is not None)
-        return curves.StepCurve(label=label, points=points)
-
-    loss = curves.StepChart("loss", (curve("trained on", "loss"), curve("held out", "eval_loss")))
-    files.put(
-        folder / CURVES, curves.document((loss, curves.StepChart("samples/s", (curve("", "samples_per_s"),))))
-    )
-
-
-def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    """Samples per second of one rank at its device's peak; None: unknown."""

@@ -1,4 +1,4 @@
-"""Traces of some steps, one file a rank, for chrome://tracing or ui.perfetto.dev."""
+"""``--profile``: traces of some steps, one file per rank, for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 def traced(
     steps: Iterable[tuple[Position, Batch]], config: Config, here: Ranks
 ) -> Iterable[tuple[Position, Batch]]:
-    """`steps` as they are; what happens between two of those that are wanted is recorded."""
+    """Pass `steps` on unchanged, and record a trace of those that ``--profile`` names."""
     return _traced(steps, config, here) if config.profile is not None else steps
 
 
@@ -33,7 +33,7 @@ def _traced(
             if recorder is not None and position.step + 1 not in wanted:
                 _write(recorder, config, here)
                 recorder, wanted = None, range(0)
-    finally:  # the run ended in the middle: what there is
+    finally:  # the run ended within the traced steps: keep what there is
         if recorder is not None:
             _write(recorder, config, here)
 
@@ -48,7 +48,7 @@ def _started(here: Ranks) -> profile:
 def _write(recorder: profile, config: Config, here: Ranks) -> None:
     here.synchronize()
     recorder.stop()
-    assert config.run_dir is not None  # options.read sees to it
+    assert config.run_dir is not None  # options.read has checked it
     target = config.run_dir / "traces" / f"rank-{here.rank}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}")

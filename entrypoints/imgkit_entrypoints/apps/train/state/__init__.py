@@ -1,1 +1,1 @@
-"""What outlives a run: snapshots and exported weights."""
+"""State that outlives a run: snapshots, random numbers and exported weights. Uses only ``data``."""

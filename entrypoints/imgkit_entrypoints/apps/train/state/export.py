@@ -1,4 +1,4 @@
-"""The weights alone, for whatever uses the model afterwards."""
+"""``--export``: the weights alone, for use outside dist-train."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from imgkit_entrypoints.apps.train.config import Config
 
 
 def export(config: Config, weights: Mapping[str, Tensor], here: Ranks) -> None:
-    """Write what ``--export`` names, if anything: read it with torch.load(FILE, weights_only=True).
+    """Write the file of ``--export``, if given; torch.load(FILE, weights_only=True) reads it.
 
     Raises
     ------
-    UsageError : it cannot be written.
+    UsageError : the file cannot be written.
     """
     if config.export is None or here.rank != 0:
         return
-    content = io.BytesIO()  # torch.save turns an OSError of its file into something else
+    content = io.BytesIO()  # torch.save would turn an OSError of its file into a RuntimeError
     torch.save({key: tensor.detach().cpu() for key, tensor in weights.items()}, content)
-    hint = "the run is whole: start it again with another --export, and it is written"
-    with files.replacing(config.export, failed="the weights cannot be written", hint=hint) as file:
+    hint = "the run itself is complete: start it again with another --export to write the weights"
+    with files.replacing(config.export, failed="cannot write the weights", hint=hint) as file:
         file.write(content.getbuffer())

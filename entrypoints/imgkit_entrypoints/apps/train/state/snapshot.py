@@ -1,16 +1,12 @@
-"""The state of a run, from the trainer to a snapshot and back, on one rank for all."""
+"""Save the state of a run as a snapshot, and find and load it again: one rank does it for all."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import os
 import platform
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +22,7 @@ from imgkit_entrypoints import __version__
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
-from imgkit_entrypoints.apps.train.state import snapshot_files
+from imgkit_entrypoints.apps.train.state import random_state, snapshot_files
 from imgkit_entrypoints.errors import UsageError
 
 Say = Callable[[str], None]
@@ -34,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A snapshot, as every rank has it."""
+    """A loaded snapshot, equal on every rank."""
 
     where: Path
     position: Position
@@ -42,43 +38,13 @@ class Snapshot:
     first_loss: float
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    """Of the optimizer and the gradient scaler."""
+    """State of the optimizer and the gradient scaler."""
     random: list[Mapping[str, Any]]
-    """Of the ranks that there were."""
-
-
-def seed_everything(number: int) -> None:
-    """Begin every generator of this process anew."""
-    torch.manual_seed(number)
-    random.seed(number)
-    if "numpy" in sys.modules:
-        importlib.import_module("numpy").random.seed(number % 2**32)
-
-
-def random_state() -> dict[str, Any]:
-    """Every generator of this process, in types that torch.load(weights_only=True) reads."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:  # else nobody here has used it
-        kind, words, *rest = importlib.import_module("numpy").random.get_state()
-        state["numpy"] = (kind, [int(word) for word in words], *rest)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Bring back what `random_state` gave."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("numpy").random.set_state(state["numpy"])
+    """Random state of each rank that the run had."""
 
 
 def on_host(value: Any) -> Any:
-    """A copy of `value` in which every tensor is in host memory and nobody else's."""
+    """Copy `value` with every tensor in host memory of its own."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -89,23 +55,23 @@ def on_host(value: Any) -> Any:
 
 
 class SnapshotWriter:
-    """Takes snapshots of the run in `folder` and writes them beside the training."""
+    """Takes snapshots of a run, and writes them in the background while training goes on."""
 
     def __init__(self, run_dir: Path, keep: int, here: Ranks, say: Say) -> None:
         self._folder, self._keep, self._here, self._say = run_dir / "snapshots", keep, here, say
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self.saved_step = -1
-        """The newest one that is safely written; known to rank 0."""
+        """Step of the newest snapshot that is safely written, on rank 0; -1: none."""
         self.longest_stall_s = 0.0
 
     def save(
         self, config: Config, position: Position, first_loss: float, state: Callable[[], tuple[Any, Any]]
     ) -> None:
-        """Copy the state to host memory, and write it in the background."""
+        """Copy the state to host memory and write it in the background; a collective call."""
         began = time.perf_counter()
         every: list[Any] = [None] * self._here.world_size
-        dist.all_gather_object(every, random_state())
+        dist.all_gather_object(every, random_state.current())
         if self._here.rank == 0:
             self._finish_writing()
             weights, optimizer = (on_host(part) for part in state())
@@ -137,7 +103,7 @@ class SnapshotWriter:
             self.saved_step = step
         except OSError as error:
             self._error = error
-        except RuntimeError as error:  # torch.save turns an OSError of its sink into one
+        except RuntimeError as error:  # torch.save turns an OSError of its sink into this
             self._error = _cause(error)
 
     def _finish_writing(self) -> None:
@@ -145,12 +111,14 @@ class SnapshotWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            newest = "none is older" if self.saved_step < 0 else f"the newest is of step {self.saved_step}"
-            self._say(f"a snapshot could not be written to {self._folder}: {self._error.strerror}; {newest}")
+            newest = (
+                "there is no older one" if self.saved_step < 0 else f"the newest is of step {self.saved_step}"
+            )
+            self._say(f"cannot write a snapshot to {self._folder}: {self._error.strerror}; {newest}")
             self._error = None
 
     def close(self) -> int:
-        """Wait for the last one; the newest step that is safely written, on every rank, or -1."""
+        """Wait for the last snapshot; returns the newest safely written step, or -1, on every rank."""
         self._finish_writing()
         saved = torch.tensor([self.saved_step], device=self._here.device)
         dist.broadcast(saved, 0)
@@ -167,13 +135,15 @@ def _cause(error: BaseException) -> OSError:
 
 
 def find(config: Config, here: Ranks, say: Say) -> Snapshot | None:
-    """What `config` wants to go on from, read by one rank that has it and sent to all.
+    """Load the snapshot that ``--resume`` selects, and send it to all ranks; a collective call.
 
-    No shared file system is assumed: the first rank of each node looks, and the one with the newest reads.
+    A shared file system is not needed: the first rank of each node searches, and the one with the newest
+    snapshot reads it.
 
     Raises
     ------
-    UsageError : the path given with ``--resume`` holds no valid snapshot on any node.
+    UsageError : the path of ``--resume`` holds no valid snapshot on any node, or ``--resume never`` would
+        replace the snapshots of another run.
     """
     place = config.run_dir if config.resume in ("auto", "never") else Path(config.resume)
     if place is None:
@@ -191,7 +161,7 @@ def find(config: Config, here: Ranks, say: Say) -> Snapshot | None:
         if config.resume == "auto":
             return None
         raise UsageError(
-            "no valid snapshot is there", where=str(place), hint="--resume auto, or never to begin anew"
+            "no valid snapshot found", where=str(place), hint="--resume auto, or --resume never to start over"
         )
     return _sent(mine if here.rank == offers.index(newest) else None, offers.index(newest), here)
 
@@ -201,14 +171,14 @@ def _refuse_a_used_folder(folder: Path, here: Ranks) -> None:
     dist.all_gather_object(used, bool(snapshot_files.newest_first(folder)))
     if any(used):
         raise UsageError(
-            "snapshots of another run are here, which this one would replace",
+            "this run would replace the snapshots of another run",
             where=str(folder),
-            hint="another --run-dir, or --resume auto",
+            hint="give another --run-dir, or --resume auto",
         )
 
 
 def _sent(mine: Path | None, source: int, here: Ranks) -> Snapshot:
-    """The snapshot `mine` of rank `source`, to all ranks."""
+    """Send the snapshot `mine` from rank `source` to all ranks, and load it."""
 
     def part(name: str) -> bytes:
         return _broadcast((mine / name).read_bytes() if mine is not None else b"", source, here)
@@ -241,7 +211,7 @@ def _broadcast(data: bytes, source: int, here: Ranks) -> bytes:
 
 
 def first_difference(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str | None:
-    """The first key at which two models differ, with both shapes."""
+    """The first key at which two models differ, with both shapes; None if they agree."""
 
     def shown(weights: Mapping[str, Tensor], key: str) -> str:
         return f"{tuple(weights[key].shape)}" if key in weights else "nothing"

@@ -1,7 +1,7 @@
-"""Snapshots as folders: whole or not there, whatever ends the writer; no torch.
+"""Snapshots as folders: complete or absent, however the writer ends. No torch.
 
-A snapshot is written under another name, each file and the folder are synced, and then it is renamed. Its
-manifest holds the sha256 of every file, so that what a failing disk did later is seen too.
+A snapshot is written under a temporary name, each file and the folder are synced, and then it is renamed. Its
+manifest holds the sha256 of every file, so that later disk errors are detected too.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ CHUNK = 4 << 20
 
 
 class Sink(Protocol):
-    """What a part of a snapshot is written to, in sequence."""
+    """The file of a snapshot, written in sequence."""
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Take all of `data`."""
+        """Write all of `data`."""
 
     def flush(self) -> None:
-        """Nothing is held back; torch.save asks."""
+        """Do nothing, because nothing is buffered; torch.save calls it."""
 
 
 WriteFile = Callable[[Sink], object]
-"""Writes one file."""
+"""Writes the content of one file into a sink."""
 
 
 class _File:
-    """A new file that is hashed while it is written, and synced at its end."""
+    """A new file that is hashed while it is written, and synced at the end."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -63,24 +63,24 @@ class _File:
 
 
 def name(step: int) -> str:
-    """Folder of a step's snapshot; names sort as steps do."""
+    """Folder name of a step's snapshot; names sort like steps."""
     return f"step-{step:010d}"
 
 
 def write(folder: Path, step: int, parts: Mapping[str, WriteFile], *, keep: int) -> Path:
-    """Write a snapshot into `folder` and remove all but the `keep` newest.
+    """Write a snapshot into `folder`, and remove all but the `keep` newest.
 
-    One that is there for a later step belongs to a course that was given up, and goes too.
+    Snapshots of later steps are removed too: the run was resumed from before them.
 
     Raises
     ------
-    OSError : it could not be written; the older ones are as they were.
+    OSError : the snapshot could not be written; older ones are unchanged.
     """
     target = folder / name(step)
     _clear(folder)
     temporary = folder / f"{WRITING}{target.name}"
     try:
-        os.mkdir(temporary)  # noqa: PTH102 - the module's effects are os calls, each of them tested as a crash
+        os.mkdir(temporary)  # noqa: PTH102 - tests interrupt each os call of this module
         _fill(temporary, step, parts)
         if os.path.lexists(target):
             os.rename(target, folder / f"{LEAVING}{target.name}")  # noqa: PTH104
@@ -90,7 +90,7 @@ def write(folder: Path, step: int, parts: Mapping[str, WriteFile], *, keep: int)
         with contextlib.suppress(OSError):
             _clear(folder)
         raise
-    # The new one is safe: a failure to tidy up is none of the snapshot's.
+    # The new snapshot is safe, so a failure to remove old ones is not reported.
     with contextlib.suppress(OSError):
         found = newest_first(folder)
         here = found.index(target)
@@ -125,7 +125,7 @@ def _sync(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an interrupted writer left, and what is on its way out."""
+    """Remove what an interrupted writer left, and snapshots that are being removed."""
     for entry in os.listdir(folder):  # noqa: PTH208
         if entry.startswith((WRITING, LEAVING)):
             path = folder / entry
@@ -135,7 +135,7 @@ def _clear(folder: Path) -> None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The snapshots in `folder`, valid or not."""
+    """The snapshots in `folder`, valid or not, newest first."""
     try:
         found = [path for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
@@ -144,20 +144,20 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def problem(snapshot: Path) -> str | None:
-    """Why `snapshot` cannot be used; None where every file is as it was written."""
+    """The reason why `snapshot` cannot be used; None if every file is as it was written."""
     try:
         manifest = json.loads((snapshot / MANIFEST).read_bytes())
         if manifest["schema"] != SCHEMA:
-            return f"{snapshot / MANIFEST} has schema {manifest['schema']}, this imgkit reads {SCHEMA}"
+            return f"{snapshot / MANIFEST} has schema {manifest['schema']}; this imgkit reads {SCHEMA}"
         for part_name, said in manifest["files"].items():
             if (size := (snapshot / part_name).stat().st_size) != said["size_bytes"]:
                 return f"{snapshot / part_name} has {size} bytes, not {said['size_bytes']}"
             if _sha256(snapshot / part_name) != said["sha256"]:
-                return f"{snapshot / part_name} is not what was written: its sha256 differs"
+                return f"{snapshot / part_name} is damaged: its sha256 differs from the manifest"
     except OSError as error:
         return f"{error.filename or snapshot}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{snapshot / MANIFEST} is no manifest"
+        return f"{snapshot / MANIFEST} is not a manifest"
     return None
 
 
@@ -170,14 +170,14 @@ def _sha256(path: Path) -> str:
 
 
 def step_of(snapshot: Path) -> int:
-    """The step that a valid snapshot was taken after."""
+    """The step after which a valid snapshot was taken."""
     return int(json.loads((snapshot / MANIFEST).read_bytes())["step"])
 
 
 def valid_ones(place: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Valid snapshots, newest first: `place` itself is one, or holds them, or is the folder of a run.
+    """Yield valid snapshots, newest first. `place` is a snapshot, a folder of snapshots, or a run folder.
 
-    Each that is skipped is told, with the reason.
+    Reports every snapshot that is skipped, with the reason.
     """
     if (place / MANIFEST).exists():
         found = [place]

@@ -85,7 +85,7 @@ def test_yaml_without_a_reader_is_refused(
     file.write_text("steps: 12\n")
     with pytest.raises(SystemExit):
         options.read(["--config", str(file)], {})
-    assert "YAML needs PyYAML, which is not here; JSON works without it" in capsys.readouterr().err
+    assert "YAML needs PyYAML, which is not installed; use JSON instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_yaml_without_a_reader_is_refused(
     [
         ('{"lr": "fast"}', "'fast' is not a number"),
         ('{"learning_rate": 1}', "--learning-rate=1"),
-        ('{"config": "run.json"}', "cannot name another one"),
+        ('{"config": "run.json"}', "names another file with `config`"),
         ("[1]", "holds no table"),
         ("{", "Expecting"),
         (None, "No such file"),
@@ -115,19 +115,19 @@ def test_wrong_file_is_refused_like_flags(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--lr", "-1"], "'-1' is not a number from 0"),
+        (["--lr", "-1"], "'-1' is not a number of at least 0"),
         (["--lr", "nan"], "not a number"),
-        (["--save-every", "0e"], "neither a number of steps nor one of epochs"),
-        (["--stop-after", "soon"], "is no time"),
-        (["--stop-after", ""], "is no time"),
-        (["--model", "resnet19"], "none of gpt, linear, mlp, resnet18, resnet50"),
+        (["--save-every", "0e"], "neither a number of steps (500) nor of epochs"),
+        (["--stop-after", "soon"], "is not a time"),
+        (["--stop-after", ""], "is not a time"),
+        (["--model", "resnet19"], "neither one of gpt, linear, mlp, resnet18, resnet50"),
         (["--data", "no-such-file"], "def FN(config, split)"),
         (["--on-nan", "cry"], "none of stop, skip"),
         (["--amp", "fp8"], "none of off, bf16, fp16"),
-        (["--profile", "5"], "is no START:STEPS"),
-        (["--profile", "5:0"], "is no START:STEPS"),
-        (["--export", "nowhere/model.pt"], "no file in a folder that is there"),
-        (["--export", "."], "no file in a folder that is there"),
+        (["--profile", "5"], "is not START:STEPS"),
+        (["--profile", "5:0"], "is not START:STEPS"),
+        (["--export", "nowhere/model.pt"], "is not a file in an existing folder"),
+        (["--export", "."], "is not a file in an existing folder"),
         (["--eval-every", "-1"], "neither a number of steps"),
     ],
 )
@@ -158,7 +158,7 @@ def test_only_models_of_blocks_are_checkpointed(own: Path) -> None:
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(options, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"a compiler \(g\+\+ or clang\+\+\), and none is in PATH"):
+    with pytest.raises(UsageError, match=r"a compiler \(g\+\+ or clang\+\+\), but PATH has none"):
         options.read(["--compile"], {})
     with pytest.raises(UsageError, match=r"Triton"):
         options.read(["--compile"], {"IMGKIT_DEVICE": "cuda"})
@@ -195,13 +195,13 @@ def test_functions_are_found_without_running(own: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("own.py:modell", "has no function modell (it has: model, data, step)"),
+        ("own.py:modell", "has no function modell; its functions: model, data, step"),
         ("own.py:step", "step does not take 2 positional arguments"),
-        ("gone.py:step", "cannot be read: No such file"),
-        ("gone.deep:step", "there is no module gone.deep"),
-        ("own.py:", "is no MOD:FN"),
-        (":step", "is no MOD:FN"),
-        ("own.py", "is no MOD:FN"),
+        ("gone.py:step", "cannot read gone.py: No such file"),
+        ("gone.deep:step", "no module gone.deep found"),
+        ("own.py:", "not of the form MOD:FN"),
+        (":step", "not of the form MOD:FN"),
+        ("own.py", "not of the form MOD:FN"),
     ],
 )
 def test_wrong_function_shows_the_signature(own: Path, text: str, said: str) -> None:

@@ -14,7 +14,8 @@ import pytest
 from imgkit_entrypoints.apps.train import options
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S
 from imgkit_entrypoints.apps.train.report import curves, utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, RunLog, Seen, clock
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Seen, clock
+from imgkit_entrypoints.apps.train.report.run_log import RunLog
 
 
 def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> RunLog:
@@ -38,7 +39,7 @@ def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
     one.note(seen(10, 5, 1.2))
     end(one, 10)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step  1/20  loss 9.000000  64 samples/s (32 a rank)  data 25%  512 MiB")
+    assert lines[0].startswith("step  1/20  loss 9.000000  64 samples/s (32 per rank)  data 25%  512 MiB")
     # The mean of 4 steps at 3.0 and 5 at 1.2, in 2 s.
     assert lines[1].startswith("step 10/20  loss 2.000000  288 samples/s")
     assert lines[2].startswith("loss 9.000000 -> 2.000000, 2 ranks, ")

@@ -155,7 +155,7 @@ def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
         (lambda path: (path / "weights.pt").write_bytes(b"w" * 10), "has 10 bytes, not 150"),
         (lambda path: (path / "state.json").unlink(), "No such file"),
         (lambda path: (path / "manifest.json").unlink(), "No such file"),
-        (lambda path: (path / "manifest.json").write_text("{}"), "is no manifest"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "is not a manifest"),
         (lambda path: (path / "manifest.json").write_text('{"schema": 9}'), "schema 9"),
     ],
 )

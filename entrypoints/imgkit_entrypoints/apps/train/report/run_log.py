@@ -1,0 +1,173 @@
+"""The log of a run: progress lines, ``metrics.jsonl``, ``summary.json`` and ``curves.svg``. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from imgkit_entrypoints import __version__, files
+from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
+from imgkit_entrypoints.apps.train.report import curves
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Seen, line
+
+SCHEMA = 1
+METRICS = "metrics.jsonl"
+CURVES = "curves.svg"
+
+
+class RunLog:
+    """Writes a line every `log_every` steps or `LINE_EVERY_S` seconds; used by rank 0 alone."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start: int,
+        steps: int,
+        ranks: int,
+        gauges: Gauges,
+        say: Callable[[str], None],
+    ) -> None:
+        assert config.global_batch is not None
+        self._run_dir, self._log_every = config.run_dir, config.log_every
+        self._start, self._steps, self._ranks, self._gauges = start, steps, ranks, gauges
+        self._samples_a_step, self._say, self._failed = config.global_batch, say, False
+        self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
+        self._since: list[Seen] = []
+        self._waited_s = gauges.waited_s()
+        self._began = time.perf_counter()
+        if self._run_dir is not None:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._write(lambda folder: files.put(folder / "config.json", config.to_json()))
+            self._write(lambda folder: _forget_after(folder / METRICS, start))
+
+    def _write(self, write: Callable[[Path], None]) -> None:
+        """Write into the run folder. If that fails, as on a full disk, training goes on."""
+        if self._run_dir is None:
+            return
+        try:
+            write(self._run_dir)
+        except OSError as error:
+            if not self._failed:
+                self._say(f"metrics are incomplete: {error.filename or self._run_dir}: {error.strerror}")
+            self._failed = True
+
+    def note(self, *news: Seen) -> None:
+        """Add the sums over the latest steps."""
+        for seen in news:
+            if math.isnan(self.first_loss):
+                self.first_loss = seen.loss
+            self.skipped += seen.skipped
+            self._since.append(seen)
+            at_its_time = sum(one.seconds for one in self._since) >= LINE_EVERY_S
+            at_its_step = seen.step % self._log_every == 0 or seen.step in (self._start + 1, self._steps)
+            if at_its_time or at_its_step:
+                self._write_line(seen.step)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Report the loss on held-out data."""
+        self.eval_loss = loss
+        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}", flush=True)
+        text = json.dumps({"step": step, "eval_loss": _number(loss)})
+        self._write(lambda folder: _append(folder / METRICS, text + "\n"))
+
+    def _write_line(self, step: int) -> None:
+        parts = [(one.loss, one.steps - one.skipped) for one in self._since if one.steps > one.skipped]
+        counted = sum(count for _, count in parts)
+        if counted:
+            self.last_loss = sum(loss * count for loss, count in parts) / counted
+        seconds = sum(one.seconds for one in self._since)
+        samples = sum(one.steps for one in self._since) * self._samples_a_step
+        waited_s, at_peak = self._gauges.waited_s(), self._gauges.samples_per_s_at_peak
+        metrics = Metrics(
+            step=step,
+            loss=_number(self.last_loss) if counted else None,
+            samples_per_s=samples / seconds,
+            data_wait=min(1.0, (waited_s - self._waited_s) / seconds),
+            memory_MiB=self._gauges.memory_MiB(),
+            skipped=self.skipped,
+            mfu=None if at_peak is None else samples / seconds / self._ranks / at_peak,
+        )
+        self._since, self._waited_s = [], waited_s
+        a_step_s = (time.perf_counter() - self._began) / (step - self._start)
+        print(
+            line(metrics, steps=self._steps, ranks=self._ranks, left_s=a_step_s * (self._steps - step)),
+            flush=True,
+        )
+        self._write(lambda folder: _append(folder / METRICS, json.dumps(asdict(metrics)) + "\n"))
+
+    def close(self, *, step: int, reason: str, saved_step: int, stall_s: float) -> None:
+        """Write the last line, and the summary of this start."""
+        if self._since:
+            self._write_line(self._since[-1].step)
+        seconds = time.perf_counter() - self._began
+        rate = (step - self._start) * self._samples_a_step / seconds
+        summary = {
+            "schema": SCHEMA,
+            "imgkit": __version__,
+            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "reason": reason,
+            "step": step,
+            "steps": self._steps,
+            "started_after_step": self._start,
+            "saved_step": saved_step if saved_step >= 0 else None,
+            "first_loss": _number(self.first_loss),
+            "last_loss": _number(self.last_loss),
+            "eval_loss": _number(self.eval_loss),
+            "ranks": self._ranks,
+            "samples_per_s": rate,
+            "seconds": seconds,
+            "skipped": self.skipped,
+            "longest_save_stall_s": stall_s,
+        }
+        self._write(lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n"))
+        self._write(_draw)
+        print(
+            f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}, {self._ranks} ranks, {rate:.0f} samples/s",
+            flush=True,
+        )
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will now be repeated."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    files.put(path, "".join(one for one in lines if _step(one) <= step))
+
+
+def _step(text: str) -> float:
+    try:
+        found: Any = json.loads(text)
+        return float(found["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # half a line, left by a run that was killed
+
+
+def _draw(folder: Path) -> None:
+    known = [json.loads(text) for text in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+
+    def curve(label: str, key: str) -> curves.StepCurve:
+        points = tuple((one["step"], one[key]) for one in known if one.get(key) is not None)
+        return curves.StepCurve(label=label, points=points)
+
+    loss = curves.StepChart("loss", (curve("trained on", "loss"), curve("held out", "eval_loss")))
+    files.put(
+        folder / CURVES, curves.document((loss, curves.StepChart("samples/s", (curve("", "samples_per_s"),))))
+    )
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
