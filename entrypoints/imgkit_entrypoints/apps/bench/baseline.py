@@ -85,7 +85,7 @@ class BaselineVerdict:
         if self.visible > 1 / (1 - self.tolerance):
             result.append(
                 f"the baseline's iterations vary: at half of the sizes, only a run at least "
-                f"{self.visible:.2g} times slower can be told apart from that"
+                f"{self.visible:.2g} times slower stands out from that"
             )
         if self.not_compared:
             result.append(

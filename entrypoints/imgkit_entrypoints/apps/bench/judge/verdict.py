@@ -15,7 +15,7 @@ from imgkit_entrypoints.apps.bench.measure import collectives, nccl_log, port_co
 from imgkit_entrypoints.apps.bench.measure.node_conditions import NodeConditions
 
 SLOW = 0.5
-"""Below this share of the line rate something is wrong, not merely inefficient."""
+"""Share of the line rate below which something is wrong, not merely inefficient."""
 NEEDED_Gbps = 400.0
 """Bandwidth between nodes that sharded training of large models needs (S. Bekman, Machine Learning
 Engineering, network)."""

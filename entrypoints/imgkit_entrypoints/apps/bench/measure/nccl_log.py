@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
-"""Without TUNING, which writes one line for every launch: never while launches are timed."""
+"""TUNING is left out: it writes one line for every launch, which must not happen while they are timed."""
 _CONNECTED = re.compile(r" -> .* via ([A-Z0-9]+)(.*)")
 _NETWORK = re.compile(r"Using network (.+)")
 _CHANNELS = re.compile(r"(\d+) coll channels")

@@ -150,7 +150,7 @@ def _plain(speed: float) -> str:
 
 
 def size_ticks(low: float, high: float) -> list[int]:
-    """At most ten evenly spaced powers of two."""
+    """Evenly spaced powers of two, at most ten."""
     first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(high))
     step = next(step for step in (1, 2, 5, 10, 20) if (last - first) / step <= 10)
     return [1 << power for power in range(-(-first // step) * step, last + 1, step)]

@@ -102,7 +102,9 @@ def test_batch_and_accumulation_make_the_global_batch() -> None:
 
 
 def test_unshareable_global_batch_names_what_works() -> None:
-    with pytest.raises(UsageError, match="3 ranks cannot share a global batch of 32 samples equally") as caught:
+    with pytest.raises(
+        UsageError, match="3 ranks cannot share a global batch of 32 samples equally"
+    ) as caught:
         arrange(size=1000, world_size=3, batch_size=8, accumulate=None, global_batch=32)
     assert "2 or 4 ranks" in str(caught.value)
     assert "--global-batch 30 or 33" in str(caught.value)
