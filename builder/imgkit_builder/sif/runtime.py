@@ -2,11 +2,15 @@
 
 Notes
 -----
-What spython 0.3.14 is used for, and what not (all seen by running it): ``Client.build`` runs sudo by default,
-drops the exit code and returns a stale file as success, and with ``stream=True`` hangs once the runtime wrote
-64 KiB to stderr. ``Client._init_command`` with ``stream_command(output_type="both")`` drains both streams and
-raises on failure. The name ``singularity`` is fixed in it, so a folder with a link of that name goes first on
-PATH.
+Every run goes through ``spython.utils.stream_command``, spython's public function that streams the output of
+a command. Its larger public functions do not serve, as running spython 0.3.14 shows. ``Client.build`` runs
+sudo by default, drops the exit code and returns a stale file as success; with ``stream=True`` it hangs once
+the runtime has written 64 KiB to stderr. No function takes a working folder or ends the processes that the
+runtime starts, and there is none for ``sif new``, ``sif add`` and ``sif del``. All of them run whatever is
+called ``singularity`` on PATH, not the runtime that the user chose.
+
+``stream_command`` itself takes neither a working folder nor variables. ``supervisor`` runs between it and the
+runtime and adds both, so that nothing changes in the environment of this process.
 """
 
 from __future__ import annotations
@@ -36,8 +40,6 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 COMMANDS = ("singularity", "apptainer")
 """Tried in this order; an Apptainer installs both names."""
 
-_NAME = "singularity"
-"""What spython runs, whatever the runtime is."""
 _FLAVOUR = re.compile(
     r"^(apptainer|singularity-ce|singularitypro|singularity)\s+version\s+(\S+)", re.IGNORECASE
 )
@@ -118,7 +120,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
 def _ask(path: Path, *arguments: str) -> Finished:
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-    code = _stream(path, arguments, folder=Path.cwd(), take=lines.append)
+    code = _stream(path, arguments, folder=Path.cwd(), env={}, take=lines.append)
     return Finished(argv=(str(path), *arguments), returncode=code, output="".join(lines))
 
 
@@ -133,8 +135,8 @@ def run(
 ) -> Finished:
     """Run the runtime with `arguments` in `folder`; both streams are drained, each line goes to `on_line`.
 
-    `env` is laid over the environment for the run. A signal that raises (Ctrl-C) first ends the whole group
-    of processes.
+    `env` adds to this process's environment or replaces parts of it. A signal that raises (Ctrl-C) first ends
+    the whole group of processes.
 
     Raises
     ------
@@ -149,8 +151,7 @@ def run(
         if on_line:
             on_line(line.rstrip("\n"))
 
-    with _environment(env or {}):
-        code = _stream(tool.path, arguments, folder=folder or Path.cwd(), take=take)
+    code = _stream(tool.path, arguments, folder=folder or Path.cwd(), env=env or {}, take=take)
     finished = Finished(argv=(str(tool.path), *arguments), returncode=code, output="".join(lines))
     if code != 0:
         if log:
@@ -163,58 +164,42 @@ def run(
     return finished
 
 
-def _stream(path: Path, arguments: Sequence[str], *, folder: Path, take: Callable[[str], None]) -> int:
-    """Run through spython; returns the exit code."""
-    from spython.main import Client
+def _stream(
+    path: Path,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    env: Mapping[str, str],
+    take: Callable[[str], None],
+) -> int:
+    """Run through spython; return the exit code."""
     from spython.utils import stream_command
 
     # Not the folder that tempfile remembers: within a conversion TMPDIR is the workspace, always cleaned.
-    named = os.environ.get("TMPDIR")
+    named = env.get("TMPDIR") or os.environ.get("TMPDIR")
     place = named if named and Path(named).is_dir() else None
     with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=place) as scratch:
         pid_file = Path(scratch) / "pid"
-        words = _supervised(pid_file, folder, (*Client._init_command([]), *arguments))
-        with _environment({"PATH": _path_with(path, Path(scratch))}):
-            try:
-                # The default pattern drops every line with "Progess" in it; this one matches nothing.
-                for line in stream_command(words, output_type="both", no_newline_regexp=r"(?!)"):
-                    take(line)
-            except subprocess.CalledProcessError as error:
-                return int(error.returncode)
-            except BaseException:
-                _end(pid_file)
-                raise
+        # Programs that the runtime starts, such as mksquashfs, often lie beside it.
+        search = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        words = _supervised(pid_file, folder, {"PATH": search, **env}, (str(path), *arguments))
+        try:
+            # The default pattern drops every line with "Progess" in it; this one matches nothing.
+            for line in stream_command(words, output_type="both", no_newline_regexp=r"(?!)"):
+                take(line)
+        except subprocess.CalledProcessError as error:
+            return int(error.returncode)
+        except BaseException:
+            _end(pid_file)
+            raise
     return 0
 
 
-def _supervised(pid_file: Path, folder: Path, argv: Sequence[str]) -> list[str]:
+def _supervised(pid_file: Path, folder: Path, env: Mapping[str, str], argv: Sequence[str]) -> list[str]:
     source = importlib.resources.files(__package__).joinpath("supervisor.py").read_text(encoding="utf-8")
-    encoding = locale.getpreferredencoding(False)
-    return [sys.executable, "-I", "-S", "-c", source, str(pid_file), encoding, str(folder), *argv]
-
-
-def _path_with(path: Path, scratch: Path) -> str:
-    """PATH on which `singularity` is `path`."""
-    first = path.parent
-    if path.name != _NAME:
-        (scratch / _NAME).symlink_to(path)
-        first = scratch
-    return f"{first}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    # spython hands no env on: only os.environ reaches the runtime.
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    settings = [str(pid_file), locale.getpreferredencoding(False), str(folder)]
+    variables = [f"{name}={value}" for name, value in env.items()]
+    return [sys.executable, "-I", "-S", "-c", source, *settings, *variables, "--", *argv]
 
 
 def _end(pid_file: Path) -> None:

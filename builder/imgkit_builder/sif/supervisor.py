@@ -1,10 +1,10 @@
-"""Runs one command in a session of its own: the source of ``python -c``, standard library only.
+"""Run one command in a session of its own: the source of ``python -c``, standard library only.
 
-``python -I -S -c SOURCE PIDFILE ENCODING FOLDER ARGV...``. It stands between spython and the runtime for what
-``spython.utils.stream_command`` cannot do: a process group that can be ended as a whole (the runtime starts
-mksquashfs), output that always decodes (there it is decoded strictly, and one stray byte raises), a working
-folder, and an end when the parent was killed with -9. It runs several times per conversion, so it does
-without subprocess and signal, which take longer to import than all the rest.
+``python -I -S -c SOURCE PIDFILE ENCODING FOLDER [NAME=VALUE...] -- ARGV...``. It runs between spython and the
+runtime, and adds what ``spython.utils.stream_command`` lacks: a process group that can be ended as a whole
+(the runtime starts mksquashfs), output that always decodes (spython decodes strictly, and one stray byte
+raises), a working folder, further variables, and an end when the parent was killed with -9. It runs several
+times per conversion, so it avoids subprocess and signal, which take longer to import than all the rest.
 """
 
 import codecs
@@ -19,7 +19,10 @@ LOOK_EVERY_S = 1.0
 
 def main() -> int:
     """Run and return the exit code, 128 + N for signal N."""
-    pid_file, encoding, folder, *argv = sys.argv[1:]
+    pid_file, encoding, folder, *words = sys.argv[1:]
+    end = words.index("--")
+    env = dict(os.environ) | dict(word.split("=", 1) for word in words[:end])
+    argv = words[end + 1 :]
     parent = os.getppid()
     os.setsid()
     with open(pid_file, "w") as stream:  # noqa: PTH123 - pathlib costs 10 ms of start-up
@@ -32,7 +35,7 @@ def main() -> int:
         (os.POSIX_SPAWN_DUP2, sink, 2),
     ]
     # Python ignores these two signals, and a child would inherit that.
-    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions, setsigdef=(SIGPIPE, SIGXFSZ))
+    child = os.posix_spawnp(argv[0], argv, env, file_actions=actions, setsigdef=(SIGPIPE, SIGXFSZ))
     os.close(sink)
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while True:

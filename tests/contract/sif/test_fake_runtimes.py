@@ -145,11 +145,29 @@ def test_version_lines_understood(install: Install, line: str, flavour: str, ver
 
 
 def test_name_apptainer_alone_works(archive: Path, tmp_path: Path, install: Install) -> None:
-    """spython runs the name singularity whatever is installed."""
     fake = install("apptainer 1.4")
     assert fake.command == "apptainer"
     sif(archive, tmp_path)
-    assert {call["name"] for call in fake.calls()} == {"singularity"}
+    assert {call["name"] for call in fake.calls()} == {"apptainer"}
+
+
+def test_chosen_runtime_runs_whatever_path_says(
+    archive: Path, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = install("apptainer 1.4")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    sif(archive, tmp_path, runtime=str(fake.folder / fake.command))
+    assert fake.calls("build")
+
+
+def test_environment_of_this_process_stays(tmp_path: Path, install: Install) -> None:
+    """Other threads see no variable of a run, not even while it goes on."""
+    fake = install("apptainer 1.4")
+    tool, before, seen = runtime.find_runtime(), dict(os.environ), []
+    variables = scratch_env(tmp_path) | {"TMPDIR": str(tmp_path)}
+    runtime.run(tool, ["--version"], env=variables, on_line=lambda _: seen.append(dict(os.environ)))
+    assert seen == [before]
+    assert fake.calls()[-1]["env"]["TMPDIR"] == str(tmp_path)
 
 
 def test_megabyte_of_stderr_drained(archive: Path, tmp_path: Path, install: Install) -> None:
