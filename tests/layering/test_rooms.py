@@ -1,0 +1,223 @@
+"""Rooms, the folders of the two packages: who imports whom, downwards only; one class name, one meaning.
+
+`ROOMS` is the table of allowed arrows. docs/architecture.md prints it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
+VALUES = ("errors", "system", "files", "arguments")
+"""Modules at the top of the image half whose values both halves share; together they count as one room."""
+
+_TABLE: Mapping[str, Mapping[str, str]] = {
+    "builder": {
+        "cli": "examine job delta sif archive engine image recipe base values entrypoints/values",
+        "examine": "delta sif archive engine image recipe base entrypoints/values",
+        "job": "delta sif image recipe base "
+        "entrypoints/cli entrypoints/launch entrypoints/schedulers entrypoints/values",
+        "delta": "sif archive image base values entrypoints/launch entrypoints/values",
+        "sif": "archive image base values entrypoints/values",
+        "archive": "image base entrypoints/values",
+        "engine": "image recipe base entrypoints/values",
+        "image": "recipe base values entrypoints/cli entrypoints/values",
+        "recipe": "entrypoints/values",
+        "base": "entrypoints/values",
+        "values": "entrypoints/values",
+    },
+    "entrypoints": {
+        "cli": "doctor launch rollcall schedulers fabric facts values",
+        "apps/bench": "apps launch schedulers fabric facts values",
+        "apps/train": "apps launch values",
+        "apps": "doctor facts values",
+        "doctor": "schedulers fabric facts values",
+        "launch": "rollcall schedulers fabric facts values",
+        "rollcall": "schedulers values",
+        "schedulers": "values",
+        "fabric": "facts values",
+        "facts": "values",
+        "values": "",
+    },
+}
+"""Half -> room -> the rooms that it may import, top to bottom; rooms of the other half with their half."""
+
+
+def _full(half: str, room: str) -> str:
+    return room if room.split("/")[0] in _TABLE else f"{half}/{room}"
+
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    f"{half}/{room}": tuple(_full(half, name) for name in below.split())
+    for half, rooms in _TABLE.items()
+    for room, below in rooms.items()
+}
+"""Room -> the rooms that it may import, top to bottom."""
+
+TWICE: Mapping[str, str] = {}
+"""Class name -> why it may occur more than once in a half."""
+
+
+def sources(half: str) -> list[Path]:
+    return sorted(path for path in (HALVES[half] / half).rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def module_of(path: Path, half: str) -> str:
+    return ".".join(path.relative_to(HALVES[half]).with_suffix("").parts).removesuffix(".__init__")
+
+
+def is_module(name: str) -> bool:
+    half = name.split(".")[0]
+    place = HALVES[half] / name.replace(".", "/")
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Modules of the two halves that `path` imports, wherever in the file, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in HALVES:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield (full if is_module(full) else node.module), node.lineno
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in HALVES:
+                    yield alias.name, node.lineno
+
+
+def room_of(module: str) -> str:
+    """``builder/job``, ``entrypoints/apps/train``, ``entrypoints/values``; `apps` has a room for each app."""
+    half, *parts = module.split(".")
+    top = half.removeprefix("imgkit_")
+    if not parts or parts[0] == "__main__":
+        return f"{top}/values"  # the version
+    if parts[0] in VALUES:
+        return f"{top}/values"
+    if parts[0] == "apps" and len(parts) > 1 and (HALVES[half] / half / "apps" / parts[1]).is_dir():
+        return f"{top}/apps/{parts[1]}"
+    return f"{top}/{parts[0]}"
+
+
+def arrows() -> dict[tuple[str, str], list[str]]:
+    """(room, room it imports) -> where."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for half in HALVES:
+        for path in sources(half):
+            if path.name == "__main__.py" and path.parent.name == half:
+                continue  # starts the command line: above every room
+            here = room_of(module_of(path, half))
+            for module, line in imported(path):
+                if (there := room_of(module)) != here:
+                    found[here, there].append(f"{path.relative_to(ROOT)}:{line}")
+    return found
+
+
+def printed() -> str:
+    """The table as docs/architecture.md has it."""
+    lines = ["| room | imports |", "|---|---|"]
+    for room, below in ROOMS.items():
+        lines.append(f"| `{room}` | {', '.join(f'`{name}`' for name in below) or 'nothing of imgkit'} |")
+    return "\n".join(lines)
+
+
+def test_every_arrow_between_rooms_is_in_the_table() -> None:
+    surprising = {
+        f"{a} -> {b}": where for (a, b), where in sorted(arrows().items()) if b not in ROOMS.get(a, ())
+    }
+    assert surprising == {}
+
+
+def test_table_allows_no_arrow_that_nobody_needs() -> None:
+    used = set(arrows())
+    assert [(a, b) for a, below in ROOMS.items() for b in below if (a, b) not in used] == []
+
+
+def test_arrows_of_the_table_point_down() -> None:
+    order = list(ROOMS)
+    upward = [
+        (a, b)
+        for a, below in ROOMS.items()
+        for b in below
+        if b not in order or order.index(b) <= order.index(a)
+    ]
+    assert upward == []
+
+
+def test_architecture_page_prints_the_table() -> None:
+    assert printed() in (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), "\n" + printed()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_modules_import_each_other_in_no_circle(half: str) -> None:
+    below = {
+        module_of(path, half): {module for module, _ in imported(path) if module.startswith(half)}
+        for path in sources(half)
+    }
+    circle = find_circle(below)
+    assert circle == []
+
+
+def find_circle(below: Mapping[str, set[str]]) -> list[str]:
+    """The modules of one circle, or none. A package that names its own modules closes no circle."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        for other in sorted(below.get(module, ())):
+            if not module.startswith(other + ".") and (found := visit(other)):
+                return found
+        path.pop()
+        done.add(module)
+        return []
+
+    for module in sorted(below):
+        if found := visit(module):
+            return found
+    return []
+
+
+def test_new_arrow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROOMS, "builder/sif", ())
+    with pytest.raises(AssertionError, match="builder/sif -> builder/archive"):
+        test_every_arrow_between_rooms_is_in_the_table()
+
+
+def test_circle_is_found() -> None:
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def classes(half: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sources(half):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_class_name_has_one_meaning(half: str) -> None:
+    twice = {name: where for name, where in classes(half).items() if len(where) > 1 and name not in TWICE}
+    assert twice == {}
+
+
+def test_exceptions_are_still_needed() -> None:
+    assert [name for name in TWICE if all(len(classes(half).get(name, ())) < 2 for half in HALVES)] == []
+
+
+def test_glossary_is_short() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\*\*[^*]+\*\*", text.split("## Glossary", 1)[1].split("\n## ", 1)[0], re.MULTILINE)
+    assert 10 <= len(terms) <= 25
