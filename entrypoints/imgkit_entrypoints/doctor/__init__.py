@@ -1,1 +1,1 @@
-"""dist-doctor: what this node has, and what is wrong with it."""
+"""dist-doctor on one node: `node` checks it, `bundle` saves it for a replay, `checks` holds the rules."""

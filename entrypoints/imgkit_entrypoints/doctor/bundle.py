@@ -1,4 +1,4 @@
-"""``dist-doctor --bundle FILE``: this machine as an archive, to replay its decisions elsewhere."""
+"""``dist-doctor --bundle FILE``: this node saved as an archive, to replay its decisions elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from imgkit_entrypoints.facts import Reader
 from imgkit_entrypoints.facts.saved_tree import Entry
 
 ENVIRONMENT = "environment"
-"""Member with the variables that bear on a launch, as lines for a shell."""
+"""Member with the variables that affect a launch, as lines for a shell."""
 _TELLING = re.compile(
     r"(NCCL|FI|GLOO|TORCH|TORCHELASTIC|CUDA|NVIDIA|OMP|IMGKIT|SLURM|SLURMD|PBS|PALS|PMI|PMIX|OMPI|PRTE|MPI|PET|"
     r"RUNAI|UCX|MASTER)_.*|LD_LIBRARY_PATH|RANK|WORLD_SIZE|LOCAL_RANK|CUDA_VISIBLE_DEVICES"
@@ -28,7 +28,7 @@ _MANIFEST = "opt/imgkit/manifest.json"
 
 
 def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Write the archive; returns the names of the variables that were left out as secrets.
+    """Write the archive; returns the names of variables that were left out as secrets.
 
     Raises
     ------
@@ -56,16 +56,16 @@ def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def how_to_replay(target: Path) -> str:
-    """The commands for whoever gets the archive."""
+    """Commands that replay the archive on another machine."""
     name = shlex.quote(target.name)
     return (
         f"mkdir node && tar -xzf {name} -C node && (. node/{ENVIRONMENT}; IMGKIT_ROOT=node dist-doctor), "
-        "also dist-env or dist-run --plan"
+        "also dist-env and dist-run --plan"
     )
 
 
 def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
-    """What the checks and the recipe's facts read besides `facts.gather`."""
+    """Files that the checks and the recipe's facts read besides `facts.gather`."""
     text = reader.text(str(system.SYSTEM_JSON))
     try:
         known = system.from_json(text) if text else None
@@ -77,7 +77,7 @@ def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
         data = json.loads(text)
         data["env"] = {name: value for name, value in data["env"].items() if not _SECRET.search(name)}
         yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=json.dumps(data) + "\n")
-    # Of the manifest the platform alone: it holds the whole environment of the base image.
+    # Only the platform of the manifest, which also has the whole environment of the base image.
     try:
         platform = json.loads(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
     except (ValueError, AttributeError):
@@ -88,7 +88,7 @@ def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
         yield Entry(path=f"sys/class/iommu/{name}", kind="folder")
     if reader.exists("/usr/local/cuda/compat"):
         yield Entry(path="usr/local/cuda/compat", kind="folder")
-    # Of a library the one line that a check reads.
+    # Only the line of a library that a check reads.
     host = facts.gather(env=env)
     path, own = software.image_glibc(host, reader)
     versions = {**software.needed_glibc(host, reader), **({path: own} if own else {})}

@@ -1,4 +1,4 @@
-"""``dist-doctor`` on one machine: what would break or slow a distributed run here, with the remedy."""
+"""``dist-doctor`` on this node: problems that would break or slow a distributed run, with their fixes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from imgkit_entrypoints.system import SystemFacts
 SCHEMA = 1
 TIMEOUT_S = 60
 DECIDED = "IMGKIT_DECIDED"
-"""Comma-separated names of the variables that the launcher itself set for a worker: nobody's wish."""
+"""Variable with the comma-separated names that the launcher itself set for a worker, and not the user."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Options of dist-doctor."""
+    """Add the options of dist-doctor."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--timeout",
         type=positive,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help=f"for the all_reduce between nodes (default {TIMEOUT_S})",
+        help="time limit of the all_reduce between nodes (default: %(default)s)",
     )
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int:
-    """Check this machine and print; exit code 1 if something fails.
+    """Check this node and print the result; the exit code is 1 if a check fails.
 
     Raises
     ------
@@ -44,14 +44,14 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         bundle cannot be written.
     """
     parser = argparse.ArgumentParser(
-        prog="dist-doctor", description="Check this machine for distributed runs.", allow_abbrev=False
+        prog="dist-doctor", description="Check this node for distributed runs.", allow_abbrev=False
     )
     add_arguments(parser)
     parser.add_argument(
         "--bundle",
         type=Path,
         metavar="FILE",
-        help="save what was read here, to replay it elsewhere; no secrets",
+        help="save the files that the checks read, to replay them elsewhere; secrets are left out",
     )
     options = parser.parse_args(argv)
     if options.bundle is not None:
@@ -86,23 +86,23 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Every check that applies here.
+    """Results of every check that applies to this node.
 
     Parameters
     ----------
-    reader : for the few files that are no facts of a launch.
-    nnodes : nodes of the run; on one, what is in the way between nodes is a warning.
+    reader : reads the few files that are not facts of a launch.
+    nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
     """
     decided = env.get(DECIDED, "").split(",")
     own = {name: value for name, value in env.items() if name not in decided}
-    # As for a run on several nodes in any case: that is what a doctor is asked about.
+    # Always the plan of a run on several nodes: users ask the doctor about those.
     plan = fabric.choose(host, system, own, nnodes=max(2, nnodes))
     subject = Subject(facts=host, system=system, env=own, plan=plan, several=nnodes > 1, reader=reader)
     return tuple(check for rule in CHECKS for check in rule(subject))
 
 
 def passed(found: Sequence[Check]) -> bool:
-    """Whether nothing failed."""
+    """True if no check failed."""
     return all(check.verdict != "fail" for check in found)
 
 
@@ -118,7 +118,7 @@ def to_dict(found: Sequence[Check], **about: Any) -> dict[str, Any]:
 
 
 def table(found: Sequence[Check]) -> str:
-    """Aligned plain text, one check a line, fixes below their check."""
+    """Aligned plain text with one check per line and its fix below."""
     width = max((len(check.name) for check in found), default=0)
     lines = []
     for check in found:
@@ -129,7 +129,7 @@ def table(found: Sequence[Check]) -> str:
 
 
 def summary(found: Sequence[Check]) -> str:
-    """``12 ok, 1 warn``."""
+    """Number of checks by verdict: ``12 ok, 1 warn``."""
     verdicts = [check.verdict for check in found]
     return ", ".join(
         f"{verdicts.count(word)} {word}" for word in ("ok", "warn", "unknown", "fail") if word in verdicts

@@ -124,4 +124,4 @@ def test_missing_gpus_are_named_by_the_doctor(mn5_sif: Path, hostile: Path) -> N
         pytest.skip("this machine has GPUs")
     done = inside(mn5_sif, hostile, "dist-doctor")
     assert done.returncode == 1
-    assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 a node\n +-> .*--nv", done.stdout, re.M)
+    assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 per node\n +-> .*--nv", done.stdout, re.M)

@@ -1,7 +1,7 @@
-"""What can be wrong with a machine before the first collective: one pure function per check.
+"""Checks of a node before the first collective: one pure function per check.
 
-A check that does not apply (InfiniBand on a laptop) yields nothing. Limits and texts come from NCCL's user
-guide, "Troubleshooting", unless a check names another source.
+A check that does not apply, such as InfiniBand on a laptop, yields no result. Limits and texts come from
+NCCL's user guide, "Troubleshooting", unless a check names another source.
 """
 
 from __future__ import annotations

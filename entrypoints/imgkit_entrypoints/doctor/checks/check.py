@@ -1,4 +1,4 @@
-"""A check's answer, and what the checks look at."""
+"""The result of a check, and the facts that checks read."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _RDMA = ("infiniband", "roce", "slingshot")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     verdict: Verdict
     evidence: str
-    """What was seen and where: a path with its content, a variable."""
+    """Finding with its source: a path with its content, or a variable."""
     fix: str = ""
-    """What to do, where the verdict is not ok."""
+    """Next step, if the verdict is not ok."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What the checks look at."""
+    """Facts of the node that the checks read."""
 
     facts: HostFacts
     system: SystemFacts | None
     env: dict[str, str]
     plan: FabricPlan
-    """As it would be for a run on several nodes."""
+    """Network plan of a run on several nodes."""
     several: bool
-    """This run has several nodes: what only breaks the way between them is a failure, not a warning."""
+    """True if this run has several nodes: a problem between nodes is then a failure instead of a warning."""
     reader: Reader
 
     @property
     def rdma(self) -> bool:
-        """True if traffic between nodes goes by RDMA here."""
+        """True if traffic between nodes uses RDMA."""
         return self.plan.kind in _RDMA
 
     @property
     def between(self) -> Verdict:
-        """The verdict on what concerns the way between nodes only."""
+        """Verdict of a problem that only affects traffic between nodes."""
         return "fail" if self.several else "warn"

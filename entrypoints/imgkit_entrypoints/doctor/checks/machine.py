@@ -1,4 +1,4 @@
-"""The node itself: image, GPUs, processors, limits."""
+"""Checks of the node itself: image, GPUs, processors, limits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MIB, GIB = 1 << 20, 1 << 30
 STACK_BYTES = 8 * MIB
-"""With 2 MB NCCL's graph search overflows."""
+"""Stack that NCCL's graph search needs; 2 MB overflow."""
 OPEN_FILES = 1024
 SHM = "/dev/shm"  # noqa: S108 - its size is asked for, nothing is put there
 SHM_BYTES = GIB
 DOCKER_SHM_BYTES = 64 * MIB
 DRIVERS = {13: 580, 12: 525, 11: 450}
-"""CUDA's major version -> the first driver that runs it (NVIDIA, "CUDA compatibility")."""
+"""First driver that runs a major version of CUDA (NVIDIA, "CUDA compatibility")."""
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
 def image(it: Subject) -> Iterator[Check]:
-    """The recipe's facts, and the architecture that the image was built for."""
+    """The image has the recipe's facts and is built for this architecture."""
     if it.system is None:
         yield Check(
             name="image",
             verdict="unknown",
-            evidence="/opt/imgkit/system.json: not there, so nothing says what this system should have",
-            fix="run inside an image made by imgkit build",
+            evidence="/opt/imgkit/system.json does not exist, so the expected hardware is unknown",
+            fix="run inside an image of imgkit build",
         )
         return
     text = it.reader.text("/opt/imgkit/manifest.json")
@@ -38,26 +38,29 @@ def image(it: Subject) -> Iterator[Check]:
     except (ValueError, AttributeError):
         platform = ""
     wanted = MACHINES.get("/".join(platform.split("/")[:2]))
-    evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}, this machine is {it.facts.arch}"
+    evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {it.facts.arch}"
     if wanted is None:
         yield Check(
             name="image", verdict="unknown", evidence=evidence, fix="build the image again with imgkit build"
         )
     elif wanted != it.facts.arch:
         yield Check(
-            name="image", verdict="fail", evidence=evidence, fix="imgkit build --platform, for this machine"
+            name="image",
+            verdict="fail",
+            evidence=evidence,
+            fix="build an image for this machine: imgkit build --platform",
         )
     else:
         yield Check(name="image", verdict="ok", evidence=f"{it.system.title or 'imgkit'}; {evidence}")
 
 
 def gpus(it: Subject) -> Iterator[Check]:
-    """As many as the recipe says."""
+    """The node has as many GPUs as the recipe says."""
     expected = it.system.node.gpus if it.system else 0
     found, source = it.facts.gpus, it.facts.gpus_source
-    evidence = f"{found} visible ({source})" + (f", the recipe says {expected} a node" if expected else "")
+    evidence = f"{found} visible ({source})" + (f", the recipe says {expected} per node" if expected else "")
     wanted = expected or len(it.facts.gpu_devices)
-    fix = f"start the container with --nv and ask for GPUs (Slurm: --gres=gpu:{wanted})"
+    fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{wanted})"
     hidden = not found and it.facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in it.env
     if not found and (expected or hidden):
         on_purpose = it.env.get("IMGKIT_DEVICE") == "cpu"
@@ -70,27 +73,29 @@ def gpus(it: Subject) -> Iterator[Check]:
 
 
 def driver(it: Subject) -> Iterator[Check]:
-    """New enough for the image's CUDA."""
+    """The driver is new enough for the image's CUDA."""
     if not it.facts.gpus:
         return
     cuda = it.env.get("CUDA_VERSION", "")
     version = re.search(r"\b(\d{3,})\.\d+", it.facts.driver)
     least = DRIVERS.get(int(cuda.split(".")[0])) if re.match(r"\d+(\.|$)", cuda) else None
-    evidence = f"/proc/driver/nvidia/version: {it.facts.driver or 'not there'}; CUDA_VERSION={cuda}"
+    evidence = f"/proc/driver/nvidia/version: {it.facts.driver or 'does not exist'}; CUDA_VERSION={cuda}"
     if version is None or least is None:
-        yield Check(name="driver", verdict="unknown", evidence=evidence, fix="nvidia-smi shows both versions")
+        yield Check(
+            name="driver", verdict="unknown", evidence=evidence, fix="compare both versions: nvidia-smi"
+        )
     elif int(version[1]) >= least:
         yield Check(name="driver", verdict="ok", evidence=evidence)
     elif it.reader.exists("/usr/local/cuda/compat"):
-        fix = "data-centre GPUs run it by /usr/local/cuda/compat; others need an older base image"
+        fix = "data-centre GPUs use /usr/local/cuda/compat; for other GPUs take an older base image"
         yield Check(name="driver", verdict="warn", evidence=f"{evidence}, which needs {least}", fix=fix)
     else:
-        fix = "take an older base image, or one with cuda-compat"
+        fix = "use an older base image, or one with cuda-compat"
         yield Check(name="driver", verdict="fail", evidence=f"{evidence}, which needs {least}", fix=fix)
 
 
 def cpus(it: Subject) -> Iterator[Check]:
-    """Enough to feed the GPUs."""
+    """There are enough processors to feed the GPUs."""
     per_gpu = (it.system.node.cpus_per_gpu if it.system else None) or 1
     needed = per_gpu * it.facts.gpus
     evidence = f"{it.facts.cpus} allowed ({it.facts.cpus_source})"
@@ -100,19 +105,21 @@ def cpus(it: Subject) -> Iterator[Check]:
     yield Check(
         name="processors",
         verdict="warn",
-        evidence=f"{evidence} for {it.facts.gpus} GPUs, {per_gpu} each",
-        fix=f"Slurm: --cpus-per-task={needed} for srun too; mpirun: --bind-to none; docker: --cpus",
+        evidence=f"{evidence}; {it.facts.gpus} GPUs need {per_gpu} each",
+        fix=f"Slurm: --cpus-per-task={needed}, for srun as well; mpirun: --bind-to none; docker: --cpus",
     )
 
 
 def memlock(it: Subject) -> Iterator[Check]:
-    """RDMA registers memory, which locks it."""
+    """RDMA may lock enough memory, because it registers buffers."""
     limit = it.facts.memlock
     if not it.rdma:
         return
     if limit == Limit():
-        evidence = "/proc/self/limits: no Max locked memory"
-        yield Check(name="memlock", verdict="unknown", evidence=evidence, fix="ulimit -l")
+        evidence = "/proc/self/limits has no line Max locked memory"
+        yield Check(
+            name="memlock", verdict="unknown", evidence=evidence, fix="read the limit in KiB: ulimit -l"
+        )
         return
     evidence = f"/proc/self/limits: Max locked memory {_shown(limit)}"
     if limit.unlimited:
@@ -122,28 +129,33 @@ def memlock(it: Subject) -> Iterator[Check]:
     yield Check(
         name="memlock",
         verdict="fail" if small else "warn",
-        evidence=f"{evidence}: RDMA fails with ibv_reg_mr or ibv_create_qp",
-        fix="docker: --ulimit memlock=-1; a node: memlock in /etc/security/limits.conf; Slurm: "
-        "LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK",
+        evidence=f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp",
+        fix="docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
+        "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK",
     )
 
 
 def shm(it: Subject) -> Iterator[Check]:
-    """Ranks of one node, and data workers, share memory there."""
+    """Shared memory is large enough for the ranks of a node and for data workers."""
     size = it.facts.shm_bytes
     fix = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)"
     if size is None:
-        yield Check(name=SHM, verdict="unknown", evidence="its size cannot be read", fix="df -h /dev/shm")
+        yield Check(
+            name=SHM,
+            verdict="unknown",
+            evidence="the size cannot be read",
+            fix="read the size: df -h /dev/shm",
+        )
     elif size >= SHM_BYTES:
         yield Check(name=SHM, verdict="ok", evidence=f"{size / GIB:.1f} GiB")
     else:
         fails = size <= DOCKER_SHM_BYTES and it.facts.gpus > 1
-        evidence = f"{size / MIB:.0f} MiB; NCCL says: failed to extend /dev/shm/nccl-..."
+        evidence = f"{size / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-..."
         yield Check(name=SHM, verdict="fail" if fails else "warn", evidence=evidence, fix=fix)
 
 
 def limits(it: Subject) -> Iterator[Check]:
-    """Stack, open files, and the ports that the kernel gives away."""
+    """Stack and open files are large enough, and the kernel does not hand out the job's ports."""
     for name, limit, least, flag in (
         ("stack", it.facts.stack, STACK_BYTES, "-s 8192"),
         ("open files", it.facts.open_files, OPEN_FILES, "-n 65536"),
@@ -155,15 +167,15 @@ def limits(it: Subject) -> Iterator[Check]:
             name=name,
             verdict="ok" if good else "warn",
             evidence=f"/proc/self/limits: {_shown(limit)}",
-            fix="" if good else f"ulimit {flag}, before the launch",
+            fix="" if good else f"before the launch: ulimit {flag}",
         )
     found = it.facts.ephemeral_ports
     if found is not None:
         last = FIRST_PORT + PORTS - 1
         good = found[0] > last or found[1] < FIRST_PORT
         evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {found[0]} {found[1]}"
-        taken = f"{evidence}, and jobs take theirs from {FIRST_PORT} to {last}"
-        fix = "give --port with one outside that range, or start again if a port is busy"
+        taken = f"{evidence} overlaps the ports of jobs, {FIRST_PORT} to {last}"
+        fix = "choose a port outside the range with --port, or start again if a port is busy"
         yield Check(
             name="ports",
             verdict="ok" if good else "warn",
@@ -173,27 +185,28 @@ def limits(it: Subject) -> Iterator[Check]:
 
 
 def iommu(it: Subject) -> Iterator[Check]:
-    """An IOMMU in the way of traffic between GPUs; only a measurement can tell."""
+    """An IOMMU may slow traffic between GPUs; only a measurement shows whether it does."""
     found = it.reader.names("/sys/class/iommu") if it.facts.gpus > 1 else ()
     if found:
         yield Check(
             name="iommu",
             verdict="unknown",
-            evidence=f"/sys/class/iommu: {', '.join(found)}; it can slow or hang traffic between GPUs",
-            fix="if dist-bench on one node is slow: sudo lspci -vvv | grep ACSCtl, SrcValid+ must be off",
+            evidence=f"/sys/class/iommu: {', '.join(found)}; an IOMMU can slow down or hang traffic between "
+            "GPUs",
+            fix="if dist-bench is slow on one node, SrcValid+ must be off: sudo lspci -vvv | grep ACSCtl",
         )
 
 
 def nccl(it: Subject) -> Iterator[Check]:
-    """Its version, and what files set behind everyone's back."""
+    """The version of NCCL is known; settings of nccl.conf files are reported."""
     if it.facts.nccl_version:
         yield Check(name="nccl", verdict="ok", evidence=f"{it.facts.nccl_version} ({it.facts.nccl_source})")
     elif it.facts.gpus:
         yield Check(
             name="nccl",
             verdict="unknown",
-            evidence="no libnccl.so.2 and no wheel of it were found",
-            fix="IMGKIT_NCCL_VERSION=2.20.5 says it",
+            evidence="there is no libnccl.so.2 and no NCCL wheel",
+            fix="set the version, for example: IMGKIT_NCCL_VERSION=2.20.5",
         )
     if it.facts.nccl_settings:
         shown = ", ".join(f"{item.name}={item.value} ({item.path})" for item in it.facts.nccl_settings)

@@ -1,4 +1,4 @@
-"""The way between nodes: what the fabric's decision says, devices, libraries, nearness to the GPUs."""
+"""Checks of the network between nodes: decisions, devices, libraries, distance from the GPUs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _OWN_CHECKS = {
     "slingshot": ("aws-ofi-nccl", "cannot be opened"),
     "tcp": (),
 }
-"""Words of the fabric's warnings that have a check of their own here."""
+"""Words of the fabric's warnings that have a check of their own."""
 
 
 def network(it: Subject) -> Iterator[Check]:
-    """The kind of network, what is in the way of it, and every warning about variables."""
+    """The kind of network, its blockers, and every warning about variables."""
     rate = f", {it.plan.line_rate_Gbps:g} Gbit/s" if it.plan.line_rate_Gbps else ""
-    carried = f"{', '.join(it.plan.devices) or 'nothing'}{rate}"
-    yield Check(name="network", verdict="ok", evidence=f"{it.plan.kind} by {carried} ({it.plan.reason})")
+    carried = f"{', '.join(it.plan.devices) or 'no device'}{rate}"
+    yield Check(name="network", verdict="ok", evidence=f"{it.plan.kind} over {carried} ({it.plan.reason})")
     for text in it.plan.blockers:
         yield Check(name="network", verdict=it.between, evidence=text, fix="dist-env shows every variable")
     for text in it.plan.warnings:
@@ -31,23 +31,23 @@ def network(it: Subject) -> Iterator[Check]:
 
 
 def bootstrap(it: Subject) -> Iterator[Check]:
-    """NCCL and Gloo meet by TCP, also where the data goes by RDMA."""
+    """There is an interface for the bootstrap of NCCL and Gloo, which uses TCP even if the data uses RDMA."""
     if not it.facts.interfaces:
         yield Check(
             name="interface",
             verdict="unknown",
-            evidence="/sys/class/net: nothing to see",
-            fix="start the container so that /sys is there (not with --contain)",
+            evidence="/sys/class/net shows no interface",
+            fix="start the container with /sys, without --contain",
         )
         return
-    # Where there is none, it is among the network's blockers.
+    # A missing interface is one of the network's blockers.
     for item in it.plan.decisions:
         if item.variable == sockets.NCCL and item.value:
             yield Check(name="interface", verdict="ok", evidence=f"{item.value}: {item.reason}")
 
 
 def rdma_ports(it: Subject) -> Iterator[Check]:
-    """State and rate of every port."""
+    """Every port is active, and its rate is known."""
     known = {port.name: port for device in it.facts.rdma for port in device.ports}
     used = [port for name, port in known.items() if name in it.plan.devices]
     if used:
@@ -57,58 +57,58 @@ def rdma_ports(it: Subject) -> Iterator[Check]:
     for item in it.plan.decisions:
         port = known.get(item.value) if item.variable == ports.VARIABLE and not item.used else None
         if port is None or port.active or (used and port.state.startswith("1:")):
-            continue  # a port for something else, or a cable that is not there
+            continue  # a port with another purpose, or without a cable
         yield Check(
             name="rdma ports",
             verdict="fail" if asked and not used else "warn",
             evidence=f"{item.value}: {item.reason}",
-            fix="tell the site; ibstat shows it, and for INIT the subnet manager must run",
+            fix="report the node to the site with the output of ibstat; for INIT, check the subnet manager",
         )
 
 
 def verbs(it: Subject) -> Iterator[Check]:
-    """Device files and libraries by which a container reaches InfiniBand and RoCE."""
+    """The container can open the device files of InfiniBand and RoCE, and has their libraries."""
     names = {name.partition(":")[0] for name in it.plan.devices}
     devices = [device for device in it.facts.rdma if device.name in names]
     if it.plan.kind not in ("infiniband", "roce") or not devices:
         return
-    fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: not with --contain"
+    fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
     closed = [device.verbs or f"uverbs of {device.name}" for device in devices if not device.verbs_opens]
     if closed:
-        evidence = f"{', '.join(closed)}: cannot be opened, though {devices[0].path} is there"
+        evidence = f"{', '.join(closed)} cannot be opened, but {devices[0].path} exists"
         yield Check(name="rdma devices", verdict="fail", evidence=evidence, fix=fix)
     else:
         opened = ", ".join(device.verbs for device in devices)
-        yield Check(name="rdma devices", verdict="ok", evidence=f"{opened} open for reading and writing")
+        yield Check(name="rdma devices", verdict="ok", evidence=f"{opened} can be opened")
     if not it.facts.rdma_cm:
-        evidence = "/dev/infiniband/rdma_cm: cannot be opened; NCCL does without, other libraries do not"
+        evidence = "/dev/infiniband/rdma_cm cannot be opened; NCCL does not need it, but other libraries do"
         yield Check(name="rdma devices", verdict="warn", evidence=evidence, fix=fix)
     yield _libibverbs(it, devices)
 
 
 def _libibverbs(it: Subject, devices: list[RdmaDevice]) -> Check:
-    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not bring them"
+    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
     library, providers = it.facts.library("libibverbs.so.1"), it.facts.verbs_providers
     if library is None:
-        evidence = "libibverbs.so.1: not on the library path, so NCCL takes TCP"
+        evidence = "libibverbs.so.1 is not on the library path, so NCCL uses TCP"
         return Check(name="libibverbs", verdict="fail", evidence=evidence, fix=fix)
     evidence = f"{library.path}, providers {', '.join(providers) or 'none'}"
     mellanox = any(device.vendor == "0x15b3" for device in devices)
     if not providers or (mellanox and "mlx5" not in providers):
-        lacking = f"{evidence}: no driver for {devices[0].name}, NCCL says No device found"
+        lacking = f"{evidence}: no driver for {devices[0].name}, so NCCL reports No device found"
         return Check(name="libibverbs", verdict="fail", evidence=lacking, fix=fix)
     return Check(name="libibverbs", verdict="ok", evidence=evidence)
 
 
 def roce_gid(it: Subject) -> Iterator[Check]:
-    """The GID that RoCE takes; a port without an IPv4 one is among the network's blockers."""
+    """The GID of RoCE is known; a port without an IPv4 GID is one of the network's blockers."""
     reasons = [item.reason for item in it.plan.decisions if item.variable == gid.VARIABLE]
     if it.plan.kind == "roce" and reasons and not it.plan.blockers:
         yield Check(name="gid", verdict="ok", evidence="; ".join(reasons))
 
 
 def slingshot(it: Subject) -> Iterator[Check]:
-    """Slingshot's devices, and the plugin without which NCCL knows nothing of them."""
+    """Slingshot's devices can be opened, and NCCL's plugin for them has its libraries."""
     if it.plan.kind != "slingshot":
         return
     closed = [device.name for device in it.facts.cxi if not device.opens]
@@ -116,8 +116,8 @@ def slingshot(it: Subject) -> Iterator[Check]:
     yield Check(
         name="slingshot",
         verdict=it.between if closed else "ok",
-        evidence=f"cannot be opened: {', '.join(closed)}" if closed else f"{names} open",
-        fix="Slurm: a job step with a network allocation; Singularity: not with --contain" if closed else "",
+        evidence=f"cannot be opened: {', '.join(closed)}" if closed else f"{names} can be opened",
+        fix="Slurm: use a job step with a network allocation; Singularity: no --contain" if closed else "",
     )
     plugin = it.facts.library("libnccl-net-ofi.so") or it.facts.library("libnccl-net.so")
     lacking = [name for name in ("libfabric.so.1", "libcxi.so.1") if it.facts.library(name) is None]
@@ -126,8 +126,8 @@ def slingshot(it: Subject) -> Iterator[Check]:
         name="libfabric",
         verdict=it.between if lacking else "ok",
         evidence=f"not on the library path: {', '.join(lacking)}" if lacking else f"{plugin and plugin.path}",
-        fix="bind the host's libfabric, libcxi and aws-ofi-nccl and name their folders in LD_LIBRARY_PATH "
-        "(SINGULARITYENV_LD_LIBRARY_PATH); without them NCCL takes TCP"
+        fix="bind the host's libfabric, libcxi and aws-ofi-nccl, and put their folders on LD_LIBRARY_PATH "
+        "(SINGULARITYENV_LD_LIBRARY_PATH); otherwise NCCL uses TCP"
         if lacking
         else "",
     )
@@ -136,14 +136,15 @@ def slingshot(it: Subject) -> Iterator[Check]:
         yield Check(
             name="kernel",
             verdict="warn",
-            evidence=f"/proc/sys/kernel/osrelease: {it.facts.kernel}; a fork is safe with RDMA from 5.12 on",
-            fix="if data workers crash: none of them, or the start method spawn (kernels of RHEL 8.6 and "
-            "SLES 15 SP4 are safe though older)",
+            evidence=f"/proc/sys/kernel/osrelease: {it.facts.kernel}; fork is safe with RDMA since Linux "
+            "5.12",
+            fix="if data workers crash, use no workers or the start method spawn (RHEL 8.6 and SLES 15 SP4 "
+            "are safe despite their older kernels)",
         )
 
 
 def gpudirect(it: Subject) -> Iterator[Check]:
-    """NICs reading the GPUs' memory themselves, and how near they are."""
+    """NICs can read the GPUs' memory directly, and are near the GPUs."""
     if not (it.facts.gpus and it.rdma):
         return
     if it.facts.peermem or it.facts.dmabuf:
@@ -153,8 +154,9 @@ def gpudirect(it: Subject) -> Iterator[Check]:
         yield Check(
             name="gpudirect",
             verdict="warn",
-            evidence="/sys/module/nvidia_peermem: not there, and no open kernel module for DMA-BUF",
-            fix="modprobe nvidia_peermem on the node; until then data goes through the host's memory",
+            evidence="/sys/module/nvidia_peermem does not exist, and there is no open kernel module for "
+            "DMA-BUF",
+            fix="on the node: modprobe nvidia_peermem. Until then data is copied through host memory",
         )
     names = {name.partition(":")[0] for name in it.plan.devices}
     for device in it.facts.rdma:
@@ -163,10 +165,15 @@ def gpudirect(it: Subject) -> Iterator[Check]:
         far = ports.distance(it.facts, device)
         evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
         if far is None:
-            yield Check(name="affinity", verdict="unknown", evidence=evidence, fix="nvidia-smi topo -m")
+            yield Check(
+                name="affinity",
+                verdict="unknown",
+                evidence=evidence,
+                fix="show the topology: nvidia-smi topo -m",
+            )
         else:
             where = ("under one PCI switch with a GPU", "on a GPU's NUMA node", "far from every GPU")[far]
-            fix = "nvidia-smi topo -m; data crosses the processors" if far == 2 else ""
+            fix = "data crosses the processors; show the topology: nvidia-smi topo -m" if far == 2 else ""
             yield Check(
                 name="affinity",
                 verdict="warn" if far == 2 else "ok",

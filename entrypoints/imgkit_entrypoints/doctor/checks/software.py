@@ -1,4 +1,4 @@
-"""What of the image and of the host does not go together: scheduler, glibc, NCCL's host memory."""
+"""Checks of image and host together: scheduler, glibc, NCCL's host memory, mounted image."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ LIBC = (
 CAP_SYS_NICE = 1 << 23
 """Linux, include/uapi/linux/capability.h."""
 CUMEM_DRIVER = 560
-"""Of CUDA 12.6, from which on NCCL takes its host memory by cuMem."""
+"""Driver of CUDA 12.6; from then on NCCL allocates host memory with cuMem."""
 CUMEM_HOST = ((2, 24), (2, 26, 5))
-"""NCCL's versions that do so without a way back where it fails (pytorch issue 152302)."""
+"""First and end of NCCL's versions without a fallback if cuMem fails (pytorch/pytorch issue 152302)."""
 
 
 def scheduler(it: Subject) -> Iterator[Check]:
-    """A container started with --cleanenv hides the job that it is in."""
+    """The job is visible; a container with --cleanenv hides it."""
     name = it.system.scheduler if it.system else ""
     if text := unseen(name, it.env):
-        fix = "in a job: start the container without --cleanenv and --containall; outside of one it is right"
+        fix = "in a job, start the container without --cleanenv and --containall; outside a job this is right"
         yield Check(name="scheduler", verdict="warn", evidence=text, fix=fix)
     elif shown := claims(it.env):
         yield Check(name="scheduler", verdict="ok", evidence=", ".join(shown))
 
 
 def glibc(it: Subject) -> Iterator[Check]:
-    """Libraries bound in from the host need the host's glibc: the image's must not be older."""
+    """The image's glibc is new enough for libraries that are bound from the host."""
     path, own = image_glibc(it.facts, it.reader)
     needed = needed_glibc(it.facts, it.reader)
     if not own or not needed:
@@ -44,8 +44,8 @@ def glibc(it: Subject) -> Iterator[Check]:
         yield Check(
             name="glibc",
             verdict=it.between,
-            evidence=f"{evidence}, {', '.join(lacking)}: it cannot be loaded",
-            fix="a newer base image, or such a library built in the image instead of the host's",
+            evidence=f"{evidence}, {', '.join(lacking)}, so it cannot be loaded",
+            fix="use a newer base image, or a library built in the image instead of the host's",
         )
     else:
         evidence = f"{evidence}, the fabric's libraries need up to GLIBC_2.{max(needed.values())}"
@@ -53,7 +53,7 @@ def glibc(it: Subject) -> Iterator[Check]:
 
 
 def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
-    """Path of the C library and N of its newest ``GLIBC_2.N``; 0 where there is none."""
+    """Path of the C library and N of its newest ``GLIBC_2.N``; 0 if there is none."""
     for place in LIBC:
         path = place.format(machine=facts.arch)
         if newest := newest_glibc(reader, path):
@@ -62,20 +62,20 @@ def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
 
 
 def needed_glibc(facts: HostFacts, reader: Reader) -> dict[str, int]:
-    """Path of each library of the fabric -> N of the newest ``GLIBC_2.N`` that it needs."""
-    # NCCL is the image's own, and hundreds of megabytes.
+    """N of the newest ``GLIBC_2.N`` that each library of the fabric needs, by the library's path."""
+    # NCCL is always the image's own, and has hundreds of megabytes.
     paths = [library.target for library in facts.libraries if library.name != "libnccl.so.2"]
     return {path: newest for path in paths if (newest := newest_glibc(reader, path))}
 
 
 def newest_glibc(reader: Reader, path: str) -> int:
-    """N of the newest ``GLIBC_2.N`` among the symbol versions in a library; 0 without any."""
+    """N of the newest ``GLIBC_2.N`` among the symbol versions of a library; 0 if there is none."""
     found = re.findall(r"\bGLIBC_2\.([0-9]{1,3})\b", reader.text(path) or "")
     return max(map(int, found), default=0)
 
 
 def cumem(it: Subject) -> Iterator[Check]:
-    """NCCL's host memory by cuMem needs NUMA calls, which docker's filter of system calls refuses."""
+    """NCCL can allocate host memory: cuMem needs NUMA calls, which docker's system call filter refuses."""
     version = re.search(r"\b(\d{3,})\.\d+", it.facts.driver)
     concerned = version is not None and int(version[1]) >= CUMEM_DRIVER
     if not it.facts.gpus or not concerned or it.env.get("NCCL_CUMEM_HOST_ENABLE") == "0":
@@ -90,13 +90,13 @@ def cumem(it: Subject) -> Iterator[Check]:
             name="cumem",
             verdict="warn",
             evidence=f"NCCL {it.facts.nccl_version}, and /proc/self/status: {filtered[0]}, {granted[0]} "
-            "(without CAP_SYS_NICE): allocating host memory may fail".replace("\t", " "),
-            fix="docker: --cap-add SYS_NICE; else NCCL_CUMEM_HOST_ENABLE=0, or NCCL 2.26.5 and later",
+            "(without CAP_SYS_NICE), so allocating host memory may fail".replace("\t", " "),
+            fix="docker: --cap-add SYS_NICE. Or set NCCL_CUMEM_HOST_ENABLE=0, or use NCCL 2.26.5 or later",
         )
 
 
 def fuse(it: Subject) -> Iterator[Check]:
-    """An image mounted by a process of the job goes away when the scheduler signals all processes."""
+    """The image is not mounted by a process of the job, which the scheduler's signal would end."""
     if "SLURM_JOB_ID" not in it.env:
         return
     above = set(_ancestors(it.reader))
@@ -106,10 +106,10 @@ def fuse(it: Subject) -> Iterator[Check]:
             yield Check(
                 name="image mount",
                 verdict="warn",
-                evidence=f"/proc/{number}/comm: {name} serves this image's files and is a process of the job "
-                "step: a signal of Slurm's to the step (scancel, --signal=USR1@120) ends it, and the program",
-                fix="#SBATCH --signal=B:USR1@120 and a trap in the script; the site: apptainer with setuid, "
-                "which mounts by the kernel",
+                evidence=f"/proc/{number}/comm: {name} serves this image's files and belongs to the job "
+                "step: a signal to the step (scancel, --signal=USR1@120) ends it and the program",
+                fix="use #SBATCH --signal=B:USR1@120 and a trap in the script. The site can install "
+                "apptainer with setuid, which mounts through the kernel",
             )
 
 
