@@ -39,7 +39,9 @@ class Runtime:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     kind: RuntimeKind = "singularity"
+    """Kind of container runtime."""
     command: str = "singularity"
+    """The runtime's program; required for other kinds than ``singularity``."""
     modules: tuple[str, ...] = ()
     """Environment modules that provide `command`, in load order."""
     options: tuple[str, ...] = ()
@@ -59,9 +61,13 @@ class Node:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     gpus: int = 0
+    """GPUs per node."""
     gpu_model: str = ""
+    """Model of the GPUs, for example ``NVIDIA H100 64GB``."""
     cpus: int | None = None
+    """CPUs per node."""
     cpus_per_gpu: int | None = None
+    """CPUs that the scheduler gives a job with each GPU."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "gpus")
@@ -75,7 +81,9 @@ class Fabric:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     kind: FabricKind = "tcp"
+    """Kind of network between nodes."""
     nics: int | None = None
+    """Network adapters per node."""
     line_rate_Gbps: int | None = None
     """Line rate of all NICs of a node together, in 1e9 bit/s."""
 
@@ -92,7 +100,9 @@ class Queue:
     name: str = ""
     """Queue, partition or pool."""
     account: str = ""
+    """Account or project that pays for jobs."""
     qos: str = ""
+    """Slurm's quality of service."""
     time: str = ""
     """``HH:MM:SS``."""
     required: tuple[str, ...] = ()
@@ -114,7 +124,9 @@ class Transfer:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     host: str = ""
+    """``[USER@]HOST`` that archives are copied to."""
     directory: str = ""
+    """Folder on that host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +136,7 @@ class SystemFacts:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     title: str = ""
+    """Name of the system, for people."""
     scheduler: str = "standalone"
     """slurm, pbs, runai, mpi, standalone, or the name of a plug-in's system."""
     runtime: Runtime = Runtime()

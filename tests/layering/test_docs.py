@@ -151,6 +151,12 @@ def test_generated_table_has_every_key_of_a_recipe() -> None:
     assert "platform" in rows
 
 
+def test_every_key_of_a_recipe_has_a_meaning() -> None:
+    generated = load("generated")
+    lines = generated.keys_page(generated.recipe_schema()).splitlines()
+    assert [line for line in lines if line.startswith("| `") and line.endswith("|  |")] == []
+
+
 def test_generated_pages_have_every_command() -> None:
     from imgkit_builder.cli.app import VERBS
     from imgkit_entrypoints.cli.commands import COMMANDS

@@ -67,6 +67,7 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
         "description": definitions["PipStep"]["properties"]["requirements"]["description"],
     }
     definitions["Queue"]["properties"]["required"]["items"] = {"enum": list(JOB_FIELDS)}
+    schema["properties"]["description"]["description"] = "One line about the recipe, for people."
     schema["properties"]["extends"] = {
         "type": "string",
         "description": "A shipped recipe's name, or a path relative to this file, that this one starts from.",
