@@ -27,7 +27,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 PAIRED = Path(__file__).with_name("paired.py")
 SIDES = {"linear": ("minimal", "tutorial"), "resnet18": ("minimal",)}
 STEPS = {"linear": 100, "resnet18": 2}
-"""Of a turn."""
+"""Steps per turn."""
 SAVED = {"gpt": 4, "mlp": 32}
 """Models that are saved, and their batch: seconds between two snapshots, and a step of almost nothing."""
 EVERY = 100

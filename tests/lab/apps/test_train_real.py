@@ -67,7 +67,7 @@ def kept(run: Path, step: int) -> dict[str, str]:
 
 
 def test_resumed_run_is_bitwise_the_same(standin: str, runs: Path) -> None:
-    # Several gradient buckets, dropout, and 4 epochs of which each ends with a short step.
+    # Several gradient buckets, dropout, and 4 epochs that each end with a short step.
     script = """
 words = "--model gpt --samples 20 --global-batch 12"
 for n in (1, 2, 3, 4):

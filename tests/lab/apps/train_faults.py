@@ -12,11 +12,11 @@ import torch
 
 PAUSE_S = float(os.environ.get("PAUSE", "0.01"))
 if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
-    time.sleep(1.5)  # whoever is earlier must not find this rank's address of the first attempt
+    time.sleep(1.5)  # ranks that are earlier must not find this rank's address from the first attempt
 
 
 def fail(how: str) -> None:
-    """Do it."""
+    """Fail in the given way."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":

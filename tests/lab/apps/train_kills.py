@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 LATEST_S = 0.6
-"""After the first step of a start: then it saves many times a second."""
+"""Latest time of a kill after the first step of a start, when the run saves many times a second."""
 
 
 def processes() -> dict[int, str]:
-    """Those of the command that live, with what they are."""
+    """The live processes of the command, each with its role."""
     found = {}
     for folder in Path("/proc").iterdir():
         try:

@@ -94,7 +94,7 @@ def _line(curve: StepCurve, number: int, across: _Axis, up: _Axis) -> Iterator[s
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """At most six round numbers from `low` to `high`."""
+    """Round numbers from `low` to `high`, at most six."""
     if high <= low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / 5))
