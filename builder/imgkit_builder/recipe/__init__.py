@@ -1,4 +1,4 @@
-"""Recipes: YAML in, checked frozen values out (``load.load``)."""
+"""Recipes: ``load.load`` turns YAML into checked, frozen values."""
 
 from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Platform, Recipe
 from imgkit_builder.recipe.problems import Position, Problem, RecipeErrors

@@ -1,4 +1,4 @@
-"""The rules applied to a recipe's tree: texts by the table, and what concerns several values at once."""
+"""Applies the rules to a recipe's tree: the table for texts, and rules for several values at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from imgkit_builder.recipe.yaml_tree import (
 from imgkit_entrypoints.system import SystemFacts
 
 Checked = set[KeyPath]
-"""Places that have a problem already: the type check says nothing about them again."""
+"""Places with a reported problem: the type check does not report them again."""
 
-_EXPOSED = "everybody who can pull the image can read it; pass it when the job starts"
+_EXPOSED = "anybody who can pull the image can read it; pass it when the job starts"
 
 
 def normalise(tree: Table, found: Collector) -> Table:
-    """The short forms of YAML (``platform: arm64``, ``constraints: keep``) as the model has them."""
+    """Expand YAML's short forms (``platform: arm64``, ``constraints: keep``) to those of the model."""
     image = tree.entries.get("image")
     if image is None or not isinstance(image.value, Table):
         return tree
@@ -88,7 +88,7 @@ def _constraints(value: YamlNode, found: Collector, path: KeyPath) -> YamlNode |
 
 
 def check(tree: Table, found: Collector) -> Checked:
-    """Apply every rule; the paths with a problem come back."""
+    """Apply every rule, and return the paths with a problem."""
     bad: Checked = set()
     for path, node, key in walk(tree):
         if isinstance(path[-1], str) and key is not None:
@@ -133,7 +133,7 @@ def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
         return {path}
     if node.type != "text":
         return set()
-    # Texts written with | or > end in a line break: of these two it is stripped, elsewhere it would be kept.
+    # Texts written with | or > end in a line break: imgkit strips it from these two and keeps it elsewhere.
     ends_freely = path == ("description",) or _matches(path, ("image", "run", ANY))
     faults = list(printable(node.text.rstrip("\n") if ends_freely else node.text))
     if not faults:
@@ -159,7 +159,7 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
 
 
 def _together(tree: Table, found: Collector, bad: Checked) -> None:
-    """Rules over several values."""
+    """Apply the rules for several values."""
     for path, node, _ in walk(tree):
         if _matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
             _pip_step(path, node, found)
@@ -244,7 +244,7 @@ def _least(path: KeyPath, node: Scalar, found: Collector, bad: Checked) -> None:
 def _inside(
     path: KeyPath, node: Scalar, found: Collector, *, folder_allowed: bool, bad: Checked
 ) -> Path | None:
-    """The file that a value names, if it is there and inside the folder of the file that states it."""
+    """The file named by a value, if it exists inside the folder of the recipe's file."""
     if node.type != "text" or path in bad:
         return None
     folder = node.position.file.resolve().parent
@@ -272,7 +272,7 @@ def _inside(
         ValueError,
         RuntimeError,
     ) as error:  # RuntimeError: a circle of links, before Python 3.13
-        what, hint = f"{node.text!r} cannot be looked at: {error}", "name a file in the recipe's folder"
+        what, hint = f"{node.text!r} cannot be checked: {error}", "name a file in the recipe's folder"
     if what:
         found.error(node.position, path, what, hint)
         bad.add(path)
@@ -285,7 +285,7 @@ def _near(name: str, there: list[str]) -> bool:
 
 
 def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
-    """Lines that name further files: only this one goes into the image."""
+    """Report lines that name further files: only this one goes into the image."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""A recipe told back: every resolved value with the place that states it, as text and as JSON."""
+"""Describes a recipe: every resolved value with its file and line, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from imgkit_builder.recipe.problems import KeyPath, Position, key_text
 SCHEMA = 1
 
 _WORDS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
-"""Fields that YAML writes without their name."""
+"""Fields whose name YAML omits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One value of a recipe; a default where `position` is None."""
+    """One value of a recipe; `position` is None for a default."""
 
     key: str
     value: str | int | None
@@ -28,7 +28,7 @@ class Value:
 
 
 def values(recipe: Recipe) -> tuple[Value, ...]:
-    """Every value of `recipe` in the order of the reference; an empty list or mapping is one value, None."""
+    """Every value of `recipe` in the order of the reference; an empty list or mapping counts as None."""
     return tuple(
         value
         for part, content in (("image", recipe.image), ("system", recipe.system))
@@ -49,7 +49,7 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
             if path == ("image", "constraints") and part == "drop" and not below:
                 continue
             if isinstance(path[-1], int) and below in ((), None):
-                continue  # of a pip step's two alternatives, and of its options, only what there is
+                continue  # a pip step shows only the alternative that it has, and options only if it has some
             yield from _below((*path, part), below, positions)
         return
     value = None if parts is not None else str(content) if isinstance(content, Path) else content
@@ -57,7 +57,7 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
 
 
 def to_text(recipe: Recipe) -> str:
-    """A table: key, value, ``file:line``; defaults say so."""
+    """A table: key, value, and ``file:line`` or ``default``."""
     head = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
     rows = [(row.key, _plain(row.value), _place(row.position)) for row in values(recipe)]
     key_width = max(len(key) for key, _, _ in rows)
@@ -76,7 +76,7 @@ def _place(position: Position | None) -> str:
 
 
 def to_json(recipe: Recipe) -> str:
-    """One object: the resolved parts, and `values` with their places."""
+    """One JSON object: the resolved parts, and `values` with their places."""
     rows = [
         {
             "key": row.key,

@@ -1,4 +1,4 @@
-"""``extends``: from the file that was asked for back to the first one, then merged forwards."""
+"""``extends``: reads a recipe and all its parents, then merges them from the first parent on."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ APPENDED: frozenset[KeyPath] = frozenset(
         ("system", "runtime", "host_modules"),
     }
 )
-"""Lists that a recipe adds to; every other list replaces the inherited one."""
+"""Lists to which a recipe appends; every other list replaces the inherited one."""
 
 ATOMIC: frozenset[KeyPath] = frozenset({("image", "constraints")})
-"""Mappings that are one decision: they replace the inherited one."""
+"""Mappings that count as one value: they replace the inherited one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What is known after ``extends``; `whole` is false where a file of the chain could not be read."""
+    """The merged tree; `whole` is false where a file of the chain could not be read."""
 
     tree: Table | None
     whole: bool
@@ -43,7 +43,7 @@ def is_path(ref: str) -> bool:
 
 
 def locate(ref: str, folder: Path) -> Path:
-    """The file of recipe `ref`, absolute; a path is taken from `folder`.
+    """The absolute path of recipe `ref`; a relative path starts at `folder`.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def locate(ref: str, folder: Path) -> Path:
             inside = sorted(shown(path) for path in file.glob("*.y*ml"))
             raise UsageError(
                 f"{ref} is a folder, not a recipe",
-                hint=f"in it: {', '.join(map(str, inside))}" if inside else "name a .yaml file",
+                hint=f"it contains: {', '.join(map(str, inside))}" if inside else "name a .yaml file",
             )
         if not file.exists():
             beside = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
@@ -65,11 +65,11 @@ def locate(ref: str, folder: Path) -> Path:
             near = beside[stem] if stem else nearest(file.stem, recipe_names())
             raise UsageError(
                 f"there is no file {ref}",
-                hint=f"did you mean {near}?" if near else "imgkit list names the shipped recipes",
+                hint=f"did you mean {near}?" if near else "to see the shipped recipes: imgkit list",
             )
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} cannot be a recipe: {error}") from error
+        raise UsageError(f"{ref!r} is not a recipe: {error}") from error
 
 
 def _shipped(name: str) -> Path:
@@ -77,7 +77,7 @@ def _shipped(name: str) -> Path:
         return recipe_path(name)
     if not name:
         raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))
-    beside = f"; for the file {name}.yaml here write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
+    beside = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
     raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + beside)
 
 
@@ -107,11 +107,11 @@ def resolve(file: Path, found: Collector) -> Resolved:
 
 
 def _parent(ref: YamlNode, folder: Path, files: list[Path], found: Collector) -> Path | None:
-    """The file that `ref` names, noted in `files`; None after a problem was noted."""
+    """The file named by `ref`, which is added to `files`; None after a problem."""
     path: KeyPath = ("extends",)
     if not isinstance(ref, Scalar) or ref.type != "text":
-        what = f"one recipe's name or path, not {kind(ref)}"
-        found.error(ref.position, path, what, "a chain is made by the parent's own `extends`")
+        what = f"must be the name or path of one recipe, not {kind(ref)}"
+        found.error(ref.position, path, what, "the parent can extend a further recipe")
         return None
     try:
         file = locate(ref.text, folder)
@@ -121,7 +121,7 @@ def _parent(ref: YamlNode, folder: Path, files: list[Path], found: Collector) ->
     seen = file.resolve()
     if seen in files:
         cycle = " -> ".join(step.name for step in (*files[files.index(seen) :], seen))
-        found.error(ref.position, path, f"goes round in a circle: {cycle}", "take one `extends` out")
+        found.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
         return None
     files.append(seen)
     return file
@@ -134,7 +134,7 @@ def _without(tree: Table, key: str) -> Table:
 
 
 def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
-    """`child` laid over `parent`: mappings merge, lists of `APPENDED` append, everything else overrides."""
+    """Lay `child` over `parent`: mappings merge, lists in `APPENDED` append, everything else overrides."""
     if isinstance(parent, Table) and isinstance(child, Table) and path not in ATOMIC:
         return _merge_tables(parent, child, path)
     if isinstance(parent, Items) and isinstance(child, Items) and path in APPENDED:

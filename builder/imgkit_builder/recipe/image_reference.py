@@ -1,4 +1,4 @@
-"""Image references as Docker reads them (grammar: the `reference` package of the distribution project)."""
+"""Image references as Docker parses them (grammar: the `reference` package of the distribution project)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRANSPORT = re.compile(r"(?:https?|docker|oci|oras|library|docker-archive|docke
 
 
 class BadReference(ValueError):
-    """Why a text is no image reference, and what to write instead."""
+    """The reason why a text is not an image reference, and what to write instead."""
 
     def __init__(self, *, what: str, hint: str) -> None:
         super().__init__(what)
@@ -28,7 +28,7 @@ class BadReference(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReference:
-    """``registry/repository:tag@digest``; absent parts are empty."""
+    """``registry/repository:tag@digest``; missing parts are empty."""
 
     registry: str
     repository: str
@@ -37,28 +37,30 @@ class ImageReference:
 
 
 def parse(text: str) -> ImageReference:
-    """Take an image reference apart.
+    """Split an image reference into its parts.
 
     Raises
     ------
-    BadReference : with the first thing that is wrong.
+    BadReference : names the first problem.
     """
     if not text:
         raise BadReference(what="the image reference is empty", hint="write NAME:TAG")
     if re.search(r"\s", text):
-        raise BadReference(what=f"{text!r} holds a blank", hint="an image reference is one word, NAME:TAG")
+        raise BadReference(what=f"{text!r} contains a blank", hint="an image reference is one word, NAME:TAG")
     if "$" in text:
-        raise BadReference(what=f"{text} holds a variable", hint="recipes have none: write the name out")
+        raise BadReference(
+            what=f"{text} contains a variable", hint="recipes have no variables: write the whole name"
+        )
     transport = _TRANSPORT.match(text)
     if transport and ("//" in transport.group() or text.startswith(("docker-", "oci:"))):
         raise BadReference(
-            what=f"{transport.group()} does not belong to an image reference",
+            what=f"{transport.group()} is not part of an image reference",
             hint=f"write {text[transport.end() :]}",
         )
     name, _, digest = text.partition("@")
     if "@" in text:
         _check_digest(digest)
-    # A colon after the last slash begins the tag; before it, a registry's port.
+    # A colon after the last slash begins the tag; an earlier colon begins a registry's port.
     head, slash, last = name.rpartition("/")
     last, colon, tag = last.partition(":")
     if colon and not _TAG.fullmatch(tag):

@@ -1,4 +1,4 @@
-"""From a recipe's name or file to a checked `Recipe`, or to everything that is wrong with it."""
+"""Loads a recipe by name or file; reports all its problems at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 
 
 def load(ref: str | Path) -> Recipe:
-    """The recipe `ref`: a shipped name, or a path (it holds ``/``, or ends in ``.yaml`` or ``.yml``).
+    """Load the recipe `ref`: a shipped name, or a path (with a ``/``, or ending in ``.yaml`` or ``.yml``).
 
     Raises
     ------
-    RecipeErrors : the recipe is wrong; holds every problem of it and of what it extends.
+    RecipeErrors : the recipe has problems; lists all of them, and those of its parents.
     UsageError : there is no such recipe.
     """
     file = locate(str(ref.absolute()) if isinstance(ref, Path) else ref, Path.cwd())
@@ -55,7 +55,7 @@ def load(ref: str | Path) -> Recipe:
 
 
 def _check_name(file: Path, found: Collector) -> None:
-    """The file's name is the recipe's, and becomes an image's tag and a .sif's name."""
+    """The file's name is the recipe's name; images and .sif files get it too."""
     if not _NAME.fullmatch(file.stem):
         better = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-") or "recipe"
         what = f"the name {file.stem!r} cannot become an image's name"
@@ -63,13 +63,13 @@ def _check_name(file: Path, found: Collector) -> None:
 
 
 def _order(problem: Problem, asked: Path) -> tuple[bool, str, int, int]:
-    """The file that was asked for first, each file from top to bottom."""
+    """Sort the requested file first, and each file from top to bottom."""
     place = problem.position
     return place.file != asked, str(place.file), place.line, place.column
 
 
 def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
-    """`image` with its paths taken from the folder of the file that states each."""
+    """Make the paths of `image` absolute; each starts at the folder of the file that states it."""
 
     def place(path: Path, *where: str | int) -> Path:
         return positions[where].file.parent / path
@@ -90,7 +90,7 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
 
 
 def _sha256(name: str, document: Document, image: Image) -> str:
-    """Of what the recipe says: paths as they are written, and the requirements files' contents."""
+    """Digest of the recipe's content: paths as written, and the bytes of requirements files."""
     content = {"name": name, **dataclasses.asdict(document)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     for step in image.pip:

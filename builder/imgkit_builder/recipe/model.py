@@ -1,4 +1,4 @@
-"""What a recipe is: frozen values, standard library only; pydantic checks them when they come from YAML."""
+"""The values of a recipe: frozen, standard library only; pydantic checks those that come from YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imgkit_entrypoints.system import SystemFacts
 __all__ = ["Constraints", "CopyStep", "Image", "KeyPath", "PipStep", "Platform", "Position", "Recipe"]
 
 STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
-"""Read by pydantic only: unknown keys are errors, and no value is converted."""
+"""Settings for pydantic: unknown keys are errors, and no value is converted."""
 
 Platform = Literal["linux/amd64", "linux/arm64"]
 
@@ -29,26 +29,26 @@ class PipStep:
     requirements: Path | None = None
     """A requirements file, relative to the recipe's file; absolute after loading."""
     options: tuple[str, ...] = ()
-    """Options of this ``pip install``, one word each: ``--no-build-isolation``."""
+    """Options of this ``pip install``, one word per item: ``--no-build-isolation``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What becomes of the base's own pip constraint file (NGC's /etc/pip/constraint.txt).
+    """How pip treats the base's own constraint file (NGC's /etc/pip/constraint.txt).
 
-    In YAML: ``keep``, ``ignore`` or ``{drop: [name, ...]}``.
+    YAML has ``keep``, ``ignore`` or ``{drop: [name, ...]}``.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     policy: Literal["keep", "ignore", "drop"] = "keep"
     drop: tuple[str, ...] = ()
-    """Packages that the base no longer holds at its version."""
+    """Packages that may differ from the base's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyStep:
-    """User code into the image."""
+    """User code that is copied into the image."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
@@ -69,44 +69,44 @@ class Image:
     base: str
     """The image to start from, with tag or digest."""
     platforms: tuple[Platform, ...] = ("linux/amd64",)
-    """In YAML ``platform``: one or a list; the first that the host has is the default."""
+    """``platform`` in YAML, one or a list; default: the host's platform if listed, else the first."""
     apt: tuple[str, ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
     pip: tuple[PipStep, ...] = ()
     """``pip install`` steps, in this order."""
     constraints: Constraints = Constraints()
-    """What becomes of the base's own pip constraint file; its torch and NCCL are protected in any case."""
+    """How pip treats the base's own constraint file; the base's torch and NCCL are always protected."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables baked into the image; network and thread tuning goes to ``system.env``."""
+    """Variables stored in the image; network and thread tuning belongs in ``system.env``."""
     copy: tuple[CopyStep, ...] = ()
-    """User code into the image, as its last layers."""
+    """User code, copied into the last layers of the image."""
     run: tuple[str, ...] = ()
-    """Shell commands, each one layer, after pip and before imgkit's own files and `copy`."""
+    """Shell commands, one layer each, after pip and before imgkit's own files and `copy`."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the image, beside those that imgkit writes."""
+    """Labels of the image, in addition to those that imgkit writes."""
     workdir: str = "/workspace"
-    """Where commands start; absolute."""
+    """The folder in which commands start; absolute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A recipe after ``extends`` was resolved and everything was checked."""
+    """A recipe whose ``extends`` is resolved and whose values are checked."""
 
     name: str
     description: str = ""
     image: Image
     system: SystemFacts
     file: Path
-    """The file that was asked for, absolute."""
+    """The requested file, absolute."""
     sha256: str
-    """Of the resolved content (canonical JSON and requirements files), not of positions or comments."""
+    """Digest of the resolved content: canonical JSON and requirements files, no positions or comments."""
     positions: Mapping[KeyPath, Position]
-    """Of every value that a file states; defaults have none."""
+    """Position of every value that a file states; defaults have none."""
     warnings: tuple[Problem, ...] = ()
-    """What does not stop a build but should be looked at, for example a secret in ``env``."""
+    """Problems that do not stop a build but deserve a look, for example a secret in ``env``."""
 
     def where(self, *path: str | int) -> str:
-        """``file.yaml:12`` of the nearest stated value at or above `path`, for comments and messages."""
+        """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""
         while path and path not in self.positions:
             path = path[:-1]
         found = self.positions.get(path)

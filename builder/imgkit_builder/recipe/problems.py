@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, and exactly where: positions, problems, and all of them as one error."""
+"""Problems of a recipe: their positions, and one error for all of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KeyPath = tuple[str | int, ...]
 """Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
 
 YAML_NAMES = {"platforms": "platform"}
-"""Fields of the model that have another name in YAML, where one value may stand for a list of one."""
+"""Fields of the model whose name differs in YAML, where a single value may replace a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a value stands; `line` and `column` count from 1, in characters."""
+    """The place of a value; `line` and `column` count from 1, in characters."""
 
     file: Path
     line: int
@@ -30,14 +30,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One finding in a recipe."""
+    """One problem in a recipe."""
 
     position: Position
     key: str
-    """Dotted, for example ``image.pip[0].packages[2]``; empty where the file as a whole is meant."""
+    """Dotted, for example ``image.pip[0].packages[2]``; empty for the file as a whole."""
     what: str
     hint: str = ""
-    """What is allowed and what was probably meant."""
+    """The allowed values, and the one that was probably meant."""
     source: str = ""
     """The line at `position`."""
 
@@ -47,13 +47,13 @@ class Problem:
             text += f"; {self.hint}"
         if not self.source.strip():
             return text
-        # The caret line repeats tabs, so that the caret stands below its character whatever a tab's width.
+        # The caret line repeats tabs, so that the caret is below its character at every tab width.
         before = "".join("\t" if char == "\t" else " " for char in self.source[: self.position.column - 1])
         return f"{text}\n    {self.source}\n    {before}^"
 
 
 class RecipeErrors(UsageError):
-    """A recipe that cannot be used; `problems` holds everything that is wrong with it, in file order."""
+    """The error of an unusable recipe; `problems` lists all its problems in file order."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -67,7 +67,7 @@ class RecipeErrors(UsageError):
 
 @dataclass(slots=True, kw_only=True)
 class Collector:
-    """Gathers what is found while a recipe is read, so that one run tells everything."""
+    """Collects problems while a recipe is read, so that one run reports all of them."""
 
     errors: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
@@ -75,11 +75,11 @@ class Collector:
     """Source lines of the files read so far."""
 
     def error(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
-        """Note something that makes the recipe unusable."""
+        """Add a problem that makes the recipe unusable."""
         self.errors.append(self._problem(position, path, what, hint))
 
     def warn(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
-        """Note something that the user should look at."""
+        """Add a problem that the user should look at."""
         self.warnings.append(self._problem(position, path, what, hint))
 
     def _problem(self, position: Position, path: KeyPath, what: str, hint: str) -> Problem:
@@ -89,7 +89,7 @@ class Collector:
 
 
 def shown(file: Path) -> Path:
-    """`file` relative to the working directory where it lies below it, else as it is."""
+    """`file` relative to the working directory if it is below it, else unchanged."""
     try:
         return file.relative_to(Path.cwd())
     except (ValueError, OSError):
@@ -97,7 +97,7 @@ def shown(file: Path) -> Path:
 
 
 def key_text(path: KeyPath) -> str:
-    """The dotted form in the words of the YAML file: ``image.pip[0].packages[2]``."""
+    """The dotted form with the names of the YAML file: ``image.pip[0].packages[2]``."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -108,14 +108,14 @@ def key_text(path: KeyPath) -> str:
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """The word of `allowed` that was probably meant, or an empty string."""
+    """The word in `allowed` that was probably meant, or an empty string."""
     by_lower = {name.lower(): name for name in allowed}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else ""
 
 
 def choices(word: str, allowed: Iterable[str]) -> str:
-    """``allowed: b, a, c; did you mean b?``: sorted, the nearest first."""
+    """``allowed: b, a, c; did you mean b?``, sorted with the nearest word first."""
     names = sorted(allowed)
     near = nearest(word, names)
     if near:

@@ -1,7 +1,7 @@
-"""What a value's text must be like, beyond its type: a table from the place in a recipe to its rule.
+"""Rules for the text of values, beyond their type: a table maps places in a recipe to rules.
 
-A rule is a generator of faults, each a sentence and a hint; it never sees its place. Rules look at the tree,
-not at built values, so that one wrong neighbour hides nothing.
+A rule yields faults, each a sentence and a hint; it does not know its place. Rules check the tree, not built
+values, so that one wrong value does not hide another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
 
 
 def printable(text: str) -> Iterator[Fault]:
-    """No line break and no control character: values end up on one line of a Dockerfile or a job script."""
+    """No line break or control character: a value is one line of a Dockerfile or a job script."""
     bad = re.search(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]", text)
     if bad and bad.group() in "\n\r\x85\u2028\u2029":
         hint = (
@@ -50,20 +50,23 @@ def printable(text: str) -> Iterator[Fault]:
             if text.strip().count("\n") == 0
             else "write it on one line, commands joined with &&"
         )
-        yield "holds a line break", hint
+        yield "contains a line break", hint
     elif bad:
-        yield f"holds the control character U+{ord(bad.group()):04X}", "delete it"
+        yield f"contains the control character U+{ord(bad.group()):04X}", "delete it"
 
 
 def image_reference(text: str) -> Iterator[Fault]:
-    """A base that Docker can resolve and that is pinned by tag or digest."""
+    """An image reference with a tag or digest."""
     try:
         reference = parse(text)
     except BadReference as bad:
         yield bad.what, bad.hint
         return
     if not reference.tag and not reference.digest:
-        yield f"{text} has neither tag nor digest", f"write {text}:TAG; without one it changes by itself"
+        yield (
+            f"{text} has neither tag nor digest",
+            f"write {text}:TAG; an image without a tag changes over time",
+        )
 
 
 def platform(text: str) -> Iterator[Fault]:
@@ -77,20 +80,20 @@ def platform(text: str) -> Iterator[Fault]:
 
 
 def apt_package(text: str) -> Iterator[Fault]:
-    """A Debian package name, with version if need be."""
+    """The name of a Debian package, optionally with a version."""
     if not _APT.fullmatch(text):
         hint = "write NAME or NAME=VERSION, one package per item"
         if text.startswith("-"):
-            hint = "options are not possible; imgkit sets --no-install-recommends itself"
+            hint = "options are not allowed; imgkit sets --no-install-recommends itself"
         elif text.lower() != text and _APT.fullmatch(text.lower()):
             hint = f"package names are lower-case: {text.lower()}"
         yield f"{text!r} is not a Debian package", hint
 
 
 def pip_package(text: str) -> Iterator[Fault]:
-    """A PEP 508 requirement by name; options, URLs and paths have other places."""
+    """A PEP 508 requirement by name; options, URLs and paths belong elsewhere."""
     if text.startswith("-"):
-        yield f"{text!r} is an option", "put it into `options` of this step, one word per item"
+        yield f"{text!r} is an option", "move it to `options` of this step, one word per item"
         return
     if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
         yield (
@@ -110,7 +113,7 @@ def pip_package(text: str) -> Iterator[Fault]:
 
 
 def pip_option(text: str) -> Iterator[Fault]:
-    """One word of a pip command line that needs no file of the host."""
+    """One word of a pip command line that uses no file of the host."""
     word = text.partition("=")[0]
     if word in _PIP_FILES or re.match(r"-[rce].", text):
         where = "`image.constraints`" if word in ("-c", "--constraint") else "`requirements`"
@@ -128,59 +131,62 @@ def pip_name(text: str) -> Iterator[Fault]:
 
 
 def image_env_name(text: str) -> Iterator[Fault]:
-    """A variable that may be baked."""
+    """The name of a variable that may be stored in the image."""
     yield from env_name(text)
     if text.startswith(TUNING):
         yield (
-            "tuning is not baked: under apptainer a baked variable wins over the user's exported one",
+            "tuning does not belong in the image: under apptainer an image's variable overrides the user's",
             f"move it to system.env: {{{text}: ...}}",
         )
     elif text == "PIP_CONSTRAINT":
-        yield "would take away the protection of the base's torch", "use image.constraints"
+        yield "would remove the protection of the base's torch", "use image.constraints"
 
 
 def env_name(text: str) -> Iterator[Fault]:
-    """A shell variable's name."""
+    """The name of a shell variable."""
     if not _ENV.fullmatch(text):
-        yield f"{text!r} is not a variable name", "allowed: letters, digits and _, not beginning with a digit"
+        yield (
+            f"{text!r} is not a variable name",
+            "allowed: letters, digits and _, but no digit at the beginning",
+        )
 
 
 def label_name(text: str) -> Iterator[Fault]:
-    """A label that imgkit does not write itself."""
+    """The name of a label that imgkit does not write itself."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", text):
         yield f"{text!r} is not a label name", "allowed: letters, digits and . _ - /"
     elif text.startswith("imgkit."):
-        yield "labels that begin with imgkit. are written by imgkit", "choose another prefix"
+        yield "imgkit writes the labels that begin with imgkit.", "choose another prefix"
     elif text.removeprefix("org.opencontainers.image.") in _OWN_LABELS and text.startswith("org."):
-        yield "this label is written by imgkit", "leave it out"
+        yield "imgkit writes this label", "remove it"
 
 
 def image_path(text: str) -> Iterator[Fault]:
-    """An absolute directory in the image."""
+    """An absolute folder in the image."""
     if not text.startswith("/"):
         yield f"{text!r} is not absolute", f"write /{text}" if text else "write /workspace"
     elif not _IMAGE_PATH.fullmatch(text):
-        yield f"{text!r} holds a blank, quote, variable or wildcard", "choose a plain path"
+        yield f"{text!r} contains a blank, quote, variable or wildcard", "choose a plain path"
     elif ".." in text.split("/"):
-        yield f"{text!r} goes up by ..", "write the path out"
+        yield f"{text!r} contains ..", "write the whole path"
 
 
 def copy_target(text: str) -> Iterator[Fault]:
-    """An absolute directory in the image that is the user's to fill."""
+    """An absolute folder in the image that a user may write to."""
     faults = list(image_path(text))
     yield from faults
     if not faults and re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
-        yield f"{text} is not yours to fill", "the default is /workspace"
+        yield f"{text} belongs to the system or to imgkit", "the default is /workspace"
 
 
 def shell_command(text: str) -> Iterator[Fault]:
-    """One line for the shell, in the form that the classic builder knows."""
+    """One line for the shell, in a form that the classic builder supports."""
     if not text.strip():
         yield "is empty", "remove it"
     elif text.lstrip().startswith("--"):
-        yield "begins like an option of RUN (--mount and its kin need BuildKit)", "write a shell command"
+        yield "begins like an option of RUN (--mount and the like need BuildKit)", "write a shell command"
     elif text.rstrip().endswith("\\"):
-        yield "ends with a backslash, which would swallow the next instruction", "remove it"
+        yield "ends with a backslash, which would join it with the next instruction", "remove it"
 
 
 def scheduler(text: str) -> Iterator[Fault]:
@@ -196,7 +202,7 @@ def walltime(text: str) -> Iterator[Fault]:
 
 
 def job_field(text: str) -> Iterator[Fault]:
-    """A field of `Queue`."""
+    """The name of a field of `Queue`."""
     if text not in JOB_FIELDS:
         yield f"{text!r} is not a field of a job", choices(text, JOB_FIELDS)
 
@@ -211,28 +217,28 @@ def bind(text: str) -> Iterator[Fault]:
 
 
 def host_folder(text: str) -> Iterator[Fault]:
-    """A folder of the nodes that goes into a bind and into LD_LIBRARY_PATH."""
+    """A folder on the nodes, for a bind and for LD_LIBRARY_PATH."""
     if not _IMAGE_PATH.fullmatch(text) or re.search("[:,]", text):
         yield (
-            f"{text!r} is not a folder of the nodes",
-            "write an absolute path without blank, quote and $ : ,",
+            f"{text!r} is not a folder on the nodes",
+            "write an absolute path without blanks, quotes and $ : ,",
         )
 
 
 def word(text: str) -> Iterator[Fault]:
-    """A program, module or host: not empty, no blank."""
+    """A program, module or host: one word."""
     if not text or re.search(r"\s", text):
         yield f"{text!r} is not one word", "write it without blanks"
 
 
 def host(text: str) -> Iterator[Fault]:
-    """``[USER@]HOST`` as ssh takes it; empty is "not set"."""
+    """``[USER@]HOST`` as ssh accepts it; empty means not set."""
     if text and not re.fullmatch(r"(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        yield f"{text!r} is not a host", "write HOST or USER@HOST; the folder goes to `directory`"
+        yield f"{text!r} is not a host", "write HOST or USER@HOST; the folder belongs in `directory`"
 
 
 def not_empty(text: str) -> Iterator[Fault]:
-    """Anything but nothing."""
+    """Any text that is not empty."""
     if not text.strip():
         yield "is empty", "remove it"
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of a recipe file, for editors: made from the dataclasses and their docstrings."""
+"""The JSON Schema of recipe files, for editors, generated from the dataclasses and their docstrings."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def to_json() -> str:
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "imgkit recipe",
             **schema,
-            "description": "One file: what the image holds, and what is known of the system it is for.",
+            "description": "The content of an image, and facts about the system it is for.",
         },
         indent=2,
     )
 
 
 def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
-    """Where YAML differs from the values that are made of it."""
+    """Adapt the schema where YAML differs from the model."""
     image = definitions["Image"]
     described = image["properties"].pop("platforms")["description"]
     image["properties"]["platform"] = {
-        "description": described.removeprefix("In YAML ``platform``: "),
+        "description": described.removeprefix("``platform`` in YAML, "),
         "default": "amd64",
         "anyOf": [_PLATFORM, {"type": "array", "items": _PLATFORM, "minItems": 1, "uniqueItems": True}],
     }
@@ -70,11 +70,11 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
     schema["properties"]["description"]["description"] = "One line about the recipe, for people."
     schema["properties"]["extends"] = {
         "type": "string",
-        "description": "A shipped recipe's name, or a path relative to this file, that this one starts from.",
+        "description": "The recipe to start from: a shipped recipe's name, or a path relative to this file.",
     }
     scheduler = definitions["SystemFacts"]["properties"]["scheduler"]
     scheduler["enum"] = list(systems.words())
-    # What is missing here may be stated by the recipe that this one extends.
+    # The recipe that this one extends may state the missing keys.
     image.pop("required")
     schema.pop("required")
     schema["anyOf"] = [
@@ -84,7 +84,7 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Class to field to the string below it."""
+    """Docstrings of fields, by class and field."""
     found: dict[str, dict[str, str]] = {}
     for module in (model, system):
         for owner in ast.parse(inspect.getsource(module)).body:
@@ -103,7 +103,7 @@ def _docstrings() -> dict[str, dict[str, str]]:
 
 
 def _tidy(node: Any) -> None:
-    """Without pydantic's titles, which repeat the keys, and without null, which no recipe may state."""
+    """Remove pydantic's titles, which repeat the keys, and null, which no recipe may contain."""
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             del node["title"]

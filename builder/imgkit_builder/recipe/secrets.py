@@ -1,4 +1,4 @@
-"""Values that look like secrets: whoever can pull an image can read them, also those deleted later."""
+"""Finds values that look like secrets: anybody who can pull an image can read them, even deleted ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _NAME = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSW(?:OR)?D|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
 _HARMLESS = re.compile(r"|/.*|\$.*|[\d.]+|true|false|yes|no|on|off", re.IGNORECASE)
-"""Values that a variable called so may well have: nothing, a path, another variable, a number, a switch."""
+"""Harmless values of such a variable: nothing, a path, another variable, a number, a switch."""
 
 _VALUES = (
     (re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_\w{40}"), "a GitHub token"),
@@ -29,5 +29,5 @@ def in_name(name: str, value: str) -> bool:
 
 
 def in_value(value: str) -> str:
-    """What secret `value` holds, in words; empty where it holds none that is known."""
+    """The kind of secret in `value`, in words; empty where there is none of a known kind."""
     return next((words for pattern, words in _VALUES if pattern.search(value)), "")

@@ -1,7 +1,7 @@
-"""What a recipe asks of a machine, also where recipes cannot be read: in the one-file tool on a cluster.
+"""The parts of a recipe that a cluster needs, also in the one-file tool, which cannot read recipes.
 
-Reading YAML takes PyYAML and pydantic, which are compiled; the one-file tool carries the shipped recipes'
-facts as ``systems.json`` instead. Standard library only, outside of reading a recipe.
+Reading YAML needs PyYAML and pydantic, which are compiled. The one-file tool carries the facts of the shipped
+recipes as ``systems.json`` instead. Standard library only, except where a recipe is read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
 SYSTEMS_JSON = "systems.json"
-"""Beside this module, in the one-file tool only."""
+"""A file of the one-file tool, in the folder of the package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The parts of a recipe that matter on the machine it is for."""
+    """The parts of a recipe that matter on its machine."""
 
     name: str
     system: SystemFacts
@@ -32,17 +32,17 @@ class Target:
 
     @property
     def module_line(self) -> str:
-        """``module load ...`` of its runtime; empty where the recipe names no module."""
+        """``module load ...`` for its runtime; empty where the recipe names no module."""
         modules = self.system.runtime.modules
         return f"module load {' '.join(modules)}" if modules else ""
 
 
 def find(ref: str) -> Target:
-    """The recipe `ref`, a shipped name or, outside the one-file tool, a path.
+    """Find the recipe `ref`: a shipped name or, outside the one-file tool, a path.
 
     Raises
     ------
-    UsageError : no such recipe, a wrong one, or a path in the one-file tool.
+    UsageError : there is no such recipe, it has problems, or it is a path in the one-file tool.
     """
     bundled = importlib.resources.files("imgkit_builder").joinpath(SYSTEMS_JSON)
     if not bundled.is_file():
@@ -54,13 +54,13 @@ def find(ref: str) -> Target:
     if ref not in known:
         raise UsageError(
             f"the one-file imgkit does not know the recipe {ref!r}",
-            hint=f"it carries: {', '.join(sorted(known))}; recipe files are read by an installed imgkit",
+            hint=f"it knows: {', '.join(sorted(known))}; only an installed imgkit reads recipe files",
         )
     return known[ref]
 
 
 def shipped() -> tuple[Target, ...]:
-    """Every shipped recipe, in the order of names."""
+    """Every shipped recipe, sorted by name."""
     import imgkit_recipes
 
     return tuple(find(name) for name in imgkit_recipes.recipe_names())

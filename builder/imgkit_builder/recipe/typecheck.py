@@ -1,4 +1,4 @@
-"""Types, unknown keys and missing keys: checked by pydantic, told in the words of the recipe's file."""
+"""Types, unknown keys and missing keys: pydantic checks them, imgkit reports them with the file's names."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _ALIASES = {
     "cxi": "slingshot",
     "ethernet": "tcp",
 }
-"""Other names of what a field allows."""
+"""Other names for allowed values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A recipe file, as pydantic checks it."""
+    """The content of a recipe file, as pydantic checks it."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
@@ -48,12 +48,12 @@ class Document:
 def typecheck(tree: Table, bad: Checked, found: Collector, *, whole: bool) -> Document | None:
     """The values of `tree`; None after a problem.
 
-    `bad` are the places whose problem was told already; with `whole` false a parent could not be read, and
-    what is missing here may be stated there.
+    Places in `bad` have a reported problem. If `whole` is false, a parent could not be read: it may state the
+    keys that are missing here.
     """
     from pydantic import ValidationError
 
-    # JSON mode: strict about text and numbers, while lists are good for tuples and text for paths.
+    # JSON mode is strict about text and numbers, but accepts lists for tuples and text for paths.
     try:
         return _adapter().validate_json(json.dumps(_data(tree)))
     except ValidationError as error:
@@ -62,7 +62,7 @@ def typecheck(tree: Table, bad: Checked, found: Collector, *, whole: bool) -> Do
             if detail["type"] == "missing" and not whole:
                 continue
             if detail["type"] == "value_error" and any(path[: len(place)] == place for path in bad):
-                continue  # the dataclass's own check of what a rule has told already
+                continue  # the dataclass repeats a check that a rule has reported
             if place not in bad:
                 _explain(tree, detail, found)
         return None
@@ -70,14 +70,14 @@ def typecheck(tree: Table, bad: Checked, found: Collector, *, whole: bool) -> Do
 
 @functools.cache
 def _adapter() -> TypeAdapter[Document]:
-    """Built once: it costs more than a recipe does."""
+    """Built once: this takes longer than a recipe."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(Document)
 
 
 def _data(node: YamlNode) -> Any:
-    """JSON data; what YAML takes for something it is not becomes a number that no field accepts."""
+    """JSON data; a value that YAML misreads becomes a number that no field accepts."""
     if isinstance(node, Table):
         return {key: _data(entry.value) for key, entry in node.entries.items()}
     if isinstance(node, Items):
@@ -90,12 +90,12 @@ def _data(node: YamlNode) -> Any:
 
 
 def _is_decimal(text: str) -> bool:
-    """YAML's integers also are 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800)."""
+    """YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers."""
     return bool(re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", text))
 
 
 def _explain(tree: Table, detail: ErrorDetails, found: Collector) -> None:
-    """One pydantic error in the words of the file."""
+    """Report one pydantic error with the names of the file."""
     path: KeyPath = detail["loc"]
     node, reached = deepest(tree, path)
     error_type = detail["type"]
@@ -116,7 +116,7 @@ def _explain(tree: Table, detail: ErrorDetails, found: Collector) -> None:
 
 
 def _misread(node: Scalar, error_type: str) -> tuple[str, str]:
-    """What YAML made of a scalar without quotes, and how to keep the text."""
+    """YAML's reading of an unquoted scalar, and how to keep the text."""
     if error_type.startswith("int"):
         if node.type == "integer":
             return f"YAML reads {node.text} as {_became(node)}", "write plain decimal digits"
@@ -127,7 +127,7 @@ def _misread(node: Scalar, error_type: str) -> tuple[str, str]:
 
 
 def _became(node: Scalar) -> str:
-    """``the number 24.1`` for 24.10; without the value where it is the text that was written."""
+    """``the number 24.1`` for 24.10; only the type where the value equals the text."""
     import yaml
 
     try:
@@ -158,7 +158,7 @@ def _missing_hint(path: KeyPath) -> str:
 
 
 def _key_hint(path: KeyPath) -> str:
-    """Where a key that is not known here was meant to be."""
+    """The place where an unknown key was probably meant to be."""
     name = str(path[-1])
     allowed = _fields(path[:-1])
     hint = choices(name, allowed)
@@ -169,14 +169,14 @@ def _key_hint(path: KeyPath) -> str:
 
 
 def _fields(path: KeyPath) -> tuple[str, ...]:
-    """Keys that YAML may have at `path`."""
+    """Keys that YAML allows at `path`."""
     wanted = tuple(part for part in path if not isinstance(part, int))
     names = tuple(YAML_NAMES.get(place[-1], place[-1]) for place in places() if place[:-1] == wanted)
     return (*names, "extends") if not path else names
 
 
 def places() -> list[tuple[str, ...]]:
-    """Every key of a recipe as a path without indices, from the dataclasses."""
+    """Every key of a recipe as a path without indices, read from the dataclasses."""
 
     def below(owner: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
         places = []

@@ -1,7 +1,7 @@
-"""YAML read as a tree in which every key and every value knows its file, line and column.
+"""Reads YAML as a tree in which every key and every value has its file, line and column.
 
-Only PyYAML's composer runs, never its constructor: no object is built from a tag, so a recipe cannot run
-code, and a scalar keeps the text that was written (``24.10`` would otherwise already be the number 24.1).
+Only PyYAML's composer runs, never its constructor. No object is built from a tag, so a recipe cannot run
+code, and a scalar keeps its text: a constructor would turn ``24.10`` into the number 24.1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from imgkit_builder.recipe.problems import Collector, KeyPath, Position
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
-"""Of one file with its anchors expanded: nine lines of nested aliases can stand for billions of values."""
+"""Limit for one file with its anchors expanded: nine lines of nested aliases can mean billions of values."""
 
 ScalarType = Literal["text", "integer", "number", "boolean", "nothing", "date"]
 
@@ -36,7 +36,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 _SYNTAX_HINTS = (
     ("cannot start any token", "quote text that begins with this character"),
-    ("mapping values are not allowed here", 'quote text that holds ": "'),
+    ("mapping values are not allowed here", 'quote text that contains ": "'),
     ("could not find expected ':'", "write `key: value`"),
     ("undefined alias", "text that begins with * must be quoted"),
     ("expected alphabetic or numeric character", "text that begins with *, & or ! must be quoted"),
@@ -49,12 +49,12 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar:
-    """One value; `text` as written, without quotes."""
+    """One value; `text` is as written, without quotes."""
 
     position: Position
     text: str
     type: ScalarType = "text"
-    """What YAML takes an unquoted scalar for."""
+    """The type that YAML infers for an unquoted scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableEntry:
-    """A key's place and its value."""
+    """The position of a key, and its value."""
 
     key: Position
     value: YamlNode
@@ -85,7 +85,7 @@ YamlNode = Scalar | Items | Table
 
 
 def children(node: YamlNode) -> tuple[tuple[str | int, YamlNode], ...]:
-    """The parts of a list or table with their keys; none of a scalar."""
+    """The parts of a list or table with their keys; a scalar has none."""
     if isinstance(node, Items):
         return tuple(enumerate(node.items))
     if isinstance(node, Table):
@@ -94,7 +94,7 @@ def children(node: YamlNode) -> tuple[tuple[str | int, YamlNode], ...]:
 
 
 def deepest(root: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-    """The node at `path`, or the last one above it that exists; with the path that was reached."""
+    """The node at `path`, or the last existing one above it, and the path of that node."""
     node, reached = root, 0
     for part in path:
         below = dict(children(node)).get(part)
@@ -105,12 +105,12 @@ def deepest(root: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
 
 
 def parse(file: Path, found: Collector) -> Table | None:
-    """Read `file`; every problem goes to `found`, and None comes back where nothing usable is left."""
+    """Read `file`; problems go to `found`, and the result is None if the file is unusable."""
     start = Position(file=file, line=1, column=1)
     text = _read(file, start, found)
     if text is None:
         return None
-    # YAML's own line breaks: str.splitlines knows more of them and would shift the numbers.
+    # YAML's own line breaks: str.splitlines splits at further characters, which would shift the numbers.
     found.lines[file] = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -141,7 +141,7 @@ def parse(file: Path, found: Collector) -> Table | None:
 
 
 def kind(node: YamlNode) -> str:
-    """What `node` is, in the words of messages."""
+    """The kind of `node`, for messages."""
     if isinstance(node, Scalar):
         article = {"text": "text", "nothing": "empty", "integer": "an integer"}
         return article.get(node.type, f"a {node.type}")
@@ -149,12 +149,12 @@ def kind(node: YamlNode) -> str:
 
 
 def ord_of(error: yaml.reader.ReaderError) -> int:
-    """The code point that the reader refused; PyYAML gives a number or a character."""
+    """The code point that the reader refused; PyYAML reports a number or a character."""
     return error.character if isinstance(error.character, int) else ord(error.character)
 
 
 class _TooManyError(Exception):
-    """The expanded tree is over its limit."""
+    """The expanded tree exceeds its limit."""
 
 
 def _read(file: Path, start: Position, found: Collector) -> str | None:
@@ -187,7 +187,7 @@ def _read(file: Path, start: Position, found: Collector) -> str | None:
 
 def _syntax(error: yaml.MarkedYAMLError, file: Path, found: Collector) -> None:
     what = " ".join(part for part in (error.context, error.problem) if part)
-    # What is missing at the file's end is looked for where it was opened.
+    # If the end of a construct is missing, the error points to its beginning.
     marks = (error.problem_mark, error.context_mark)
     mark = next(
         (mark for mark in (marks[::-1] if "end" in what and "stream" in what else marks) if mark), None
@@ -202,7 +202,7 @@ def _syntax(error: yaml.MarkedYAMLError, file: Path, found: Collector) -> None:
 
 
 def _tabs(place: Position, file: Path, found: Collector) -> None:
-    """YAML's scanner stops at the first tab; tell of the other indented lines too."""
+    """YAML's scanner stops at the first tab; report the tabs of later lines too."""
     what, hint = "a tab: YAML is indented with spaces only", "replace it with spaces"
     found.error(place, (), what, hint)
     for number, line in enumerate(found.lines[file], start=1):
@@ -212,7 +212,7 @@ def _tabs(place: Position, file: Path, found: Collector) -> None:
 
 
 class _Converter:
-    """From PyYAML's nodes to ours: anchors and merge keys expanded, keys checked."""
+    """Converts PyYAML's nodes to ours: expands anchors and merge keys, and checks keys."""
 
     def __init__(self, file: Path, found: Collector) -> None:
         self._file, self._found = file, found
@@ -220,13 +220,13 @@ class _Converter:
         self._open: set[int] = set()
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
-        """Our node, or None after a problem was noted."""
+        """Our node, or None after a problem."""
         self._count += 1
         if self._count > MAX_NODES:
             raise _TooManyError
         position = self._position(node)
         if id(node) in self._open:
-            self._found.error(position, path, "this anchor holds itself", "write the values out")
+            self._found.error(position, path, "this anchor contains itself", "write out its values")
             return None
         if isinstance(node, yaml.ScalarNode):
             if node.tag in _TYPES:
@@ -267,14 +267,14 @@ class _Converter:
             child = self.convert(value, below)
             if child is not None:
                 if child == Scalar(position=child.position, text="", type="nothing"):
-                    # YAML puts an absent value onto whatever follows; its key is where the user looks.
+                    # YAML places a missing value at the next token; report it at its key.
                     child = Scalar(position=place, text="", type="nothing")
                 stated[key.value] = TableEntry(key=place, value=child)
-        # Explicit keys win over merged ones wherever the merge key stands.
+        # Explicit keys override merged ones, wherever the merge key is.
         return {**{key: entry for key, entry in merged.items() if key not in seen}, **stated}
 
     def _merge(self, value: yaml.Node, path: KeyPath, merged: dict[str, TableEntry]) -> None:
-        """A ``<<`` key: one mapping or a list of them, the first having precedence."""
+        """Expand a ``<<`` key: one mapping or a list of them, the first with precedence."""
         for source in value.value if isinstance(value, yaml.SequenceNode) else (value,):
             table = self.convert(source, path)
             if isinstance(table, Table):

@@ -129,7 +129,7 @@ def test_absent_standin_is_never_pulled(fake: Any, engine: Engine, recipe: Recip
 
 
 def test_bad_base_name_asks_nothing(fake: Any, engine: Engine, recipe: Recipe) -> None:
-    with pytest.raises(UsageError, match="holds a blank") as caught:
+    with pytest.raises(UsageError, match="contains a blank") as caught:
         engines.resolve_base(engine, recipe, override="a b")
     assert caught.value.where == "--base"
     assert not fake.requests("/images/")

@@ -67,7 +67,7 @@ HINTS = {
     "base-capitals": "repository names are lower-case: nvidia",
     "env-tuning": "move it to system.env: {NCCL_DEBUG: ...}",
     "star-unquoted": "text that begins with *, & or ! must be quoted",
-    "colon-in-text": 'quote text that holds ": "',
+    "colon-in-text": 'quote text that contains ": "',
     "pip-bad-options": "write --index-url, https://x.org as separate items",
     "apt-bad": "package names are lower-case: git",
     "constraints-word": "allowed: keep, ignore, {drop: [NAME, ...]}",
