@@ -27,5 +27,5 @@ def positive(text: str) -> int:
 
 def _whole(text: str, least: int) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)

@@ -37,7 +37,7 @@ def number(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
     if not text:
         raise NoPlan(f"{name} is not set", where=name, hint="start the container without --cleanenv")
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
-        raise NoPlan(f"{text!r} is not a whole number from {least}", where=name)
+        raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
     return int(text)
 
 

@@ -63,8 +63,8 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
         raise NoPlan(
             f"{' and '.join(missing)} {verb} missing for a run on {nnodes} nodes",
             where=nnodes_from,
-            hint=f"on each node, give --nnodes {nnodes} --node-rank RANK --head HOST; RANK is 0 on HOST, "
-            f"1 to {nnodes - 1} elsewhere",
+            hint=f"on each node, give --nnodes {nnodes} --node-rank RANK --head HOST; RANK is 0 on HOST, and "
+            "counts up on the others",
         )
     if node_rank >= nnodes:
         raise NoPlan(

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
 PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
-# Without a network no host name resolves: Gloo finds lo by itself, but warns first.
+# No host name resolves without a network: Gloo finds lo by itself, but warns first.
 QUIET = ("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1")
 
 pytestmark = pytest.mark.docker
@@ -99,7 +99,7 @@ import torch.distributed as dist
 right = dist.all_reduce
 
 def all_reduce(tensor, *args, **kwargs):
-    # A rank whose numbers are wrong as it sends them.
+    # A rank that sends wrong values.
     if dist.get_rank() == 1 and tensor.numel() > 1024:
         tensor[tensor != 0] += 1
     right(tensor, *args, **kwargs)

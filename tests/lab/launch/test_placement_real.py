@@ -1,4 +1,4 @@
-"""Placement on a real Slurm: what srun, sbatch and salloc set, and its own expansion of node lists."""
+"""Placement on a real Slurm: variables of srun, sbatch and salloc, and Slurm's expansion of node lists."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ else:
 
 @pytest.fixture(scope="module")
 def state() -> Iterator[Path]:
-    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
+    # Not under pytest's base folder, which the cluster's ordinary user cannot enter (mode 0700).
     folder = Path(f"/tmp/imgkit-test-placement-{os.getpid()}")
     cluster(folder, "up", 2, "--die-with", os.getpid())
     (folder / "show.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}")
@@ -51,7 +51,7 @@ def state() -> Iterator[Path]:
 
 
 def cluster(state: Path, *words: str | int) -> list[str]:
-    """The lines that a command of the cluster printed."""
+    """Output lines of a command on the cluster."""
     argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(state), *map(str, words)]
     done = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
@@ -60,7 +60,7 @@ def cluster(state: Path, *words: str | int) -> list[str]:
 
 
 def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
-    """What a batch job printed."""
+    """Output lines of a batch job."""
     script, output = state / "job.sh", state / "job.out"
     script.write_text("\n".join(("#!/bin/bash", *lines, "")))
     cluster(state, "sbatch", "-W", f"-N{nodes}", "-o", output, script)

@@ -70,7 +70,7 @@ class Expected:
     old_env: Mapping[str, str | None] = field(default_factory=dict)
     """Differences with NCCL 2.20.5."""
     reported: Mapping[str, str] = field(default_factory=dict)
-    """Value of a variable that is not set -> words of the reason."""
+    """Words of the reason, by the value of a variable that is only reported."""
     warns: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     old_blocks: tuple[str, ...] = ()
@@ -323,7 +323,7 @@ TREES: dict[str, Tree] = {
             },
         ),
     ),
-    # Not from a site: the rules for storage and management NICs among RoCE ports.
+    # No real site: this tree tests the rules for storage and management NICs among RoCE ports.
     "roce_storage": Tree(
         nics=(
             nic(0, roce(V1_V2_AT[3])),
@@ -462,11 +462,11 @@ def _kernel(address: ipaddress.IPv4Address) -> str:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Callable[[str], Path]:
-    """Plant a tree of the table by its name; returns its root."""
+    """Function that writes a tree of the table, by its name, and returns its root."""
     return lambda name: plant(tmp_path / name, TREES[name])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument `tree` runs for every row of the table."""
+    """Run a test with an argument `tree` for every row of the table."""
     if "tree" in metafunc.fixturenames:
         metafunc.parametrize(("tree", "row"), TREES.items(), ids=list(TREES))

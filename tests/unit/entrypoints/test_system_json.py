@@ -1,4 +1,4 @@
-"""System facts survive the way into the image and back."""
+"""System facts are the same after they are written to JSON and read again."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ DRIVERS = {13: 580, 12: 525, 11: 450}
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
-def image(it: Subject) -> Iterator[Check]:
+def image(subject: Subject) -> Iterator[Check]:
     """The image has the recipe's facts and is built for this architecture."""
-    if it.system is None:
+    if subject.system is None:
         yield Check(
             name="image",
             verdict="unknown",
@@ -32,18 +32,18 @@ def image(it: Subject) -> Iterator[Check]:
             fix="run inside an image of imgkit build",
         )
         return
-    text = it.reader.text("/opt/imgkit/manifest.json")
+    text = subject.reader.text("/opt/imgkit/manifest.json")
     try:
         platform = str(json.loads(text or "{}").get("platform", ""))
     except (ValueError, AttributeError):
         platform = ""
     wanted = MACHINES.get("/".join(platform.split("/")[:2]))
-    evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {it.facts.arch}"
+    evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
     if wanted is None:
         yield Check(
             name="image", verdict="unknown", evidence=evidence, fix="build the image again with imgkit build"
         )
-    elif wanted != it.facts.arch:
+    elif wanted != subject.facts.arch:
         yield Check(
             name="image",
             verdict="fail",
@@ -51,42 +51,42 @@ def image(it: Subject) -> Iterator[Check]:
             fix="build an image for this machine: imgkit build --platform",
         )
     else:
-        yield Check(name="image", verdict="ok", evidence=f"{it.system.title or 'imgkit'}; {evidence}")
+        yield Check(name="image", verdict="ok", evidence=f"{subject.system.title or 'imgkit'}; {evidence}")
 
 
-def gpus(it: Subject) -> Iterator[Check]:
+def gpus(subject: Subject) -> Iterator[Check]:
     """The node has as many GPUs as the recipe says."""
-    expected = it.system.node.gpus if it.system else 0
-    found, source = it.facts.gpus, it.facts.gpus_source
+    expected = subject.system.node.gpus if subject.system else 0
+    found, source = subject.facts.gpus, subject.facts.gpus_source
     evidence = f"{found} visible ({source})" + (f", the recipe says {expected} per node" if expected else "")
-    wanted = expected or len(it.facts.gpu_devices)
+    wanted = expected or len(subject.facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{wanted})"
-    hidden = not found and it.facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in it.env
+    hidden = not found and subject.facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
     if not found and (expected or hidden):
-        on_purpose = it.env.get("IMGKIT_DEVICE") == "cpu"
+        on_purpose = subject.env.get("IMGKIT_DEVICE") == "cpu"
         yield Check(name="gpus", verdict="warn" if on_purpose else "fail", evidence=evidence, fix=fix)
     elif found < expected:
         yield Check(name="gpus", verdict="warn", evidence=evidence, fix=fix)
     else:
-        models = sorted({gpu.model for gpu in it.facts.gpu_devices if gpu.model}) if found else []
+        models = sorted({gpu.model for gpu in subject.facts.gpu_devices if gpu.model}) if found else []
         yield Check(name="gpus", verdict="ok", evidence=", ".join([evidence, *models]))
 
 
-def driver(it: Subject) -> Iterator[Check]:
+def driver(subject: Subject) -> Iterator[Check]:
     """The driver is new enough for the image's CUDA."""
-    if not it.facts.gpus:
+    if not subject.facts.gpus:
         return
-    cuda = it.env.get("CUDA_VERSION", "")
-    version = re.search(r"\b(\d{3,})\.\d+", it.facts.driver)
+    cuda = subject.env.get("CUDA_VERSION", "")
+    version = re.search(r"\b(\d{3,})\.\d+", subject.facts.driver)
     least = DRIVERS.get(int(cuda.split(".")[0])) if re.match(r"\d+(\.|$)", cuda) else None
-    evidence = f"/proc/driver/nvidia/version: {it.facts.driver or 'does not exist'}; CUDA_VERSION={cuda}"
+    evidence = f"/proc/driver/nvidia/version: {subject.facts.driver or 'does not exist'}; CUDA_VERSION={cuda}"
     if version is None or least is None:
         yield Check(
             name="driver", verdict="unknown", evidence=evidence, fix="compare both versions: nvidia-smi"
         )
     elif int(version[1]) >= least:
         yield Check(name="driver", verdict="ok", evidence=evidence)
-    elif it.reader.exists("/usr/local/cuda/compat"):
+    elif subject.reader.exists("/usr/local/cuda/compat"):
         fix = "data-centre GPUs use /usr/local/cuda/compat; for other GPUs take an older base image"
         yield Check(name="driver", verdict="warn", evidence=f"{evidence}, which needs {least}", fix=fix)
     else:
@@ -94,26 +94,26 @@ def driver(it: Subject) -> Iterator[Check]:
         yield Check(name="driver", verdict="fail", evidence=f"{evidence}, which needs {least}", fix=fix)
 
 
-def cpus(it: Subject) -> Iterator[Check]:
+def cpus(subject: Subject) -> Iterator[Check]:
     """There are enough processors to feed the GPUs."""
-    per_gpu = (it.system.node.cpus_per_gpu if it.system else None) or 1
-    needed = per_gpu * it.facts.gpus
-    evidence = f"{it.facts.cpus} allowed ({it.facts.cpus_source})"
-    if it.facts.cpus >= needed:
+    per_gpu = (subject.system.node.cpus_per_gpu if subject.system else None) or 1
+    needed = per_gpu * subject.facts.gpus
+    evidence = f"{subject.facts.cpus} allowed ({subject.facts.cpus_source})"
+    if subject.facts.cpus >= needed:
         yield Check(name="processors", verdict="ok", evidence=evidence)
         return
     yield Check(
         name="processors",
         verdict="warn",
-        evidence=f"{evidence}; {it.facts.gpus} GPUs need {per_gpu} each",
+        evidence=f"{evidence}; {subject.facts.gpus} GPUs need {per_gpu} each",
         fix=f"Slurm: --cpus-per-task={needed}, for srun as well; mpirun: --bind-to none; docker: --cpus",
     )
 
 
-def memlock(it: Subject) -> Iterator[Check]:
+def memlock(subject: Subject) -> Iterator[Check]:
     """RDMA may lock enough memory, because it registers buffers."""
-    limit = it.facts.memlock
-    if not it.rdma:
+    limit = subject.facts.memlock
+    if not subject.rdma:
         return
     if limit == Limit():
         evidence = "/proc/self/limits has no line Max locked memory"
@@ -135,9 +135,9 @@ def memlock(it: Subject) -> Iterator[Check]:
     )
 
 
-def shm(it: Subject) -> Iterator[Check]:
+def shm(subject: Subject) -> Iterator[Check]:
     """Shared memory is large enough for the ranks of a node and for data workers."""
-    size = it.facts.shm_bytes
+    size = subject.facts.shm_bytes
     fix = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)"
     if size is None:
         yield Check(
@@ -149,16 +149,16 @@ def shm(it: Subject) -> Iterator[Check]:
     elif size >= SHM_BYTES:
         yield Check(name=SHM, verdict="ok", evidence=f"{size / GIB:.1f} GiB")
     else:
-        fails = size <= DOCKER_SHM_BYTES and it.facts.gpus > 1
+        fails = size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1
         evidence = f"{size / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-..."
         yield Check(name=SHM, verdict="fail" if fails else "warn", evidence=evidence, fix=fix)
 
 
-def limits(it: Subject) -> Iterator[Check]:
+def limits(subject: Subject) -> Iterator[Check]:
     """Stack and open files are large enough, and the kernel does not hand out the job's ports."""
     for name, limit, least, flag in (
-        ("stack", it.facts.stack, STACK_BYTES, "-s 8192"),
-        ("open files", it.facts.open_files, OPEN_FILES, "-n 65536"),
+        ("stack", subject.facts.stack, STACK_BYTES, "-s 8192"),
+        ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536"),
     ):
         if limit == Limit():
             continue
@@ -169,7 +169,7 @@ def limits(it: Subject) -> Iterator[Check]:
             evidence=f"/proc/self/limits: {_shown(limit)}",
             fix="" if good else f"before the launch: ulimit {flag}",
         )
-    found = it.facts.ephemeral_ports
+    found = subject.facts.ephemeral_ports
     if found is not None:
         last = FIRST_PORT + PORTS - 1
         good = found[0] > last or found[1] < FIRST_PORT
@@ -184,9 +184,9 @@ def limits(it: Subject) -> Iterator[Check]:
         )
 
 
-def iommu(it: Subject) -> Iterator[Check]:
+def iommu(subject: Subject) -> Iterator[Check]:
     """An IOMMU may slow traffic between GPUs; only a measurement shows whether it does."""
-    found = it.reader.names("/sys/class/iommu") if it.facts.gpus > 1 else ()
+    found = subject.reader.names("/sys/class/iommu") if subject.facts.gpus > 1 else ()
     if found:
         yield Check(
             name="iommu",
@@ -197,19 +197,21 @@ def iommu(it: Subject) -> Iterator[Check]:
         )
 
 
-def nccl(it: Subject) -> Iterator[Check]:
+def nccl(subject: Subject) -> Iterator[Check]:
     """The version of NCCL is known; settings of nccl.conf files are reported."""
-    if it.facts.nccl_version:
-        yield Check(name="nccl", verdict="ok", evidence=f"{it.facts.nccl_version} ({it.facts.nccl_source})")
-    elif it.facts.gpus:
+    if subject.facts.nccl_version:
+        yield Check(
+            name="nccl", verdict="ok", evidence=f"{subject.facts.nccl_version} ({subject.facts.nccl_source})"
+        )
+    elif subject.facts.gpus:
         yield Check(
             name="nccl",
             verdict="unknown",
             evidence="there is no libnccl.so.2 and no NCCL wheel",
             fix="set the version, for example: IMGKIT_NCCL_VERSION=2.20.5",
         )
-    if it.facts.nccl_settings:
-        shown = ", ".join(f"{item.name}={item.value} ({item.path})" for item in it.facts.nccl_settings)
+    if subject.facts.nccl_settings:
+        shown = ", ".join(f"{item.name}={item.value} ({item.path})" for item in subject.facts.nccl_settings)
         yield Check(name="nccl.conf", verdict="ok", evidence=shown)
 
 

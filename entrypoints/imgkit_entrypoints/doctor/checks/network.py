@@ -18,21 +18,25 @@ _OWN_CHECKS = {
 """Words of the fabric's warnings that have a check of their own."""
 
 
-def network(it: Subject) -> Iterator[Check]:
+def network(subject: Subject) -> Iterator[Check]:
     """The kind of network, its blockers, and every warning about variables."""
-    rate = f", {it.plan.line_rate_Gbps:g} Gbit/s" if it.plan.line_rate_Gbps else ""
-    carried = f"{', '.join(it.plan.devices) or 'no device'}{rate}"
-    yield Check(name="network", verdict="ok", evidence=f"{it.plan.kind} over {carried} ({it.plan.reason})")
-    for text in it.plan.blockers:
-        yield Check(name="network", verdict=it.between, evidence=text, fix="dist-env shows every variable")
-    for text in it.plan.warnings:
-        if not any(word in text for word in _OWN_CHECKS[it.plan.kind]):
+    rate = f", {subject.plan.line_rate_Gbps:g} Gbit/s" if subject.plan.line_rate_Gbps else ""
+    carried = f"{', '.join(subject.plan.devices) or 'no device'}{rate}"
+    yield Check(
+        name="network", verdict="ok", evidence=f"{subject.plan.kind} over {carried} ({subject.plan.reason})"
+    )
+    for text in subject.plan.blockers:
+        yield Check(
+            name="network", verdict=subject.between, evidence=text, fix="dist-env shows every variable"
+        )
+    for text in subject.plan.warnings:
+        if not any(word in text for word in _OWN_CHECKS[subject.plan.kind]):
             yield Check(name="network", verdict="warn", evidence=text, fix="dist-env shows every variable")
 
 
-def bootstrap(it: Subject) -> Iterator[Check]:
+def bootstrap(subject: Subject) -> Iterator[Check]:
     """There is an interface for the bootstrap of NCCL and Gloo, which uses TCP even if the data uses RDMA."""
-    if not it.facts.interfaces:
+    if not subject.facts.interfaces:
         yield Check(
             name="interface",
             verdict="unknown",
@@ -41,20 +45,20 @@ def bootstrap(it: Subject) -> Iterator[Check]:
         )
         return
     # A missing interface is one of the network's blockers.
-    for item in it.plan.decisions:
+    for item in subject.plan.decisions:
         if item.variable == sockets.NCCL and item.value:
             yield Check(name="interface", verdict="ok", evidence=f"{item.value}: {item.reason}")
 
 
-def rdma_ports(it: Subject) -> Iterator[Check]:
+def rdma_ports(subject: Subject) -> Iterator[Check]:
     """Every port is active, and its rate is known."""
-    known = {port.name: port for device in it.facts.rdma for port in device.ports}
-    used = [port for name, port in known.items() if name in it.plan.devices]
+    known = {port.name: port for device in subject.facts.rdma for port in device.ports}
+    used = [port for name, port in known.items() if name in subject.plan.devices]
     if used:
         shown = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check(name="rdma ports", verdict="ok", evidence=shown)
-    asked = it.system is not None and it.system.fabric.kind in ("infiniband", "roce")
-    for item in it.plan.decisions:
+    asked = subject.system is not None and subject.system.fabric.kind in ("infiniband", "roce")
+    for item in subject.plan.decisions:
         port = known.get(item.value) if item.variable == ports.VARIABLE and not item.used else None
         if port is None or port.active or (used and port.state.startswith("1:")):
             continue  # a port with another purpose, or without a cable
@@ -66,11 +70,11 @@ def rdma_ports(it: Subject) -> Iterator[Check]:
         )
 
 
-def verbs(it: Subject) -> Iterator[Check]:
+def verbs(subject: Subject) -> Iterator[Check]:
     """The container can open the device files of InfiniBand and RoCE, and has their libraries."""
-    names = {name.partition(":")[0] for name in it.plan.devices}
-    devices = [device for device in it.facts.rdma if device.name in names]
-    if it.plan.kind not in ("infiniband", "roce") or not devices:
+    names = {name.partition(":")[0] for name in subject.plan.devices}
+    devices = [device for device in subject.facts.rdma if device.name in names]
+    if subject.plan.kind not in ("infiniband", "roce") or not devices:
         return
     fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
     closed = [device.verbs or f"uverbs of {device.name}" for device in devices if not device.verbs_opens]
@@ -80,15 +84,15 @@ def verbs(it: Subject) -> Iterator[Check]:
     else:
         opened = ", ".join(device.verbs for device in devices)
         yield Check(name="rdma devices", verdict="ok", evidence=f"{opened} can be opened")
-    if not it.facts.rdma_cm:
+    if not subject.facts.rdma_cm:
         evidence = "/dev/infiniband/rdma_cm cannot be opened; NCCL does not need it, but other libraries do"
         yield Check(name="rdma devices", verdict="warn", evidence=evidence, fix=fix)
-    yield _libibverbs(it, devices)
+    yield _libibverbs(subject, devices)
 
 
-def _libibverbs(it: Subject, devices: list[RdmaDevice]) -> Check:
+def _libibverbs(subject: Subject, devices: list[RdmaDevice]) -> Check:
     fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
-    library, providers = it.facts.library("libibverbs.so.1"), it.facts.verbs_providers
+    library, providers = subject.facts.library("libibverbs.so.1"), subject.facts.verbs_providers
     if library is None:
         evidence = "libibverbs.so.1 is not on the library path, so NCCL uses TCP"
         return Check(name="libibverbs", verdict="fail", evidence=evidence, fix=fix)
@@ -100,55 +104,55 @@ def _libibverbs(it: Subject, devices: list[RdmaDevice]) -> Check:
     return Check(name="libibverbs", verdict="ok", evidence=evidence)
 
 
-def roce_gid(it: Subject) -> Iterator[Check]:
+def roce_gid(subject: Subject) -> Iterator[Check]:
     """The GID of RoCE is known; a port without an IPv4 GID is one of the network's blockers."""
-    reasons = [item.reason for item in it.plan.decisions if item.variable == gid.VARIABLE]
-    if it.plan.kind == "roce" and reasons and not it.plan.blockers:
+    reasons = [item.reason for item in subject.plan.decisions if item.variable == gid.VARIABLE]
+    if subject.plan.kind == "roce" and reasons and not subject.plan.blockers:
         yield Check(name="gid", verdict="ok", evidence="; ".join(reasons))
 
 
-def slingshot(it: Subject) -> Iterator[Check]:
+def slingshot(subject: Subject) -> Iterator[Check]:
     """Slingshot's devices can be opened, and NCCL's plugin for them has its libraries."""
-    if it.plan.kind != "slingshot":
+    if subject.plan.kind != "slingshot":
         return
-    closed = [device.name for device in it.facts.cxi if not device.opens]
-    names = ", ".join(f"/dev/{device.name}" for device in it.facts.cxi)
+    closed = [device.name for device in subject.facts.cxi if not device.opens]
+    names = ", ".join(f"/dev/{device.name}" for device in subject.facts.cxi)
     yield Check(
         name="slingshot",
-        verdict=it.between if closed else "ok",
+        verdict=subject.between if closed else "ok",
         evidence=f"cannot be opened: {', '.join(closed)}" if closed else f"{names} can be opened",
         fix="Slurm: use a job step with a network allocation; Singularity: no --contain" if closed else "",
     )
-    plugin = it.facts.library("libnccl-net-ofi.so") or it.facts.library("libnccl-net.so")
-    lacking = [name for name in ("libfabric.so.1", "libcxi.so.1") if it.facts.library(name) is None]
+    plugin = subject.facts.library("libnccl-net-ofi.so") or subject.facts.library("libnccl-net.so")
+    lacking = [name for name in ("libfabric.so.1", "libcxi.so.1") if subject.facts.library(name) is None]
     lacking += [] if plugin else ["libnccl-net.so"]
     yield Check(
         name="libfabric",
-        verdict=it.between if lacking else "ok",
+        verdict=subject.between if lacking else "ok",
         evidence=f"not on the library path: {', '.join(lacking)}" if lacking else f"{plugin and plugin.path}",
         fix="bind the host's libfabric, libcxi and aws-ofi-nccl, and put their folders on LD_LIBRARY_PATH "
         "(SINGULARITYENV_LD_LIBRARY_PATH); otherwise NCCL uses TCP"
         if lacking
         else "",
     )
-    version = re.match(r"(\d+)\.(\d+)", it.facts.kernel)
+    version = re.match(r"(\d+)\.(\d+)", subject.facts.kernel)
     if version and (int(version[1]), int(version[2])) < (5, 12):
         yield Check(
             name="kernel",
             verdict="warn",
-            evidence=f"/proc/sys/kernel/osrelease: {it.facts.kernel}; fork is safe with RDMA since Linux "
-            "5.12",
+            evidence=f"/proc/sys/kernel/osrelease: {subject.facts.kernel}; fork is safe with RDMA since "
+            "Linux 5.12",
             fix="if data workers crash, use no workers or the start method spawn (RHEL 8.6 and SLES 15 SP4 "
             "are safe despite their older kernels)",
         )
 
 
-def gpudirect(it: Subject) -> Iterator[Check]:
+def gpudirect(subject: Subject) -> Iterator[Check]:
     """NICs can read the GPUs' memory directly, and are near the GPUs."""
-    if not (it.facts.gpus and it.rdma):
+    if not (subject.facts.gpus and subject.rdma):
         return
-    if it.facts.peermem or it.facts.dmabuf:
-        evidence = it.facts.peermem or f"DMA-BUF: {it.facts.driver}, Linux {it.facts.kernel}"
+    if subject.facts.peermem or subject.facts.dmabuf:
+        evidence = subject.facts.peermem or f"DMA-BUF: {subject.facts.driver}, Linux {subject.facts.kernel}"
         yield Check(name="gpudirect", verdict="ok", evidence=evidence)
     else:
         yield Check(
@@ -158,11 +162,11 @@ def gpudirect(it: Subject) -> Iterator[Check]:
             "DMA-BUF",
             fix="on the node: modprobe nvidia_peermem. Until then data is copied through host memory",
         )
-    names = {name.partition(":")[0] for name in it.plan.devices}
-    for device in it.facts.rdma:
+    names = {name.partition(":")[0] for name in subject.plan.devices}
+    for device in subject.facts.rdma:
         if device.name not in names:
             continue
-        far = ports.distance(it.facts, device)
+        far = ports.distance(subject.facts, device)
         evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
         if far is None:
             yield Check(

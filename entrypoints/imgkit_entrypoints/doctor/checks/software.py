@@ -22,20 +22,20 @@ CUMEM_HOST = ((2, 24), (2, 26, 5))
 """First and end of NCCL's versions without a fallback if cuMem fails (pytorch/pytorch issue 152302)."""
 
 
-def scheduler(it: Subject) -> Iterator[Check]:
+def scheduler(subject: Subject) -> Iterator[Check]:
     """The job is visible; a container with --cleanenv hides it."""
-    name = it.system.scheduler if it.system else ""
-    if text := unseen(name, it.env):
+    name = subject.system.scheduler if subject.system else ""
+    if text := unseen(name, subject.env):
         fix = "in a job, start the container without --cleanenv and --containall; outside a job this is right"
         yield Check(name="scheduler", verdict="warn", evidence=text, fix=fix)
-    elif shown := claims(it.env):
+    elif shown := claims(subject.env):
         yield Check(name="scheduler", verdict="ok", evidence=", ".join(shown))
 
 
-def glibc(it: Subject) -> Iterator[Check]:
+def glibc(subject: Subject) -> Iterator[Check]:
     """The image's glibc is new enough for libraries that are bound from the host."""
-    path, own = image_glibc(it.facts, it.reader)
-    needed = needed_glibc(it.facts, it.reader)
+    path, own = image_glibc(subject.facts, subject.reader)
+    needed = needed_glibc(subject.facts, subject.reader)
     if not own or not needed:
         return
     evidence = f"{path} has GLIBC_2.{own}"
@@ -43,7 +43,7 @@ def glibc(it: Subject) -> Iterator[Check]:
     if lacking:
         yield Check(
             name="glibc",
-            verdict=it.between,
+            verdict=subject.between,
             evidence=f"{evidence}, {', '.join(lacking)}, so it cannot be loaded",
             fix="use a newer base image, or a library built in the image instead of the host's",
         )
@@ -74,35 +74,35 @@ def newest_glibc(reader: Reader, path: str) -> int:
     return max(map(int, found), default=0)
 
 
-def cumem(it: Subject) -> Iterator[Check]:
+def cumem(subject: Subject) -> Iterator[Check]:
     """NCCL can allocate host memory: cuMem needs NUMA calls, which docker's system call filter refuses."""
-    version = re.search(r"\b(\d{3,})\.\d+", it.facts.driver)
+    version = re.search(r"\b(\d{3,})\.\d+", subject.facts.driver)
     concerned = version is not None and int(version[1]) >= CUMEM_DRIVER
-    if not it.facts.gpus or not concerned or it.env.get("NCCL_CUMEM_HOST_ENABLE") == "0":
+    if not subject.facts.gpus or not concerned or subject.env.get("NCCL_CUMEM_HOST_ENABLE") == "0":
         return
-    if it.facts.nccl is None or not CUMEM_HOST[0] <= it.facts.nccl < CUMEM_HOST[1]:
+    if subject.facts.nccl is None or not CUMEM_HOST[0] <= subject.facts.nccl < CUMEM_HOST[1]:
         return
-    status = it.reader.text("/proc/self/status") or ""
+    status = subject.reader.text("/proc/self/status") or ""
     filtered = re.search(r"^Seccomp:\s*2$", status, re.MULTILINE)
     granted = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     if filtered and granted and not int(granted[1], 16) & CAP_SYS_NICE:
         yield Check(
             name="cumem",
             verdict="warn",
-            evidence=f"NCCL {it.facts.nccl_version}, and /proc/self/status: {filtered[0]}, {granted[0]} "
+            evidence=f"NCCL {subject.facts.nccl_version}, and /proc/self/status: {filtered[0]}, {granted[0]} "
             "(without CAP_SYS_NICE), so allocating host memory may fail".replace("\t", " "),
             fix="docker: --cap-add SYS_NICE. Or set NCCL_CUMEM_HOST_ENABLE=0, or use NCCL 2.26.5 or later",
         )
 
 
-def fuse(it: Subject) -> Iterator[Check]:
+def fuse(subject: Subject) -> Iterator[Check]:
     """The image is not mounted by a process of the job, which the scheduler's signal would end."""
-    if "SLURM_JOB_ID" not in it.env:
+    if "SLURM_JOB_ID" not in subject.env:
         return
-    above = set(_ancestors(it.reader))
-    for number in it.reader.names("/proc", r"\d+"):
-        name = it.reader.text(f"/proc/{number}/comm") or ""
-        if name.startswith("squashfuse") and _parent(it.reader, number) in above:
+    above = set(_ancestors(subject.reader))
+    for number in subject.reader.names("/proc", r"\d+"):
+        name = subject.reader.text(f"/proc/{number}/comm") or ""
+        if name.startswith("squashfuse") and _parent(subject.reader, number) in above:
             yield Check(
                 name="image mount",
                 verdict="warn",

@@ -1,4 +1,4 @@
-"""Which host is named, from what all ranks say."""
+"""The verdict names the bad host from the answers of all ranks."""
 
 from __future__ import annotations
 

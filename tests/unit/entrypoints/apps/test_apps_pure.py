@@ -1,4 +1,4 @@
-"""What the apps decide without torch: parts, weights, texts, options."""
+"""Decisions of the apps without torch: parts, weights, texts, options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLD_SIZES = range(1, 9)
 
 
 def plain_pi(intervals: int, world_size: int) -> float:
-    """The trapezoid rule as the workers share it, in plain Python."""
+    """The trapezoid rule in plain Python, divided as among the workers."""
     total = 0.0
     for rank in range(world_size):
         first, end = share(intervals + 1, rank, world_size)
@@ -47,7 +47,7 @@ def test_end_points_count_half_once(world_size: int) -> None:
 def test_error_is_the_trapezoid_rules(intervals: int, world_size: int) -> None:
     value = plain_pi(intervals, world_size)
     assert abs(value - math.pi) <= pi.tolerance(intervals)
-    # Not better either: a rule with wrong ends would hide behind a loose bound.
+    # The error is not smaller either: a loose bound would hide a rule with wrong ends.
     assert value == pytest.approx(math.pi - 1 / (6 * intervals**2), abs=0.03 / intervals**4 + 1e-12)
 
 

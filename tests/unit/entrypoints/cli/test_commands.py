@@ -177,7 +177,7 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
     [
         (["dist-trian"], "one of: dist-run"),
         (["dist-train", "--stepz", "3"], "--stepz"),
-        (["dist-train", "--steps", "0"], "'0' is not a whole number from 1"),
+        (["dist-train", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["dist-train", "--nproc", "many"], "'many' is not a whole number"),
         (["dist-train", "--device", "tpu"], "none of auto, cuda, cpu"),
         (["dist-train", "--nnodes", "3:x"], "'x' is not a whole number"),

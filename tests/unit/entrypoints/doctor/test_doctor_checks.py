@@ -1,4 +1,4 @@
-"""Verdicts of dist-doctor on machines written down as values."""
+"""Verdicts of dist-doctor on machines that are given as values."""
 
 from __future__ import annotations
 
@@ -335,8 +335,8 @@ PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": 
     ("changed", "env", "told"),
     [
         ({}, {"SLURM_JOB_ID": "7"}, ["warn"]),
-        ({}, {}, []),  # nobody signals all processes
-        ({"91": "squashfuse_ll 70"}, {"SLURM_JOB_ID": "7"}, []),  # of another container
+        ({}, {}, []),  # no scheduler that signals all processes
+        ({"91": "squashfuse_ll 70"}, {"SLURM_JOB_ID": "7"}, []),  # serves another container
         ({"91": "bash 80"}, {"SLURM_JOB_ID": "7"}, []),
     ],
 )

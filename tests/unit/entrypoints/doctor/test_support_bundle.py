@@ -1,4 +1,4 @@
-"""What dist-doctor --bundle saves, and what it leaves out."""
+"""Files that dist-doctor --bundle saves, and secrets that it leaves out."""
 
 from __future__ import annotations
 

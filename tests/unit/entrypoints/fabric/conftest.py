@@ -1,4 +1,4 @@
-"""Recipes of some systems, and the facts of the machines in the table above this folder."""
+"""Recipes of some systems, and the facts of the machines in the parent folder's table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recipes() -> Mapping[str, SystemFacts]:
 
 @pytest.fixture
 def machine(planted: Callable[[str], Path]) -> Callable[..., HostFacts]:
-    """Facts of a tree of the table, by its name and the image's NCCL version."""
+    """Function that reads the facts of a tree, by its name and the image's NCCL version."""
 
     def gather(name: str, nccl: str = "2.27.3") -> HostFacts:
         env = {"IMGKIT_ROOT": str(planted(name)), "IMGKIT_NCCL_VERSION": nccl}

@@ -1,4 +1,4 @@
-"""Variables that somebody set and that do harm: each is named with its value and its remedy."""
+"""Harmful variables that somebody set: a warning names each with its value and its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every machine of the table and the network that is chosen for it."""
+"""Every machine of the table, and the network that is chosen for it."""
 
 from __future__ import annotations
 

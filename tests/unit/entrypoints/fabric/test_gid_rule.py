@@ -1,4 +1,4 @@
-"""NCCL's search for a GID, written twice: the rule in use, and the scan of its source (net_ib/connect.cc)."""
+"""NCCL's search for a GID, written twice: imgkit's rule, and the scan of its source (net_ib/connect.cc)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOCAL_V1, LOCAL_V2 = ("fe80::1:2:3", V1), ("fe80::1:2:3", V2)
 GLOBAL = ("2001:db8::7", V2)
 MAPPED_V1, MAPPED_V2 = ("::ffff:10.0.0.7", V1), ("::ffff:10.0.0.7", V2)
 UNTYPED = ("::ffff:10.0.0.7", "")
-"""A slot that the container's sysfs does not map: the type answers EINVAL, which NCCL passes over."""
+"""A slot that the container's sysfs does not map: its type answers EINVAL, and NCCL skips it."""
 KINDS = (ZERO, BARE, LOCAL_V1, LOCAL_V2, GLOBAL, MAPPED_V1, MAPPED_V2, UNTYPED)
 Slot = tuple[str, str]
 
 
 def rule(table: Sequence[Slot]) -> int:
-    """The rule in use, on a table as facts hold it: without empty slots."""
+    """Apply imgkit's rule to a table of facts, which has no empty slots."""
     gids = [
         Gid(index=index, value=ipaddress.IPv6Address(address).exploded, kind=kind)
         for index, (address, kind) in enumerate(table)
@@ -36,7 +36,7 @@ def rule(table: Sequence[Slot]) -> int:
 
 
 def scan(table: Sequence[Slot]) -> int:
-    """What NCCL does with AF_INET, RoCE version 2 and no address range: keep the best so far."""
+    """Scan like NCCL with AF_INET, RoCE version 2 and no address range: keep the best slot so far."""
     best = 0
     for candidate in range(1, len(table)):
         if not is_mapped(table[candidate]):

@@ -24,7 +24,7 @@ HANGS = "<hangs>"
 
 
 def run(root: Path, patience_s: float = 20) -> str:
-    """What the line prints on the machine under `root`, with a terminal that stays silent as its input."""
+    """Run the line on the machine under `root`; its input is a terminal without any typing."""
     line = ONE_LINER.replace("/sys/", f"{root}/sys/")
     with subprocess.Popen(
         ["sh", "-c", line],

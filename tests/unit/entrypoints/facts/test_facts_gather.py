@@ -1,4 +1,4 @@
-"""What is read of a machine, and that nothing is read beside the given root."""
+"""Facts of a machine, all of which are read below the given root."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_rails_of_one_network_each_have_address(planted: Planted):
 
 @pytest.mark.parametrize("garbage", ["", "x " * 12, "0 " * 12, "-1", "a:b:c\n::\n: \n=\n,"])
 def test_garbled_files_are_no_error(planted: Planted, garbage: str):
-    """Every file of a machine in turn with another content."""
+    """Each file of a machine in turn gets other content."""
     root = planted("roce_storage")
     put(root, {**STATUS, "/proc/self/limits": "", "/proc/self/cgroup": "0::/", "/etc/nccl.conf": "A=1"})
     put(root, {"/sys/fs/cgroup/cpu.max": "1 1", "/proc/net/if_inet6": "", "/etc/ld.so.conf.d/a.conf": "/x"})
@@ -221,7 +221,7 @@ def test_system_facts_follow_the_root(tmp_path: Path):
 
 
 def test_nothing_is_read_beside_root(planted: Planted):
-    """Every file and folder that Python opens is recorded by an audit hook, in an interpreter of its own."""
+    """An audit hook in a separate interpreter records every file and folder that Python opens."""
     root = planted("roce_storage")
     program = (
         "import sys, os, json\n"

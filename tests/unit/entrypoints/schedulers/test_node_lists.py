@@ -10,8 +10,8 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.hostlist import expand_counts
 from imgkit_entrypoints.schedulers.slurm import expand_nodelist
 
-# Right-hand sides as `scontrol show hostnames` of Slurm 22.05 prints them; it refuses text after a bracket,
-# which newer ones write.
+# Right-hand sides are the output of `scontrol show hostnames` of Slurm 22.05, which refuses text after a
+# bracket; newer versions write such text.
 LISTS = {
     "n1": "n1",
     "n1.dom,gpu-2": "n1.dom gpu-2",
@@ -111,7 +111,7 @@ def numbers(inside: str) -> list[str]:
 
 
 def rewritten(text: str) -> list[str]:
-    """Every bracket replaced, the rightmost in the outermost loop, as Slurm does with a prefix."""
+    """Replace every bracket, the rightmost in the outermost loop, as Slurm does with a prefix."""
     if "[" not in text:
         return [text]
     opened = text.rindex("[")
@@ -124,7 +124,7 @@ def rewritten(text: str) -> list[str]:
 
 
 def reference(text: str) -> list[str]:
-    """Another way to the same list: text replaced step by step, no parser."""
+    """Expand the list in another way: replace text step by step, without a parser."""
     hosts: list[str] = []
     for item in split(text):
         if "[" not in item:

@@ -1,7 +1,6 @@
-"""A table of environments: every launcher with one node, with several, and started the wrong way.
+"""A table of environments: every launcher with one node, with several nodes, and with a wrong start.
 
-Slurm's, Open MPI's and Hydra's environments are cut down from real ones (Slurm 22.05, Open MPI 5.0, MPICH
-5.0).
+The environments of Slurm, Open MPI and Hydra are shortened real ones (Slurm 22.05, Open MPI 5.0, MPICH 5.0).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Env = dict[str, str]
 
 
 def files(**content: str) -> Callable[[str], str | None]:
-    """A reader that has the host's name and the node file only."""
+    """A reader of the host name and the node file only."""
     paths = {"hostname": "/proc/sys/kernel/hostname", "nodefile": "/var/spool/pbs/aux/7.head"}
     return {paths[name]: text for name, text in content.items()}.get
 
@@ -70,7 +69,7 @@ def slurm_step(nodelist: str, node: int, nodes: int, per_node: str = "", **more:
 
 
 def pbs_task(node: int, **more: str) -> Env:
-    """A process that pbsdsh started: none of the script's exports."""
+    """A process that pbsdsh started, which has none of the script's exports."""
     return {"PBS_JOBID": "7.head", "PBS_NODENUM": str(node), "PBS_TASKNUM": f"{node + 2:08X}", **more}
 
 
@@ -136,7 +135,7 @@ def pod(rank: int, world: int, **more: str) -> Env:
 
 
 def later_pod(rank: int, pods: int, nproc: int) -> Env:
-    """Later ones count processes in WORLD_SIZE, pods in PET_NNODES, and send an empty PET_STANDALONE."""
+    """Later operators count processes in WORLD_SIZE and pods in PET_NNODES; PET_STANDALONE is empty."""
     pet = {"PET_NNODES": str(pods), "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": str(nproc)}
     return {**pod(rank, pods * nproc), **pet, "PET_STANDALONE": ""}
 
@@ -417,7 +416,7 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "slurm step of no nodes": (
         slurm_step("n1", 0, 1, SLURM_STEP_NUM_NODES="0"),
         NOTHING,
-        "'0' is not a whole number from 1",
+        "'0' is not a whole number of at least 1",
         "",
     ),
     "slurm node number too high": (

@@ -1,4 +1,4 @@
-"""The words that start one process per node, and the lines printed when only one was started."""
+"""Words that start one process per node, and the lines that are printed if only one process was started."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_start_words_are_one_process_a_node() -> None:
             *("-genv", "IMGKIT_HEAD", "x 9", "dist-pi"),
         ),
         "pbs": ("pbsdsh", "-v", "-n", "4", "--", "dist-pi"),
-        # The options come before the script: what follows it is the script's own.
+        # The options come before the script: words after it are the script's own.
         "manual": (
             *("sh", "dist-run", "--nnodes", "2", "--node-rank", "1", "--head", "x9", "--port", "7"),
             *("a.py", "-x"),
@@ -79,11 +79,11 @@ def test_printed_command_starts_this_container() -> None:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """Stand-ins that write down how they were called, host list included; pbsdsh runs what it was given."""
+    """Stand-ins that record their calls with the host list; pbsdsh runs its command."""
     for name, rest in (("mpiexec", ""), ("pbsdsh", 'shift 3; "$@"'), ("singularity", "")):
         log = tmp_path / f"{name}.log"
         tool = tmp_path / name
-        # One write a call: several run at once.
+        # One write per call, because several run at once.
         tool.write_text(
             f'#!/bin/bash\nline=$(printf "%s|" "$PWD" "$IMGKIT_NODES" "$@")\necho "$line">>"{log}"\n{rest}\n'
         )

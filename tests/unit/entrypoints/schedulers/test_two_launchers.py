@@ -10,7 +10,7 @@ from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
 
-# The least that each launcher's processes have, on node 1 of 2.
+# The fewest variables that each launcher sets, on node 1 of 2.
 LAUNCHERS: dict[str, dict[str, str]] = {
     "slurm": {
         "SLURM_JOB_ID": "7",
@@ -41,9 +41,9 @@ LAUNCHERS: dict[str, dict[str, str]] = {
         "PET_MASTER_PORT": "29500",
     },
 }
-# Inside a PBS job an mpiexec is the way to start: it decides.
+# mpiexec is the right way to start inside a PBS job, so it decides.
 INSIDE = {("pals", "pbs"), ("pbs", "openmpi"), ("pbs", "hydra")}
-# Slurm's Cray plugin sets PALS_ and PMI_: they show nothing there.
+# Slurm's Cray plugin sets PALS_ and PMI_, so they show no other launcher.
 BY_SLURM = {("slurm", "pals")}
 
 
@@ -87,7 +87,7 @@ def test_pmi_of_srun_hides_no_other_launcher() -> None:
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "kubeflow"])
 def test_exported_torch_variables_are_no_launcher(name: str) -> None:
-    """Many a job script exports them, and Slurm itself may run in pods."""
+    """Many job scripts export them, and Slurm itself may run in pods."""
     exported = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "n1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     assert place(LAUNCHERS[name] | exported).scheduler == name
 
