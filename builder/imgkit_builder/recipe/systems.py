@@ -97,10 +97,24 @@ def load(word: str) -> Any:
             hint=f"pip uninstall {distribution(others[0])}",
         )
     try:
-        return first.load()
+        found = first.load()
     except (Exception, SystemExit) as error:  # a plug-in's own code: anything can come out of it
         reason = (str(error).splitlines() or [""])[0]
         raise broken(first, f"cannot be loaded: {type(error).__name__}: {reason}") from error
+    require(first, found, RecipeSide)
+    return found
+
+
+def require(entry: EntryPoint, found: Any, protocol: type[Any]) -> None:
+    """Raise ToolFailed if `found` lacks a name of `protocol`."""
+    names = (*protocol.__annotations__, *vars(protocol))
+    lacking = [name for name in dict.fromkeys(names) if name[0] != "_" and not hasattr(found, name)]
+    if lacking:
+        raise broken(
+            entry,
+            f"lacks {', '.join(lacking)}",
+            hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
+        )
 
 
 def plugins() -> tuple[str, ...]:

@@ -114,7 +114,6 @@ OPTIONAL: Mapping[str, str] = {
 }
 """Flags of every job that mean nothing on some systems -> their fields of `Request`."""
 
-_NAMES = tuple(name for name in vars(System) if not name.startswith("_"))
 _OWN_NAMES = ("--json", "--dry-run", "--help", "-h")
 """Flags of the verbs themselves."""
 
@@ -155,7 +154,7 @@ def installed() -> Installed:
     for name in registry.plugins():
         try:
             found = named(name)
-            _check_flags(name, found, systems)
+            _check_flags(name, found, systems.values())
         except ToolFailed as error:
             errors.append(error)
         else:
@@ -167,13 +166,7 @@ def _check_plugin(name: str, found: Any) -> None:
     from imgkit_entrypoints.schedulers import NAMES
 
     entry = registry.entry_of(name)
-    lacking = [each for each in _NAMES if not hasattr(found, each)]
-    if lacking:
-        raise registry.broken(
-            entry,
-            f"lacks {', '.join(lacking)}",
-            hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
-        )
+    registry.require(entry, found, System)
     if found.placement and found.placement not in NAMES:
         raise registry.broken(
             entry, f"names the placement {found.placement!r}", hint=f"allowed: {', '.join(NAMES)}"
@@ -186,10 +179,12 @@ def _check_plugin(name: str, found: Any) -> None:
         found.flags()
     except Exception as error:
         raise registry.broken(entry, f"declares flags that cannot be read: {error}") from error
+    _check_flags(name, found, [named(shipped) for shipped in registry.SHIPPED])
 
 
-def _check_flags(name: str, found: System, others: Mapping[str, System]) -> None:
-    owners: list[type[Any]] = [Request, *(system.flags for system in others.values())]
+def _check_flags(name: str, found: System, others: Iterable[System]) -> None:
+    """Raise ToolFailed if a flag of `found` is one of every job, of a verb, or of `others`."""
+    owners: list[type[Any]] = [Request, *(system.flags for system in others)]
     taken = {word for owner in owners for known in declared(owner) for word in known.names}
     twice = [
         word for known in declared(found.flags) for word in known.names if word in taken or word in _OWN_NAMES
