@@ -1,4 +1,4 @@
-"""The shipped recipes and templates, as data: this module only says where they are."""
+"""The shipped recipes and templates, as data; this module only has their paths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ FOLDER = Path(__file__).parent
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names that ``imgkit build NAME`` takes without a path, sorted."""
+    """Names of the shipped recipes, sorted: ``imgkit build NAME``."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def recipe_path(name: str) -> Path:
-    """Path of the shipped recipe `name`; it may not exist."""
+    """Path of the shipped recipe `name`, whether it exists or not."""
     return FOLDER / f"{name}.yaml"
