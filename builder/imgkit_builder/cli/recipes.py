@@ -74,9 +74,10 @@ def verb_show(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show a recipe with the origin of each value, an image, a .sif or a delta.
+    """Show a recipe, an image, a .sif or a delta.
 
-    A name without a colon or slash is a recipe; write NAME:TAG for an image.
+    For a recipe, show each value and the file and line that it comes from. A name
+    without a colon or slash is a recipe; write NAME:TAG for an image.
 
     \b
     Examples:

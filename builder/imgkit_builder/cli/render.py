@@ -17,7 +17,9 @@ class RenderFormat(str, enum.Enum):
 
 
 def verb_render(
-    recipe: str = typer.Argument(help="A shipped recipe's name, or a path: mn5, ./mine.yaml."),
+    recipe: str = typer.Argument(
+        metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file."
+    ),
     form: RenderFormat = typer.Option(
         RenderFormat.DOCKERFILE,
         "--format",
@@ -30,7 +32,7 @@ def verb_render(
         None, "--platform", metavar="OS/ARCH", help="Platform to name (default: the recipe's first)."
     ),
     output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write here instead of stdout."
+        None, "--output", "-o", metavar="FILE", help="Write to this file instead of stdout."
     ),
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
