@@ -32,7 +32,8 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
 
     Raises
     ------
-    NoPlan : no launch can be right. UsageError : this image has no torch. ToolFailed : see `supervisor.run`.
+    NoPlan : no launch can be right. UsageError : this image has no torch, or a file keeps the run from
+    starting. ToolFailed : see `supervisor.run`.
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     made = plan.make(asked.request, worker.argv, place=where, host=host, system=system, env=env)
@@ -42,6 +43,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
         print(json.dumps(dataclasses.replace(made, warnings=warnings).to_dict(), indent=2))
         return 0
     from imgkit_entrypoints.launch import supervisor  # --plan prints sooner without them
+    from imgkit_entrypoints.launch.run_folder import RunFolder
     from imgkit_entrypoints.rollcall import gather
 
     _require_torch()
@@ -49,6 +51,8 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     if worker.own:
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     if made.mode == "direct":
+        if folder := RunFolder.of(env):  # else the supervisor asks
+            folder.refuse_stopped()
         os.execvpe(made.argv[0], made.argv, child)  # noqa: S606 - an argv list, no shell
     if where.node_rank == 0:
         for text in (*(line(decision) for decision in made.decisions if decision.used), *warnings):

@@ -98,17 +98,3 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
         found = words[0] if words else "nothing"
         return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID): it does not count"
     return (words[1] if len(words) > 1 else "?"), ""
-
-
-def hand_on(place: Path, run_dir: Path) -> None:
-    """Copy the mark to the folder of the whole run (IMGKIT_RUN_DIR), whole or not at all.
-
-    A scheduler's exit code does not tell a job script that the state was saved: Slurm reports the code of a
-    task that it has killed.
-
-    Raises
-    ------
-    OSError : it cannot be read, or written.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    files.put(run_dir / SAVED, (place / SAVED).read_text())

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan, UsageError
-from imgkit_entrypoints.launch import flight_recorder, forced_end, guard, markers, stop_protocol
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan
+from imgkit_entrypoints.launch import flight_recorder, forced_end, guard, markers, run_folder, stop_protocol
 from imgkit_entrypoints.launch.forced_end import ForcedEnd
 from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
+from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
 from imgkit_entrypoints.launch.signals import CollectedSignals
 from imgkit_entrypoints.rollcall import session
 from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, LoneRoll, Lost, Roll, StopAsked
@@ -44,8 +45,8 @@ class _Node:
     env: Mapping[str, str]
     """Environment of the command."""
     stop_folder: Path
-    run_dir: Path | None
-    """IMGKIT_RUN_DIR, on the one node that looks after it for all."""
+    run_folder: RunFolder | None
+    """Set on the one node that looks after it for all."""
     job_id: str
     roll: Roll
     hang_watch: HangWatch
@@ -70,12 +71,15 @@ def run(
     Raises
     ------
     NoPlan : the roll call failed. ToolFailed : `argv` cannot be started. UsageError : a folder of the run
-    cannot be written.
+    cannot be written, or a file in it keeps the run from starting.
     """
     wanted = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
     with CollectedSignals().collecting() as signals, stop_protocol.folder(wanted, place.node_rank) as folder:
-        if place.node_rank == 0 and env.get("IMGKIT_RUN_DIR"):
-            _clear(Path(env["IMGKIT_RUN_DIR"]))
+        shared = RunFolder.of(env)
+        if shared and place.node_rank == 0:
+            shared.clear()
+        if shared:
+            shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
         try:
             roll = _meet(place, me, timeouts.rollcall_s, say, signals)
         except NoPlan:
@@ -91,14 +95,11 @@ def run(
             "IMGKIT_JOB_ID": job_id,
             **flight_recorder.variables(env, me.identity.torch, job_id),
         }
-        run_dir = env.get("IMGKIT_RUN_DIR")
         node = _Node(
             env=child_env,
             stop_folder=folder,
             # All nodes share the folder, so the head looks after it.
-            run_dir=Path(run_dir)
-            if run_dir and (place.node_rank == 0 or isinstance(roll, LoneRoll))
-            else None,
+            run_folder=shared if place.node_rank == 0 or isinstance(roll, LoneRoll) else None,
             job_id=job_id,
             roll=roll,
             hang_watch=HangWatch(folder, me.host, timeouts.hang_after_s),
@@ -110,17 +111,6 @@ def run(
             return _supervised(markers.filled(argv, port=str(roll.port or ""), logs=folder / "logs"), node)
         finally:
             roll.close()
-
-
-def _clear(run_dir: Path) -> None:
-    try:
-        stop_protocol.clear(run_dir)
-    except OSError as error:
-        raise UsageError(
-            f"the marks of an earlier run cannot be removed: {error.strerror}",
-            where=f"IMGKIT_RUN_DIR: {error.filename}",
-            hint="name a writable folder that all nodes share",
-        ) from error
 
 
 def _meet(place: Placement, me: Caller, timeout_s: float, say: Say, signals: CollectedSignals) -> Roll:
@@ -144,19 +134,22 @@ def _supervised(command: Sequence[str], node: _Node) -> int:
     if code not in (0, EXIT_SAVED):
         supervisor.explain(began)
     code = supervisor.meet_at_the_end(code)
-    if code == EXIT_SAVED:
-        _mark_the_run(node)
-    return code
+    if code != EXIT_SAVED:
+        return code
+    if supervisor.stop and not supervisor.stop.requeue:
+        return 0  # a person asked for it: nobody is to requeue the job
+    _mark_the_run(node)
+    return EXIT_SAVED
 
 
 def _mark_the_run(node: _Node) -> None:
     """Leave the mark in the run's folder, which all nodes and the job script share."""
-    if node.run_dir is None:
+    if node.run_folder is None:
         return
     try:
-        stop_protocol.hand_on(node.stop_folder, node.run_dir)
+        node.run_folder.hand_on(node.stop_folder)
     except OSError as error:
-        why = f"{node.run_dir}: {error.strerror}"
+        why = f"{node.run_folder.path}: {error.strerror}"
         node.say(f"warning: {why}; the job script will not see that the state was saved")
 
 
@@ -165,7 +158,7 @@ class _Supervisor:
 
     def __init__(self, node: _Node, child: GuardedCommand) -> None:
         self.node, self.child = node, child
-        self.stop_reason = ""
+        self.stop: StopRequest | None = None
         self.end = ForcedEnd()
         self.lost = False
         self.codes: tuple[int, ...] | None = None
@@ -212,7 +205,7 @@ class _Supervisor:
 
     def explain(self, began: float) -> None:
         """Say what is known about a failure of the run that began at `began` (seconds of the epoch)."""
-        if not self.stop_reason and not self.end.begun:
+        if not self.stop and not self.end.begun:
             from imgkit_entrypoints.launch import explain
 
             for found in explain.explain(self.child.tail()):
@@ -228,10 +221,10 @@ class _Supervisor:
         node = self.node
         node.roll.span = None
         node.roll.done(code)
-        if code not in (0, EXIT_SAVED) and not self.stop_reason:
+        if code not in (0, EXIT_SAVED) and not self.stop:
             return code
         self.end = ForcedEnd()  # from here on: the end of the waiting
-        if self.stop_reason:
+        if self.stop:
             self.end.within(node.grace_s + 3 * forced_end.END_STEP_S, "the other nodes are not done")
         self._hear_the_others()
         while self.codes is None and not self.lost and not node.signals.again:
@@ -240,7 +233,7 @@ class _Supervisor:
             if self.end.due():
                 node.say("the other nodes are not done; leaving without them")
                 break
-        if self.stop_reason and EXIT_SAVED in (self.codes or ()):
+        if self.stop and EXIT_SAVED in (self.codes or ()):
             return EXIT_SAVED  # schedulers report the highest code of all nodes
         return code
 
@@ -255,41 +248,42 @@ class _Supervisor:
         signals = self.node.signals
         if signals.again and not self.end.begun:
             self.end.within(0.0, "a second signal")
-        elif signals.got and not self.stop_reason:
-            self._ask_all(signals.first())
+        elif signals.got and not self.stop:
+            self._ask_all(StopRequest(reason=signals.first(), requeue=True))
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, StopAsked):
-            self._stop(f"{event.reason} on {event.node}")
+            self._stop(StopRequest(reason=f"{event.reason} on {event.node}", requeue=event.requeue))
         elif isinstance(event, Lost):
             self.lost = True
             self.node.say(f"lost {event.node}: {event.why}")
             self.end.within(0.0, f"{event.node} is lost")
         elif isinstance(event, Failed):
             self.node.say(f"{event.node} ended with exit code {event.code}; its own output says why")
-            if not self.stop_reason:
+            if not self.stop:
                 self.end.within(PEER_FAILED_S, f"{event.node} has failed")
         elif isinstance(event, AllDone):
             self.codes = event.codes
 
     def _look_for_the_stop_file(self) -> None:
-        """React to the file that a job script or a user may leave in the run's folder."""
-        if self.node.run_dir is None or self.stop_reason:
-            return
-        file = self.node.run_dir / stop_protocol.STOP
-        if file.exists():
-            self._ask_all(str(file))
+        """React to a request that a job script or a person has left in the run's folder."""
+        folder = self.node.run_folder
+        if folder and not self.stop and (request := folder.request()):
+            if text := run_folder.warning(request.reason):
+                self.node.say(text)
+            self._ask_all(request)
 
-    def _ask_all(self, reason: str) -> None:
-        self.node.roll.ask_stop(reason)
-        self._stop(reason)
+    def _ask_all(self, request: StopRequest) -> None:
+        self.node.roll.ask_stop(request.reason, requeue=request.requeue)
+        self._stop(request)
 
-    def _stop(self, reason: str) -> None:
-        """Ask the program to save and end, once."""
-        if self.stop_reason:
+    def _stop(self, request: StopRequest) -> None:
+        """Ask the program to save and end, once. Of two requests, the one of a person counts."""
+        if self.stop:
+            self.stop = request if self.stop.requeue else self.stop
             return
-        self.stop_reason, grace_s = reason, self.node.grace_s
-        stop_protocol.raise_flag(self.node.stop_folder, reason)
+        self.stop, grace_s = request, self.node.grace_s
+        stop_protocol.raise_flag(self.node.stop_folder, request.reason)
         if self.child.code is None:
-            self.node.say(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
+            self.node.say(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         self.end.within(grace_s, "the grace time is over")

@@ -60,6 +60,8 @@ class StopAsked:
 
     node: str
     reason: str
+    requeue: bool = True
+    """The run is to go on later; False: a person wants it to stay ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class Roll(ABC):
         """Read, beat, and say what has happened since the last call; never blocks."""
 
     @abstractmethod
-    def ask_stop(self, reason: str) -> None:
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         """Tell all other nodes that this one was asked to stop."""
 
     @abstractmethod
@@ -155,7 +157,7 @@ class LoneRoll(Roll):
     def links(self) -> Sequence[Link]:
         return ()
 
-    def ask_stop(self, reason: str) -> None:
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         pass
 
     def done(self, code: int) -> None:
@@ -194,8 +196,9 @@ class HeadRoll(Roll):
     def links(self) -> Sequence[Link]:
         return tuple(self._links.values())
 
-    def ask_stop(self, reason: str) -> None:
-        self._tell({"stop": {"node": self.node(0, self._hosts[0]), "reason": reason}})
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
+        stop = {"node": self.node(0, self._hosts[0]), "reason": reason}
+        self._tell({"stop": stop, "requeue": requeue})
 
     def done(self, code: int) -> None:
         self._codes[0] = code
@@ -259,8 +262,9 @@ class HeadRoll(Roll):
             self._tell({"failed": {"node": name, "code": code}}, but=rank)
             return [Failed(node=name, code=code)]
         if "stop" in message:
-            self._tell({"stop": {"node": name, "reason": message["stop"]}}, but=rank)
-            return [StopAsked(node=name, reason=str(message["stop"]))]
+            requeue = bool(message.get("requeue", True))
+            self._tell({"stop": {"node": name, "reason": message["stop"]}, "requeue": requeue}, but=rank)
+            return [StopAsked(node=name, reason=str(message["stop"]), requeue=requeue)]
         return []
 
     def _tell(self, message: dict[str, Any], but: int | None = None) -> None:
@@ -294,8 +298,8 @@ class MemberRoll(Roll):
     def links(self) -> Sequence[Link]:
         return () if self._over else (self._link,)
 
-    def ask_stop(self, reason: str) -> None:
-        self._link.send({"stop": reason})
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
+        self._link.send({"stop": reason, "requeue": requeue})
 
     def done(self, code: int) -> None:
         self._link.send({"done": code})
@@ -314,7 +318,8 @@ class MemberRoll(Roll):
             elif "lost" in message:
                 events.append(Lost(**message["lost"]))
             elif "stop" in message:
-                events.append(StopAsked(**message["stop"]))
+                requeue = bool(message.get("requeue", True))
+                events.append(StopAsked(**message["stop"], requeue=requeue))
             elif "beat" in message:
                 self._everyone = _span(message["beat"])
         self._unread = []

@@ -25,7 +25,7 @@ from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state.export import export
 from imgkit_entrypoints.apps.train.state.snapshot import SnapshotWriter, find
-from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_saved
+from imgkit_entrypoints.apps.train.watch import FOR_GOOD, Watch, refuse_stopped, tell_saved
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     began = time.monotonic()
     try:
         config = options.read(sys.argv[1:], os.environ)
-        refuse_stopped(config)
+        refuse_stopped(config, os.environ)
         torch.use_deterministic_algorithms(config.deterministic)
         own = components.load(
             config
@@ -143,6 +143,8 @@ def _end(
         )
     if not safe:
         return EXIT_NO
+    if watch.stop == FOR_GOOD:
+        return 0
     return 0 if tell_saved(step, here, os.environ) else EXIT_SAVED
 
 

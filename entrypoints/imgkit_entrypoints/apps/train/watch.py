@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,16 +25,16 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.report.metrics import Seen
-from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch import run_folder, stop_protocol
 from imgkit_entrypoints.launch.hang_watch import Pulse
+from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import STOP_SIGNALS
 
-STOP_FILE = "STOP"
-"""In the run's folder: whoever cannot reach the launcher makes it there."""
 LATENCY_S = 0.5
 """Approximate time between two looks if steps are slow; with fast steps, a look comes every `log_every`."""
-REASONS = ("the launcher asked for it", "--stop-after", "the STOP file", "a signal")
+FOR_GOOD = "the stop file"
+"""A person's wish: nobody is to start the run again."""
+REASONS = (FOR_GOOD, "the launcher asked for it", "--stop-after", "a signal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +54,9 @@ class Watch:
     def __init__(self, config: Config, here: Ranks, env: Mapping[str, str], began: float) -> None:
         self._here = here
         self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
-        self._file = config.run_dir / STOP_FILE if config.run_dir and here.rank == 0 else None
+        self._folder = _own_folder(config, env) if here.rank == 0 else None
         self._until = math.inf if config.stop_after_s is None else began + config.stop_after_s
-        self._signalled = False
+        self._signalled = self._warned = False
         self._pulse = Pulse(env.get("IMGKIT_STOP_DIR"), here.rank)
         self._pending: _Pending | None = None
         self._interval = self._most = 1
@@ -115,9 +116,9 @@ class Watch:
         seconds, steps = now - self._last_time, step - self._last_step
         self._last_time, self._last_step = now, step
         asked = (
+            self._folder is not None and self._asked_by_file(self._folder),
             self._flag is not None and self._flag.exists(),
             time.monotonic() >= self._until,
-            self._file is not None and self._file.exists(),
             self._signalled,
         )
         numbers = torch.tensor([0.0, 0.0, seconds / steps, *map(float, asked)], dtype=window.dtype)
@@ -132,6 +133,13 @@ class Watch:
         self._pending = _Pending(
             step=step, steps=steps, seconds=seconds, work=work, numbers=numbers, copied=copied
         )
+
+    def _asked_by_file(self, folder: RunFolder) -> bool:
+        file = folder.stop_file()
+        if file and not self._warned and (text := run_folder.warning(str(file))):
+            print(f"dist-train: {text}", file=sys.stderr, flush=True)
+            self._warned = True
+        return file is not None
 
     def _receive(self) -> Seen | None:
         """Wait for the sums that are under way."""
@@ -161,11 +169,18 @@ class Watch:
         )
 
 
-def refuse_stopped(config: Config) -> None:
+def refuse_stopped(config: Config, env: Mapping[str, str]) -> None:
     """Raise UsageError if the run's folder holds the file that stops it: nobody wants it started."""
-    file = config.run_dir / STOP_FILE if config.run_dir else None
-    if file is not None and file.exists():
-        raise UsageError("this file keeps the run from starting", where=str(file), hint=f"rm {file}")
+    if folder := _own_folder(config, env):
+        folder.refuse_stopped()
+
+
+def _own_folder(config: Config, env: Mapping[str, str]) -> RunFolder | None:
+    """The run's folder, unless the launcher looks after it, which knows IMGKIT_RUN_DIR alone."""
+    shared = env.get("IMGKIT_RUN_DIR") if env.get("IMGKIT_STOP_DIR") else None
+    if config.run_dir is None or (shared and config.run_dir.resolve() == Path(shared).resolve()):
+        return None
+    return RunFolder(path=config.run_dir)
 
 
 def interval(seconds_a_step: float, most: int) -> int:

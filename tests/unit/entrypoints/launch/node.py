@@ -34,11 +34,10 @@ place = Placement(
     source={},
 )
 me = Caller(host=f"host{rank}", identity=Identity(torch=options.get("torch", "2.13")))
-stop_dir = {"IMGKIT_STOP_DIR": options["stop_dir"]} if "stop_dir" in options else {}
 try:
     code = supervisor.run(
         sys.argv[2:],
-        {**os.environ, **stop_dir},
+        {**os.environ, **options.get("env", {})},
         place=place,
         me=me,
         say=say,

@@ -123,13 +123,13 @@ def test_old_marks_are_removed(nodes: Any, tmp_path: Path) -> None:
     (folder / "state-saved").write_text(f"{nodes.job} 3")
     (folder / "stop").write_text("SIGTERM")
     code = "import os; assert not os.listdir(os.environ['IMGKIT_STOP_DIR'])"
-    nodes.start(stub(code), stop_dir=str(tmp_path / "stop"))
+    nodes.start(stub(code), env={"IMGKIT_STOP_DIR": str(tmp_path / "stop")})
     assert nodes.codes() == [0], nodes.output()
 
 
 def test_unwritable_stop_folder_is_refused(nodes: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    nodes.start(stub("pass"), stop_dir=str(tmp_path / "file"))
+    nodes.start(stub("pass"), env={"IMGKIT_STOP_DIR": str(tmp_path / "file")})
     assert nodes.codes() == [2]
     assert "the stop folder cannot be used" in nodes.output()
 
@@ -236,14 +236,14 @@ def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
 def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
     run_dir = nodes.folder / "run"
     run_dir.mkdir()
-    for name in ("stop", "state-saved"):
+    for name in ("stop-for-requeue", "state-saved"):
         (run_dir / name).write_text("of an earlier run")
     nodes.two(SAVE)
     nodes.said("ready", 4)
     assert [path.name for path in run_dir.iterdir()] == []
-    (run_dir / "stop").touch()
+    (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85, 85]
-    assert f"{run_dir}/stop on node 0 of 2 (host0): asked the program to save" in nodes.output()
+    assert f"{run_dir}/stop-for-requeue on node 0 of 2 (host0): asked the program to save" in nodes.output()
     assert (run_dir / "state-saved").read_text().split()[1:] == ["7"]
 
 
@@ -255,7 +255,7 @@ def test_run_that_saved_nothing_is_not_marked(nodes: Any) -> None:
 
 def test_run_folder_that_cannot_be_cleared_is_refused(nodes: Any) -> None:
     (nodes.folder / "run").mkdir()
-    (nodes.folder / "run/stop").mkdir()
+    (nodes.folder / "run/stop-for-requeue").mkdir()
     nodes.start(["true"])
     assert nodes.codes() == [2]
     assert "IMGKIT_RUN_DIR" in nodes.output()

@@ -1,0 +1,151 @@
+"""Files in a run's folder that ask it to stop: a person's, the job script's, and those of imgkit 0.1."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import run_folder, supervisor
+from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
+
+STUB = str(Path(__file__).with_name("stub_torchrun.py"))
+SAVE = (
+    "import os, sys, time; print('ready', flush=True)\n"
+    "stop = os.environ['IMGKIT_STOP_DIR']\n"
+    "while not os.path.exists(stop + '/stop'): time.sleep(0.02)\n"
+    "open(stop + '/state-saved', 'w').write(os.environ['IMGKIT_JOB_ID'] + ' 7')\n"
+)
+SOON = {"tick_s": 0.1}
+
+
+@pytest.fixture
+def run_dir(nodes: Any) -> Path:
+    """The folder of the run, empty."""
+    folder = nodes.folder / "run"
+    folder.mkdir()
+    return Path(folder)
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) -> None:
+    nodes.two(SAVE, **SOON)
+    nodes.said("ready", 4)
+    (run_dir / "stop").touch()
+    assert nodes.codes() == [0, 0]
+    assert nodes.output().count("state saved at step 7") == 2
+    assert left(run_dir) == ["stop"]  # no mark: nobody is to requeue the job
+
+
+def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
+    nodes.start([sys.executable, STUB, "1", SAVE], **SOON)
+    nodes.said("ready")
+    (run_dir / "stop-for-requeue").touch()
+    assert nodes.codes() == [85]
+    assert left(run_dir) == ["state-saved", "stop-for-requeue"]
+
+
+def test_script_that_makes_both_files_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
+    nodes.two(SAVE, **SOON)
+    nodes.said("ready", 4)
+    for name in ("stop-for-requeue", "stop"):
+        (run_dir / name).touch()
+    assert nodes.codes() == [85, 85]
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nnodes: int) -> None:
+    (run_dir / "stop").touch()
+    for rank in range(nnodes):
+        nodes.start(["echo", "started"], nnodes=nnodes, rank=rank)
+    assert nodes.codes() == [2] * nnodes
+    assert f"{run_dir}/stop: this file keeps the run from starting" in nodes.output()
+    assert f"rm {run_dir}/stop" in nodes.output()
+    assert "started" not in nodes.output()
+    assert left(run_dir) == ["stop"]
+
+
+def test_old_name_stops_with_one_warning(nodes: Any, run_dir: Path) -> None:
+    nodes.two(SAVE, **SOON)
+    nodes.said("ready", 4)
+    (run_dir / "STOP").touch()
+    assert nodes.codes() == [0, 0]
+    assert nodes.output().count("STOP is the old name of this file, use `stop`") == 1
+
+
+def test_old_name_keeps_a_run_from_starting(nodes: Any, run_dir: Path) -> None:
+    (run_dir / "STOP").touch()
+    nodes.start(["echo", "started"])
+    assert nodes.codes() == [2]
+    assert f"rm {run_dir}/STOP (STOP is the old name of the file `stop`)" in nodes.output()
+
+
+def test_script_of_imgkit_0_1_asks_for_a_requeue_by_stop(nodes: Any) -> None:
+    run_dir = nodes.folder / "mn5-4711"
+    run_dir.mkdir()
+    (run_dir / "stop").touch()  # that version clears it at the start
+    env = {"IMGKIT_RUN_DIR": str(run_dir), "SLURM_JOB_ID": "4711"}
+    nodes.start([sys.executable, STUB, "1", SAVE], env=env, **SOON)
+    nodes.said("ready")
+    assert left(run_dir) == []
+    (run_dir / "stop").touch()
+    assert nodes.codes() == [85]
+    assert left(run_dir) == ["state-saved", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("env", "old"),
+    [
+        ({"IMGKIT_RUN_DIR": "/w/runs/mn5-4711", "SLURM_JOB_ID": "4711"}, True),
+        ({"IMGKIT_RUN_DIR": "/w/runs/mn5-4711", "SLURM_JOB_ID": "4711", "IMGKIT_STOP_FILES": "2"}, False),
+        ({"IMGKIT_RUN_DIR": "/w/runs/mine", "SLURM_JOB_ID": "4711"}, False),
+        ({"IMGKIT_RUN_DIR": "/w/runs/mn5-4711.pbs", "PBS_JOBID": "4711.pbs"}, False),
+        ({"IMGKIT_RUN_DIR": "/w/runs/mine-", "SLURM_JOB_ID": ""}, False),
+    ],
+)
+def test_only_the_slurm_script_of_0_1_is_an_old_script(env: dict[str, str], old: bool) -> None:
+    assert RunFolder.of(env) == RunFolder(path=Path(env["IMGKIT_RUN_DIR"]), old_script=old)
+
+
+def test_old_name_is_a_persons_request_under_an_old_script_too(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    folder = RunFolder(path=tmp_path, old_script=True)
+    assert folder.request() == StopRequest(reason=f"{tmp_path}/STOP", requeue=False)
+    with pytest.raises(UsageError, match="keeps the run from starting"):
+        folder.refuse_stopped()
+
+
+def test_disk_that_ignores_case_gives_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stop").touch()
+    monkeypatch.setattr(run_folder.os.path, "exists", lambda path: Path(str(path).lower()).is_file())
+    request = RunFolder(path=tmp_path).request()
+    assert request == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
+    assert run_folder.warning(request.reason) == ""
+
+
+def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    (folder / "stop").touch()
+    with pytest.raises(UsageError) as caught:
+        RunFolder(path=folder).refuse_stopped()
+    assert caught.value.hint == f"rm '{folder}/stop'"
+
+
+@pytest.mark.parametrize("person_first", [True, False])
+def test_of_two_requests_the_one_of_a_person_counts(tmp_path: Path, person_first: bool) -> None:
+    node: Any = SimpleNamespace(stop_folder=tmp_path, grace_s=1.0, say=lambda _: None)
+    child: Any = SimpleNamespace(code=None)
+    seen = supervisor._Supervisor(node, child)
+    person = StopRequest(reason="a file", requeue=False)
+    requests = (person, StopRequest(reason="SIGTERM", requeue=True))
+    for request in requests if person_first else requests[::-1]:
+        seen._stop(request)
+    assert seen.stop == person
