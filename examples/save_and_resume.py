@@ -1,4 +1,4 @@
-"""Any program that saves when it is asked to and goes on where it left off; here it only counts.
+"""Any program that saves on request and goes on from there; this one only counts.
 
     imgkit submit mn5 --nodes 2 ... -- dist-run --device cpu save_and_resume.py 1000
 

@@ -1,10 +1,10 @@
-"""torchrun itself, started by the launcher with four things changed.
+"""torchrun itself, started by the launcher with four changes.
 
-It ends the remaining workers of a failed or restarting group by HUP: TERM is blocked in them or does nothing,
-since schedulers send it to every process, and torchrun would wait 30 s before KILL. After success it leaves
-without taking its interpreter apart, which costs 0.4 s with torch in it. Where a program of this package
-has failed, and so has said why, it adds no traceback of its own and passes the exit code on. And workers that
-it starts again have a store of their own.
+It ends the remaining workers of a failed or restarting group by HUP. TERM is blocked in them or does nothing,
+since schedulers send it to every process, and torchrun would wait 30 s before KILL. After success it exits
+without tearing its interpreter down, which takes 0.4 s with torch. If a program of this package has failed,
+it has printed the reason; torchrun then adds no traceback and passes the exit code on. Workers that it starts
+again have a store of their own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from imgkit_entrypoints.apps.ranks import run_worker
 
 
 def quiet_main() -> None:
-    """`main`; a worker that ended by itself has said why, of one that a signal ended torchrun's box tells."""
+    """Run `main` without its traceback; only for a worker that a signal ended, torchrun's box is printed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in (api.__name__, "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         main()
-    except api.SignalException as error:  # the launcher's, which has said why
+    except api.SignalException as error:  # from the launcher, which has printed the reason
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         _, first = error.get_first_failure()
@@ -39,17 +39,17 @@ def quiet_main() -> None:
 def renew_stores() -> None:
     """Give the workers a new store each time they are started again.
 
-    torch leaves that to the rendezvous, and each keeps its store. So a worker that is earlier than rank 0
-    finds rank 0's address of the attempt before there, and fails or hangs (torch 2.13).
+    torch leaves that to the rendezvous, and every rendezvous keeps its store. So a worker that starts before
+    rank 0 finds rank 0's address of the last attempt there, and fails or hangs (torch 2.13).
     """
     try:
         from torch.distributed import TCPStore
         from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
         from torch.distributed.elastic.rendezvous.api import RendezvousInfo  # noqa: F401
-    except ImportError:  # older: the keys hold the attempt
+    except ImportError:  # an older torch: its keys contain the attempt
         return
     first = SimpleElasticAgent._rendezvous
-    served: list[TCPStore] = []  # as long as this process lives
+    served: list[TCPStore] = []  # they live as long as this process
 
     def rendezvous(self: SimpleElasticAgent, group: WorkerGroup) -> None:
         first(self, group)
@@ -67,6 +67,6 @@ def renew_stores() -> None:
 
 if __name__ == "__main__":
     renew_stores()
-    api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for it
+    api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
     own = any(word.startswith("imgkit_entrypoints.apps.") for word in sys.argv)
     run_worker(quiet_main if own else main)

@@ -73,7 +73,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def shim(command: Command) -> str:
-    """Text of the command's executable.
+    """Return the text of the command's executable.
 
     ``-I`` ignores a host PYTHONPATH, ``~/.local`` and the current folder: a ``json.py`` in any of them would
     break the launcher before its first line.

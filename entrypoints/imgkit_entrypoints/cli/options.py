@@ -1,4 +1,4 @@
-"""Options of the launch, spelled the same for every command; ``IMGKIT_*`` variables stand in for flags."""
+"""Options of the launch, the same for every command; ``IMGKIT_*`` variables stand in for flags."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "--port": ("--master-port", "--master_port"),
     "--max-restarts": ("--max_restarts",),
 }
-"""Spellings of torchrun and torch.distributed.launch, for command lines that are there already."""
+"""Spellings of torchrun and torch.distributed.launch, for existing command lines."""
 
 
 def parser(
     name: str, summary: str, env: Mapping[str, str], usage: str | None = None, *, device: str = "auto"
 ) -> argparse.ArgumentParser:
-    """A parser with the launch's options; the app adds its own. Its errors are UsageError."""
+    """Return a parser with the launch's options; the app adds its own. Its errors are UsageError."""
     made = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
     made.add_argument("--version", action="version", version=f"imgkit {__version__}")
     group = made.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
@@ -37,7 +37,7 @@ def parser(
         given = env.get(_variable(flag))
         # A string default goes through `type` and its errors like a value on the command line.
         group.add_argument(flag, type=kind, default=given or default, metavar=metavar, help=text)
-        if flag in _ALSO:  # a help of its own would be twice as long
+        if flag in _ALSO:  # hidden, or the help would be twice as long
             dest, hidden = flag.strip("-").replace("-", "_"), argparse.SUPPRESS
             group.add_argument(*_ALSO[flag], dest=dest, type=kind, default=hidden, help=hidden)
 
@@ -45,42 +45,51 @@ def parser(
         group.add_argument(flag, action="store_true", default=_on(flag, env), help=text)
 
     default = "cuda where GPUs are visible" if device == "auto" else device
-    option("--device", _one_of(DEVICES), device, "|".join(DEVICES), f"default: {default}")
-    option("--nproc", _nproc, "auto", "N|auto", "processes on this node; auto: one a GPU")
+    option("--device", _one_of(DEVICES), device, "|".join(DEVICES), f"device to run on (default: {default})")
+    option("--nproc", _nproc, "auto", "N|auto", "processes on this node; auto: one per GPU (default: auto)")
     option(
         "--scheduler",
         _one_of(NAMES),
         None,
         "NAME",
-        f"who started this: {', '.join(NAMES)}; default: found out",
+        f"launcher that started this command: {', '.join(NAMES)} (default: detected)",
     )
-    option("--nnodes", _nnodes, None, "N|MIN:MAX", "nodes of the run; default: as the scheduler says")
-    option("--node-rank", natural, None, "RANK", "which of them this is; the head is 0")
-    option("--head", str, None, "HOST", "name or address of node 0, as the others reach it")
-    option("--port", positive, None, "PORT", "where the nodes meet on the head; default: from the job id")
-    option("--max-restarts", natural, None, "N", "restarts after a failure (default 0; elastic: 10)")
-    option("--log-dir", str, None, "DIR", "keep each process' output there, a folder a node")
-    option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default 120)")
-    option("--grace", positive, 60, "S", "seconds to save in after a stop signal (default 60)")
+    option("--nnodes", _nnodes, None, "N|MIN:MAX", "number of nodes (default: the scheduler's)")
+    option(
+        "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
+    )
+    option("--head", str, None, "HOST", "name or address of node 0, as the other nodes reach it")
+    option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)")
+    option(
+        "--max-restarts",
+        natural,
+        None,
+        "N",
+        "restarts of the workers after a failure (default: 0; elastic: 10)",
+    )
+    option("--log-dir", str, None, "DIR", "keep each process' output in DIR, one folder per node")
+    option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default: 120)")
+    option("--grace", positive, 60, "S", "seconds to save after a stop request (default: 60)")
     option(
         "--hang-after",
         natural,
         60,
         "S",
-        "tell where workers of dist-train stand that do not move for so long (default 60); 0: never",
+        "report a rank of dist-train as stuck after S seconds or three times its longest step, whichever is "
+        "longer (default: 60); 0: never",
     )
-    switch("--direct", "this process is one rank; do not start torchrun")
-    switch("--plan", "print what would be run as JSON, and stop")
+    switch("--direct", "this process is one rank: do not start torchrun")
+    switch("--plan", "print the plan as JSON and stop")
     return made
 
 
 def plan_wanted(words: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether an error is to be told as JSON too, also one of the options themselves."""
+    """Return whether errors are printed as JSON too, also errors in the options themselves."""
     return "--plan" in words or env.get(_variable("--plan")) == "1"
 
 
 def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
-    """The values of what `parser` parsed; `command` are the words typed, for errors that show them."""
+    """Return the parsed values; `command` holds the words typed, for errors that show them."""
     least, most = parsed.nnodes or (None, None)
     return LaunchOptions(
         wanted=Wanted(
@@ -113,12 +122,12 @@ def _variable(flag: str) -> str:
 def _on(flag: str, env: Mapping[str, str]) -> bool:
     given = env.get(_variable(flag), "")
     if given not in ("", "0", "1"):
-        raise UsageError(f"{given!r} is neither 0 nor 1", where=_variable(flag), hint=f"1 is {flag}")
+        raise UsageError(f"{given!r} is neither 0 nor 1", where=_variable(flag), hint=f"1 means {flag}")
     return given == "1"
 
 
 def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
-    # Not argparse's choices: they are not applied to defaults, and IMGKIT_DEVICE is one.
+    # argparse does not apply its own choices to defaults, and IMGKIT_DEVICE is one.
     def check(text: str) -> str:
         if text not in allowed:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(allowed)}")

@@ -1,4 +1,4 @@
-"""One launch on this node: make the plan, then print it or run it."""
+"""One launch on this node: make the plan, then print or run it."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ class Worker:
 
 
 def of_module(module: str, words: Sequence[str]) -> Worker:
-    """`module` of this package with `words`; the current folder and PYTHONPATH do not reach it."""
+    """Return `module` of this package with `words`; the current folder and PYTHONPATH do not reach it."""
     return Worker(start=(sys.executable, "-I", "-u", "-m", module), words=tuple(words), own=True)
 
 
 def of_app(command: Command, words: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
-    """The options of the launch, and the app of `command` with the rest of `words`.
+    """Return the options of the launch, and the app of `command` with the rest of `words`.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def of_app(command: Command, words: Sequence[str], env: Mapping[str, str]) -> tu
 def of_user_program(
     command: Command, words: Sequence[str], env: Mapping[str, str]
 ) -> tuple[LaunchOptions, Worker]:
-    """The options of the launch, and the user program that follows them in `words`.
+    """Return the options of the launch, and the user program that follows them in `words`.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def of_user_program(
     parser.add_argument(
         "--pass-local-rank",
         action="store_true",
-        help="give the program --local_rank=N, as torch.distributed.launch did",
+        help="pass --local_rank=N to the program, as torch.distributed.launch did",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="your script or module and its arguments")
     parsed = parser.parse_args(words[1:])

@@ -1,7 +1,7 @@
-"""Whether the delta that a job was given is there: a runtime may pass over it without a word.
+"""The check that a job's delta is really mounted: a runtime may ignore it silently.
 
-So it does where an admin has set ``enable overlay = no``, and with an overlay in a .sif that is not of the
-root partition's group. The job would run the base, and nobody would know.
+A runtime does so if an admin has set ``enable overlay = no``, or if an overlay in a .sif is not in the group
+of the root partition. The job would then run the base, and nobody would know.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from imgkit_entrypoints import facts
 from imgkit_entrypoints.errors import NoPlan
 
 VARIABLE = "IMGKIT_DELTA"
-"""Set by a job that has a delta: id of the image that base and delta are together."""
+"""Variable of a job with a delta: the id of the image that base and delta make together."""
 DELTA_JSON = "/opt/imgkit/delta.json"
-"""In the uppermost delta: ``image_id``."""
+"""File of the uppermost delta; its ``image_id`` is that id."""
 
 
 def require(env: Mapping[str, str]) -> None:
-    """Raise NoPlan where the job has a delta, and what runs here is not base and delta."""
+    """Raise NoPlan if the job has a delta but this image is not base and delta."""
     wanted = env.get(VARIABLE, "")
     if not wanted:
         return
@@ -32,13 +32,13 @@ def require(env: Mapping[str, str]) -> None:
         return
     if found:
         raise NoPlan(
-            f"another delta is here than the job says: {found}, not {wanted}",
+            f"this image has another delta than the job: {found}, not {wanted}",
             where=f"{VARIABLE}, {DELTA_JSON}",
-            hint="submit the job again with the delta that is meant; two --overlay are one too many",
+            hint="submit the job again with the right delta; give one --overlay only",
         )
     raise NoPlan(
         "the job's delta is not here: this is the base without it",
         where=f"{VARIABLE}={wanted}, and no {DELTA_JSON}",
-        hint="what does the runtime say? singularity exec --overlay X.imgdelta:ro BASE.sif true; where an "
-        "admin set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
+        hint="see what the runtime says: singularity exec --overlay X.imgdelta:ro BASE.sif true. If an admin "
+        "has set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
     )

@@ -1,4 +1,4 @@
-"""NCCL's flight recorder: where torch leaves what a rank's collectives were doing when one timed out."""
+"""NCCL's flight recorder: torch's files about each rank's collectives after a timeout."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PLACES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""The beginning of the files' names, to which torch adds the rank. The second is the name of older versions,
-of which newer ones warn."""
+"""Variables with the beginning of the files' names, to which torch adds the rank. Older versions read the
+second; newer ones warn about it."""
 RENAMED = (2, 9)
-"""Torch from here on reads the first name, and records and dumps by itself."""
+"""Version of torch that first reads the first name, and records and dumps by itself."""
 
 
 def variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]:
-    """What makes torch of version `torch` record, and dump where `dumps` finds it; what is set stays."""
+    """Return the variables that make torch of version `torch` record and dump where `dumps` looks.
+
+    Variables that `env` already has are left out.
+    """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
     folder = env.get("IMGKIT_RUN_DIR") or tempfile.gettempdir()
     place = str(Path(folder, f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-"))
     version = re.match(r"(\d+)\.(\d+)", torch)
     found = {
-        # torchrun sets 1, by which NCCL is torn down while it is looked at; this is torch's own default.
+        # torchrun sets 1, which tears NCCL down during the dump. This is torch's own default.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
@@ -36,7 +39,7 @@ def variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]
 
 
 def dumps(env: Mapping[str, str], since: float) -> str:
-    """A line about the files that were written after `since` (seconds of the epoch); empty without any."""
+    """Return a line about the files written after `since` (seconds of the epoch); empty if there are none."""
     place = next((env[name] for name in PLACES if env.get(name)), "")
     if not place:
         return ""
@@ -47,8 +50,8 @@ def dumps(env: Mapping[str, str], since: float) -> str:
         return ""
     ranks = ", ".join(sorted((path.name.removeprefix(Path(place).name) for path in files), key=_as_number))
     return (
-        f"NCCL's flight recorder has left {place}N for rank {ranks}: what each was waiting for; to compare "
-        f"them all: torchfrtrace --prefix {Path(place).name} {Path(place).parent}"
+        f"NCCL's flight recorder has written {place}N for rank {ranks}, with the collectives. "
+        f"To compare them: torchfrtrace --prefix {Path(place).name} {Path(place).parent}"
     )
 
 

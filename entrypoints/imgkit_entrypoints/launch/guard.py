@@ -1,13 +1,13 @@
-"""A small process between the launcher and what it runs, so that nothing of a run outlives it.
+"""A small process between the launcher and torchrun. No process of a run outlives it.
 
 torchrun puts each worker into a session of its own, and none of them ends when its parent is killed. So the
-guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER): "nothing is left"
-is then exactly "the guard has no child". It reads words from the launcher on one pipe (``signal N``,
-``kill``) and writes what happens on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file on
-the first one means that the launcher is gone, whatever killed it, and ends everything at once.
+guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). Then the run is
+over exactly when the guard has no child. It reads words from the launcher on one pipe (``signal N``,
+``kill``) and reports on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file on the first
+pipe means that the launcher is gone, whatever killed it; the guard then ends everything at once.
 
-Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS COMMAND...``. The mask of
-blocked signals is inherited through it by torchrun and the workers.
+Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS COMMAND...``. torchrun
+and the workers inherit the mask of blocked signals through it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Iterator
 
 PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 3.0
-"""Given to what the program left behind to end by itself, once torchrun has ended."""
+"""Seconds that processes left by the program have to end by themselves, once torchrun has ended."""
 REAP_S = 8.0
-"""After KILL; what is still there hangs in the kernel, and no signal reaches it."""
+"""Seconds to wait after KILL. A process that is still there hangs in the kernel, and no signal reaches it."""
 TICK_S = 0.05
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of every orphan below it; False where the system cannot."""
+    """Make this process the parent of every orphan below it; False if the system cannot."""
     try:
         import ctypes
 
@@ -64,7 +64,7 @@ def _processes() -> Iterator[tuple[int, tuple[int, str]]]:
 
 
 def reap(codes: dict[int, int]) -> bool:
-    """Collect the children that have ended into `codes`; False when there are no children left at all."""
+    """Collect the codes of ended children into `codes`; False when no child is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -76,7 +76,7 @@ def reap(codes: dict[int, int]) -> bool:
 
 
 def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
-    """KILL and collect everything below this process; the names of what is still there after `within_s`."""
+    """KILL and collect everything below this process; return the names of what is left after `within_s`."""
     end = time.monotonic() + within_s
     while reap({}):
         for pid in descendants():
@@ -123,7 +123,7 @@ def main(control: int, status: int, command: list[str]) -> None:
 
 
 def _wake_on_child() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child ends."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -133,7 +133,7 @@ def _wake_on_child() -> int:
 
 
 def _obey(control: int, child: int | None, others: tuple[int, ...], seconds: float) -> bool:
-    """Wait for a word of the launcher or a byte on `others`; False when everything is to end at once."""
+    """Wait for a word of the launcher or a byte on `others`; False if everything must end at once."""
     readable, _, _ = select.select([control, *others], [], [], seconds)
     for descriptor in others:
         if descriptor in readable:

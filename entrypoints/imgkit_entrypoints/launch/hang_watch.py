@@ -1,8 +1,9 @@
-"""Workers that no longer move: each notes its place in some bytes of shared memory, the launcher looks there.
+"""The hang watch: which workers no longer move, and where they stand.
 
-Nothing is asked of the worker's interpreter, which a C call may hold, nor of a process that may be stopped;
-and a note costs a store to memory. The stacks come from faulthandler's handler, which is C as well. How far
-the other nodes are goes with the launchers' own heartbeat (roll.py).
+Each worker notes its place in a few bytes of shared memory, and the launcher reads them. This needs neither
+the worker's interpreter, which a C call may hold, nor a running process; a note costs one store to memory.
+The stacks come from faulthandler's handler, which is C as well. The launchers' heartbeat carries the places
+of the other nodes (rollcall/session.py).
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ if TYPE_CHECKING:  # a worker imports this module, but needs no roll call
     from imgkit_entrypoints.rollcall.session import Span
 
 SIGNAL = 40
-"""Asks for the stacks. A real-time signal: no scheduler sends it, and glibc needs only 32 and 33 itself."""
+"""Asks for the stacks. No scheduler sends a real-time signal, and glibc uses only 32 and 33."""
 LAYOUT = struct.Struct("qqqq")
-"""Process; its main thread; its place: twice the steps done, less one within a step, negative before all;
-signs of life at this place."""
+"""Process id, main thread, place, signs of life at this place.
+
+The place is twice the number of steps done, less one within a step, and negative before the first step."""
 BEFORE = -1
 PATIENCE, PATIENCE_BEFORE = 3, 10
-"""A worker is late after so many times the longest time that it took so far, and before its first step, when
-it may be compiling, after so many times the shortest that counts."""
+"""A worker is late after three times its longest step. Before its first step it may be compiling, and is late
+after ten times ``--hang-after``."""
 ANSWER_S = 5.0
 FRAMES = 12
-"""Innermost ones that are told."""
+"""Number of innermost frames in a report."""
 STOPPED = {
-    "T": "it is stopped (SIGSTOP): kill -CONT {pid} lets it go on",
+    "T": "it is stopped (SIGSTOP); to continue it: kill -CONT {pid}",
     "t": "it is stopped by a debugger",
 }
-"""By the state that /proc tells."""
+"""Reasons by the state in /proc/PID/status."""
 _STACK = "stack, innermost first:"
 
 
 class Pulse:
-    """This worker's place, where the launcher sees it; without a launcher or room for it, nobody does."""
+    """This worker's place, as the launcher sees it. No launcher or no room: the notes go nowhere."""
 
     def __init__(self, folder: str | None, rank: int) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
@@ -62,11 +64,11 @@ class Pulse:
         self._place[2] = 2 * step - 1
 
     def done(self, step: int) -> None:
-        """It is done with `step`."""
+        """This worker is done with `step`."""
         self._place[2] = 2 * step
 
     def lives(self) -> None:
-        """It is busy between two steps, and far from done."""
+        """This worker is busy between two steps."""
         self._place[3] += 1
 
 
@@ -88,9 +90,9 @@ class _Worker:
     signs: int
     since: float
     longest_s: float = 0.0
-    """Between two signs of life since its first step, but for what was told."""
+    """Longest time between two signs of life since its first step, reported hangs left out."""
     asked_from: int | None = None
-    """Size of its file of stacks before it was asked."""
+    """Size of its file of stacks when the launcher asked for new ones."""
 
     def patience_s(self, after_s: float) -> float:
         return max(after_s * (PATIENCE_BEFORE if self.place < 0 else 1), self.longest_s * PATIENCE)
@@ -104,18 +106,18 @@ class HangWatch:
         self._workers: dict[int, _Worker] = {}
         self._asked = 0.0
         self._told: set[int] = set()
-        """Ranks that were told to be late."""
+        """Ranks that are reported as late."""
         for path in folder.glob("pulse-*"):
             path.unlink(missing_ok=True)
 
     @property
     def span(self) -> Span | None:
-        """Of this node's workers; None while there are none."""
+        """Places of this node's workers; None while there are none."""
         places = [worker.place for worker in self._workers.values()]
         return (min(places), max(places)) if places else None
 
     def look(self, others: Span | None = None) -> list[str]:
-        """What there is to tell now, mostly nothing; to be called about once a second."""
+        """Return new reports, mostly none; call it about once a second."""
         if not self._after_s:
             return []
         now = time.monotonic()
@@ -143,7 +145,7 @@ class HangWatch:
 
     def _read(self, now: float) -> list[str]:
         moving: dict[float, list[_Worker]] = {}
-        calm = not self._told  # else others have waited for those who were told
+        calm = not self._told  # else others have waited for the reported ones
         for path in self._folder.glob("pulse-*"):
             try:
                 pid, thread, place, signs = LAYOUT.unpack(path.read_bytes())
@@ -167,18 +169,18 @@ class HangWatch:
                 elif calm and before.place >= 0:
                     before.longest_s = max(before.longest_s, seconds)
                 before.place, before.signs, before.since, before.asked_from = place, signs, now, None
-        return [f"{self._who(some)} on the move again after {seconds} s" for seconds, some in moving.items()]
+        return [f"{self._who(some)} moved again after {seconds} s" for seconds, some in moving.items()]
 
     def _ask(self, worker: _Worker) -> None:
         path = self._folder / f"stacks-{worker.rank}"
         worker.asked_from = path.stat().st_size if path.exists() else 0
         caught = int(_status(worker.pid).get("SigCgt", "0"), 16)
-        if caught >> (SIGNAL - 1) & 1:  # else it would end it, or whoever has its number by now
+        if caught >> (SIGNAL - 1) & 1:  # else the signal would end it, or a new process with its id
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, SIGNAL)
 
     def _answer(self, worker: _Worker) -> str:
-        """Why `worker` stands, as far as can be seen; empty where its stacks may still come."""
+        """Return why `worker` stands, as far as one can see; empty while its stacks may still come."""
         with contextlib.suppress(OSError):
             text = (self._folder / f"stacks-{worker.rank}").read_bytes()[worker.asked_from :]
             if found := _main_stack(text.decode(errors="replace"), worker.thread):
@@ -193,7 +195,7 @@ class HangWatch:
         groups: dict[str, list[_Worker]] = {}
         for worker in late:
             groups.setdefault(answers[worker.rank] or _silence(worker), []).append(worker)
-        # Those that differ from most are likelier the reason than those that wait for them.
+        # The few that differ from the rest are more likely the cause; the rest wait for them.
         for answer, workers in sorted(groups.items(), key=lambda one: (_STACK in one[0], len(one[1]))):
             pids = ", ".join(str(worker.pid) for worker in workers)
             lines.append(f"  {self._who(workers)} (process {pids}): {answer}")
@@ -206,7 +208,7 @@ class HangWatch:
 
 def _silence(worker: _Worker) -> str:
     if _status(worker.pid).get("State", "").startswith("D"):
-        return "no stack: it hangs in the kernel, in a read of a file system or a call of a driver"
+        return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {SIGNAL} in {ANSWER_S:g} s"
 
 
@@ -217,7 +219,7 @@ def _named(place: int) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """/proc's words about a process; empty when it has ended."""
+    """Read /proc/PID/status; empty when the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -233,7 +235,7 @@ def _pairs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _main_stack(text: str, thread: int) -> str:
-    """The main thread's innermost frames, from what faulthandler wrote; empty where it is not there yet."""
+    """Return the main thread's innermost frames in faulthandler's text; empty while it is not there yet."""
     found = re.search(rf"(?m)^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)+)", text)
     if found is None:
         return ""

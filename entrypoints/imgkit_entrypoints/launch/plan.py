@@ -1,4 +1,4 @@
-"""From what is known to what is run: the whole decision about a launch, as one value. Reads nothing."""
+"""The whole decision about a launch, as one value. This module reads nothing from the machine."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from imgkit_entrypoints.system import SystemFacts
 SCHEMA = 1
 
 _FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
-    # Between the signal that torchrun passes on and KILL; else 30 s, longer than the launcher waits.
+    # Seconds from the signal that torchrun passes on to KILL. The default, 30 s, is longer than we wait.
     ((2, 12), ("--shutdown-timeout", "3")),
 )
 """Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
 
 
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""With a shared one, a node that joins later waits for the address of the workers' store, which is written in
-the first round only (next_rendezvous in dynamic_rendezvous.py of torch 2.13): all nodes end after 60 s."""
+"""Variable that gives the workers a store of their own.
+
+A node that joins an elastic run later waits for the address of a shared store. torch writes it in the first
+round only (next_rendezvous in dynamic_rendezvous.py of torch 2.13), so all nodes would end after 60 s."""
 ELASTIC_RESTARTS = 10
-"""Without any, no node may leave: its end makes the workers of all others fail, and that is a restart."""
+"""Default restarts of an elastic run: a node that leaves makes the workers of all others fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What will be executed on this node."""
+    """The command, its variables and the reasons for them on this node."""
 
     placement: Placement
     mode: Literal["torchrun", "direct"]
@@ -62,7 +64,7 @@ class LaunchPlan:
                 "node_rank": place.node_rank,
                 "hosts": list(place.hosts),
                 "head": place.head,
-                # Where the nodes meet; torchrun's own port is agreed on there.
+                # The nodes meet on this port, and agree on torchrun's own port there.
                 "port": ports.roll_call(place.job_id, place.port),
                 "job_id": place.job_id,
             },
@@ -85,7 +87,7 @@ def make(
     system: SystemFacts | None,
     env: Mapping[str, str],
 ) -> LaunchPlan:
-    """Decide how `worker` (its argv) is started on the node `place`.
+    """Decide how to start `worker` (its argv) on the node `place`.
 
     Raises
     ------
@@ -102,7 +104,7 @@ def make(
             hint="dist-doctor shows the evidence; --device cpu runs over gloo",
         )
     decided = {**network.env, **_threads(host, nproc, env, decisions)}
-    # So that nobody further in takes the launcher's choices for the user's wishes.
+    # The names tell the program which values are the launcher's choices and not the user's wishes.
     variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
     command = tuple(worker)
     if place.direct is not None:
@@ -111,7 +113,7 @@ def make(
         command = (*_torchrun(request, place, host, nproc), *command)
     if _elastic(place) and _NO_SHARED_STORE not in env:
         variables[_NO_SHARED_STORE] = "1"
-    # torchrun takes PET_* as defaults of its flags, and dies on some that operators send: PET_STANDALONE="".
+    # torchrun reads PET_* as defaults of its flags and dies of some that operators send: PET_STANDALONE="".
     operators = tuple(sorted(name for name in env if name.startswith("PET_")))
     return LaunchPlan(
         placement=place,
@@ -136,15 +138,15 @@ def _device(
             Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
         )
         return "cuda"
-    # A number of processes is a choice; without one, a forgotten --nv would start a rank for every CPU.
+    # A given --nproc is a choice. Else a forgotten --nv would silently start one rank on the CPU.
     if request.device == "cuda" or (expected and request.nproc == "auto"):
-        reason = f"the recipe says {expected} a node" if expected else "--device cuda asks for them"
+        reason = f"the recipe says {expected} per node" if expected else "--device cuda asks for one"
         raise NoPlan(
             f"no GPU is visible here, but {reason} ({host.gpus_source})",
             hint="start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
             "or give --device cpu",
         )
-    known = f"the recipe says {expected} a node: --nv forgotten?" if expected else "the recipe expects none"
+    known = f"the recipe says {expected} per node: --nv forgotten?" if expected else "the recipe expects none"
     decisions.append(Decision(variable="device", value="cpu", reason=f"no GPU is visible, {known}"))
     return "cpu"
 
@@ -157,9 +159,9 @@ def _nproc(
     elif request.nproc != "auto":
         wanted, who = int(request.nproc), "--nproc"
     elif device == "cuda":
-        wanted, who = host.gpus, "one for each GPU"
+        wanted, who = host.gpus, "one per GPU"
     else:
-        wanted, who = 1, "without GPUs one; --nproc N starts more"
+        wanted, who = 1, "no GPU: one; --nproc N starts more"
     if device == "cuda" and wanted > host.gpus:
         raise NoPlan(
             f"{wanted} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
@@ -175,8 +177,8 @@ def _threads(
 ) -> dict[str, str]:
     name = "OMP_NUM_THREADS"
     given = env.get(name)
-    # PBS sets it to the chunk's processors by itself, and mpiexec hands it on: that is no wish of the user's,
-    # and nproc times too many. A task of pbsdsh has no NCPUS.
+    # PBS sets it to the chunk's processors, and mpiexec hands it on. That is no wish of the user's, and nproc
+    # times too many. A task of pbsdsh has no NCPUS.
     by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
     if given and not by_pbs:
         decisions.append(Decision(variable=name, value=given, reason="yours"))
@@ -188,7 +190,7 @@ def _threads(
 
 
 def _ranks(place: Placement) -> dict[str, str]:
-    """What torchrun would have told each worker."""
+    """Return the variables that torchrun would have set for this worker."""
     assert place.direct is not None  # noqa: S101 - the caller branches on it
     return {
         "RANK": str(place.direct.rank),
@@ -201,21 +203,21 @@ def _ranks(place: Placement) -> dict[str, str]:
 
 
 def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
-    # Each node its own folder: torchrun's paths hold no host, so nodes would mix on a shared file system.
+    # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
     logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
     restarts = request.max_restarts
     if restarts is None:
         restarts = ELASTIC_RESTARTS if _elastic(place) else 0
     return (
         # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
-        # -u: it copies the workers' lines, and would keep them until its end where stdout is a file.
+        # -u: torchrun copies the workers' lines, and would buffer them until its end if stdout is a file.
         *(sys.executable or "python3", "-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"),
         *_rendezvous(place, host),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts)),
-        *("--monitor-interval", "0.1"),  # torch 2.3 looks every 5 s only
+        *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
         *(word for since, flags in _FLAGS_SINCE if _version(host.torch_version) >= since for word in flags),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
-        "--",  # torchrun's parser would take the program's --max for a short --max-restarts, and refuse it
+        "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
     )
 
 
@@ -230,18 +232,18 @@ def _elastic(place: Placement) -> bool:
 
 def _rendezvous(place: Placement, host: HostFacts) -> tuple[str, ...]:
     if place.nnodes == 1:
-        # Workers dial the agent by this address. The default is the host's name, which a container without a
-        # network cannot resolve: the run then hangs for ten minutes.
+        # Workers reach the agent by this address. The default is the host's name, which a container without a
+        # network cannot resolve: the run would hang for ten minutes.
         return ("--standalone", "--local-addr", "127.0.0.1")
     if _elastic(place):
         found = sockets.best(host, place.head)
         return (
             *("--rdzv-backend", "c10d", "--nnodes", f"{place.min_nnodes}:{place.nnodes}"),
             *("--rdzv-endpoint", f"{place.head}:{place.base_port}", "--rdzv-id", place.job_id or "imgkit"),
-            # c10d sorts the nodes by this address and takes the first one's for the workers to meet at.
+            # c10d sorts the nodes by this address; the workers meet at the first.
             *(("--local-addr", found[0].ipv4) if found else ()),
         )
-    # static: the node rank given here is the rank that counts; with c10d torchrun ignores it.
+    # With the static rendezvous the given node rank counts; with c10d torchrun ignores it.
     return (
         *("--rdzv-backend", "static", "--nnodes", str(place.nnodes), "--node-rank", str(place.node_rank)),
         *("--master-addr", place.head, "--master-port", PORT_PENDING),

@@ -26,11 +26,11 @@ class Timeouts:
     """Seconds that the supervisor waits."""
 
     grace_s: float = 60.0
-    """From a stop request to the end by force."""
+    """Time from a stop request to the end by force."""
     rollcall_s: float = 120.0
-    """For all nodes to call."""
+    """Time in which all nodes must call."""
     hang_after_s: float = 60.0
-    """Until a worker that does not move is reported; 0: never."""
+    """Time after which a worker that does not move is reported; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

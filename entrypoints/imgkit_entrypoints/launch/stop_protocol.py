@@ -1,8 +1,8 @@
 """The stop protocol between the launcher and the program: two files in ``IMGKIT_STOP_DIR``, a node's folder.
 
-``stop`` appears when the program should save and end; its one line says why. A program that has saved writes
-``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0; the
-launcher then exits with 85, "requeue me". In a training loop, at a step boundary::
+The launcher makes ``stop`` when the program should save and end; its one line is the reason. A program that
+has saved writes ``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits
+with 0. The launcher then exits with 85, "requeue me", or with 0 if a person asked. At a step boundary::
 
     stop, job = Path(os.environ["IMGKIT_STOP_DIR"]), os.environ["IMGKIT_JOB_ID"]
     if (stop / "stop").exists():
@@ -10,7 +10,7 @@ launcher then exits with 85, "requeue me". In a training loop, at a step boundar
         (stop / "state-saved").write_text(f"{job} {step}")
         sys.exit(0)
 
-Ranks see the file at slightly different times: agree on the step by an all-reduce before the collective save.
+Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from imgkit_entrypoints.errors import UsageError
 
 STOP, SAVED = "stop", "state-saved"
 LOCAL_JOB = "local"
-"""IMGKIT_JOB_ID where no scheduler gave one."""
+"""Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
 
 @contextlib.contextmanager
 def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
-    """This node's stop folder, empty of old marks; one made here is removed at the end.
+    """Yield this node's stop folder without old marks; a temporary one is removed at the end.
 
     Raises
     ------
-    UsageError : it cannot be written.
+    UsageError : the folder cannot be written.
     """
     try:
         # A container may have a read-only root without /tmp.
@@ -59,11 +59,11 @@ def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
 
 
 def clear(place: Path) -> None:
-    """Take away the marks of an earlier run.
+    """Remove the marks of an earlier run.
 
     Raises
     ------
-    OSError : one is there and cannot be removed.
+    OSError : a mark cannot be removed.
     """
     for name in (STOP, SAVED):
         (place / name).unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def raise_flag(place: Path, reason: str) -> None:
 
 
 def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
-    """The step that this job's program has saved, else None; and why a mark that is there does not count."""
+    """Return the step that this job's program has saved, or None, and why an existing mark does not count."""
     try:
         words = (place / SAVED).read_text().split()
     except FileNotFoundError:
@@ -96,5 +96,5 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
         return None, f"{place / SAVED} cannot be read: {error}"
     if words[:1] != [job_id]:
         found = words[0] if words else "nothing"
-        return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID): it does not count"
+        return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID), so it does not count"
     return (words[1] if len(words) > 1 else "?"), ""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.schedulers.placement import Placement
 
 PEER_FAILED_S = 10.0
-"""After a node has failed, this node's workers have so long to fail with a message of their own."""
+"""Time that this node's workers have to fail with a message of their own, once another node has failed."""
 TICK_S = 1.0
 """Longest time between two looks at the other nodes, the stop file and the workers."""
 

@@ -1,7 +1,7 @@
-"""The nodes of a run find each other before torchrun starts, and stay in touch until all are done.
+"""The roll call: the nodes of a run meet before torchrun starts.
 
-Node 0 listens, the others call. Who never calls is named; nodes that are not alike are refused, on every
-node at once; torchrun's port is probed on the head and handed out. The connections stay open (roll.py).
+Node 0 listens and the others call. The head names every node that never calls, refuses nodes with different
+software on all nodes at once, and hands out a free port for torchrun. The connections stay open (session.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What must be the same on every node; an empty string is "not there"."""
+    """The software that must be the same on every node; an empty string means "none"."""
 
     image: str = ""
     torch: str = ""
@@ -37,17 +37,17 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What a node says of itself."""
+    """A node's own description."""
 
     host: str
     identity: Identity = Identity()
     nproc: int = 1
-    """May differ between nodes, like `gpu`: reported, never refused."""
+    """Like `gpu`, it may differ between nodes; a difference is reported, never refused."""
     gpu: str = ""
 
 
 def identity(*, torch: str, nccl: str, root: Path = Path("/")) -> Identity:
-    """This image's identity."""
+    """Return this image's identity."""
     import hashlib
 
     try:
@@ -60,13 +60,13 @@ def identity(*, torch: str, nccl: str, root: Path = Path("/")) -> Identity:
 def call(
     place: Place, me: Caller, *, timeout_s: float, say: Say, stopped: Callable[[], str] = lambda: ""
 ) -> Roll:
-    """Meet all nodes of `place`, within `timeout_s` seconds from this node's own start.
+    """Meet all nodes of `place` within `timeout_s` seconds from this node's own start.
 
-    `stopped` is asked about twice a second; a text that it returns ends the roll call everywhere.
+    `stopped` is called about twice a second; a text that it returns ends the roll call everywhere.
 
     Raises
     ------
-    NoPlan : a node never called or never answered, the nodes are not alike, or a port is busy.
+    NoPlan : a node never called or never answered, the nodes run different software, or a port is busy.
     """
     assert place.nnodes > 1  # noqa: S101 - one node has nobody to call
     run = _Gathering(place, me, timeout_s, say, stopped) if place.node_rank == 0 else None
@@ -82,7 +82,7 @@ def call(
 
 
 class _Gathering:
-    """The head's side until everybody is there."""
+    """The head's side until all nodes have called."""
 
     def __init__(
         self, place: Place, me: Caller, timeout_s: float, say: Say, stopped: Callable[[], str]
@@ -99,13 +99,13 @@ class _Gathering:
                 f"port {self.port}, where the nodes of this run meet, is busy on the head: "
                 f"{ports.holder(self.port)} listens there",
                 where=f"{place.head or me.host}:{self.port} ({error.strerror})",
-                hint="if that is this very command, it was started twice on this host (pbsdsh: once for each "
-                "line of the node file); else give every node the same free port, for example: --port "
+                hint="if that is this very command, it was started twice on this host (pbsdsh starts it once "
+                "per line of the node file); else give every node the same free port, for example: --port "
                 f"{ports.first_free(self.port) or 29500}",
             ) from error
 
     def gather(self) -> Roll:
-        """Wait for all, compare them, and hand out the port."""
+        """Wait for all nodes, compare them, and hand out the port."""
         start = progress = time.monotonic()
         while len(self.callers) < self.place.nnodes:
             now = time.monotonic()
@@ -130,7 +130,7 @@ class _Gathering:
         return HeadRoll(self.place, port, warnings, self.links, hosts, self.listener)
 
     def refuse(self, error: NoPlan) -> None:
-        """Tell everybody who has called why there is no run."""
+        """Send the reason to every node that has called."""
         for link in self.links.values():
             link.send(_refusal(error))
         end = time.monotonic() + LINGER_S
@@ -160,7 +160,7 @@ class _Gathering:
             if now - link.sent >= session.BEAT_S:
                 link.send({"beat": 1})
             if link.why or now - link.heard > session.LOST_S:
-                self.say(f"roll call: {self._name(rank)} called and went away ({link.why or 'silent'})")
+                self.say(f"roll call: {self._name(rank)} called and is gone ({link.why or 'silent'})")
                 link.close()
                 del self.links[rank], self.callers[rank]
 
@@ -169,7 +169,7 @@ class _Gathering:
             rank, nnodes, job = int(message["node_rank"]), int(message["nnodes"]), str(message["job"])
             caller = _caller(message["caller"])
         except (KeyError, TypeError, ValueError, AttributeError):
-            link.close()  # somebody's port scan
+            link.close()  # a port scan, for example
             return
         if job != self.place.job_id:
             error = NoPlan(f"{caller.host} belongs to job {job!r}, the head to {self.place.job_id!r}")
@@ -181,7 +181,8 @@ class _Gathering:
         self.links[rank if before is None else -1 - len(self.links)] = link  # so that a refusal reaches it
         if nnodes != self.place.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
-                f"{caller.host} calls as node {rank} of {nnodes}, the head counts {self.place.nnodes} nodes",
+                f"{caller.host} calls as node {rank} of {nnodes}, but the head counts "
+                f"{self.place.nnodes} nodes",
                 hint="give the same --nnodes everywhere, and each node its own --node-rank",
             )
         if before is not None:
@@ -190,7 +191,7 @@ class _Gathering:
                 hint="start this command once per node, each with its own node rank",
             )
         self.callers[rank] = caller
-        link.send({"beat": 1})  # shows the node that it is the head that took its call
+        link.send({"beat": 1})  # shows the node that the head, and no other service, took its call
 
     def _torchrun_port(self) -> int:
         wanted = self.place.port
@@ -198,13 +199,13 @@ class _Gathering:
             found = ports.first_free(self.port)
             if found is None:
                 raise NoPlan(
-                    f"no free port behind {self.port} on the head", hint="give --port N on all nodes"
+                    f"no free port after {self.port} on the head", hint="give all nodes the same --port N"
                 )
             return found
         if not ports.is_free(wanted):
             raise NoPlan(
                 f"torchrun's port {wanted} is busy on the head: {ports.holder(wanted)} listens there",
-                hint="give every node the same other --port, or none",
+                hint="give every node the same other --port, or leave --port out",
             )
         return wanted
 
@@ -214,8 +215,8 @@ class _Gathering:
         return NoPlan(
             f"{shown} never called; {self._present()} after {self.timeout_s:g} s",
             where=f"roll call on {self.callers[0].host}:{self.port}",
-            hint="start this command once on every node of the job; if it was, look at its output and "
-            f"whether it reaches {self.place.head} (--head NAME, firewall); late nodes: --rollcall-timeout",
+            hint="start this command once on every node of the job. If it was, read its output; check that "
+            f"the node reaches {self.place.head} (--head NAME, firewall). Late nodes: --rollcall-timeout",
         )
 
     def _name(self, rank: int) -> str:
@@ -230,7 +231,7 @@ class _Gathering:
 
 
 def _caller(said: Mapping[str, Any]) -> Caller:
-    # Field by field: another image may hold another version of this package, and is to be refused by name.
+    # Field by field: another image may hold another version of this package, and must be refused by name.
     own = said["identity"]
     same = Identity(
         image=str(own.get("image", "")), torch=str(own.get("torch", "")), nccl=str(own.get("nccl", ""))
@@ -245,7 +246,7 @@ def _refusal(error: NoPlan) -> dict[str, Any]:
 
 
 def _compare(place: Place, callers: Mapping[int, Caller]) -> list[str]:
-    """Refuse nodes that are not alike; the differences that torchrun supports are returned as warnings."""
+    """Refuse nodes with different software; return differences that torchrun supports as warnings."""
     versions = (
         _groups(place, callers, "image", lambda caller: caller.identity.image),
         _groups(place, callers, "torch", lambda caller: caller.identity.torch),
@@ -264,7 +265,7 @@ def _compare(place: Place, callers: Mapping[int, Caller]) -> list[str]:
 
 
 def _groups(place: Place, callers: Mapping[int, Caller], label: str, value: Callable[[Caller], str]) -> str:
-    """Empty if all say the same, else "torch 2.3 on node 0 of 2 (a), 2.4 on node 1 of 2 (b)"."""
+    """Return "torch 2.3 on node 0 of 2 (a), 2.4 on node 1 of 2 (b)"; empty if all are the same."""
     groups: dict[str, list[str]] = {}
     for rank in sorted(callers):
         groups.setdefault(value(callers[rank]), []).append(node_name(place, rank, callers[rank].host))
@@ -286,7 +287,7 @@ def _join(place: Place, me: Caller, timeout_s: float, say: Say, stopped: Callabl
             raise NoPlan(f"stopped during the roll call by {reason}")
         try:
             link = Link(socket.create_connection((place.head, port), timeout=min(5.0, left)))
-        except OSError as error:  # not started yet, or its name does not resolve before the pod is ready
+        except OSError as error:  # not started yet, or a pod whose name does not resolve before it is ready
             why = f"{error.strerror or error}"
         else:
             link.send(
@@ -309,13 +310,13 @@ def _join(place: Place, me: Caller, timeout_s: float, say: Say, stopped: Callabl
         f"the head ({place.head}) did not answer {node_name(place, place.node_rank, me.host)} "
         f"within {timeout_s:g} s: {why}",
         where=f"{place.head}:{port}",
-        hint="does this command run on the head, and does that name lead there from here (--head)? The "
-        "head's output says whether its port was busy; for nodes that start late: --rollcall-timeout",
+        hint="check that this command runs on the head, and that this name leads there (--head). The "
+        "head's output says whether its port was busy. For nodes that start late: --rollcall-timeout",
     )
 
 
 def _await_go(place: Place, link: Link, deadline: float, stopped: Callable[[], str]) -> Roll | None:
-    """The roll once the head says so; None if calling again may help."""
+    """Return the roll once the head sends it; None if another call may help."""
     answered = False
     while not link.why and time.monotonic() < (link.heard + session.LOST_S if answered else deadline):
         if reason := stopped():

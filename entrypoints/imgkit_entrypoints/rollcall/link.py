@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 LONGEST = 64 * 1024
-"""Bytes of one line; whoever sends more is not one of us."""
+"""Bytes of one line; a longer one comes from another program."""
 
 
 class Link:
-    """A connected socket as a pair of message queues; never blocks, never raises for what the peer does."""
+    """A connected socket as a pair of message queues; it never blocks, and never raises if the peer fails."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -22,24 +22,24 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.heard = self.sent = time.monotonic()
-        """When bytes last came in, and when a message last went out."""
+        """Times of the last bytes in and of the last message out."""
         self.why = ""
         """Why the connection is over; empty while it is open."""
         self._inbox = b""
         self._outbox = b""
 
     def fileno(self) -> int:
-        """For select."""
+        """Descriptor to wait for."""
         return self.socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue `message` and send what the network takes now."""
+        """Queue `message` and send as much as the network takes now."""
         self.sent = time.monotonic()
         self._outbox += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what is still queued."""
+        """Send as much of the queue as the network takes now."""
         if self.why:
             return
         try:
@@ -51,7 +51,7 @@ class Link:
             self.why = f"the connection broke: {error.strerror or error}"
 
     def receive(self) -> list[dict[str, Any]]:
-        """The whole messages that have come since the last call; sets `why` when the peer is gone."""
+        """Return the whole messages since the last call; sets `why` when the peer is gone."""
         self.flush()
         eof = False
         while not self.why and not eof:
@@ -75,17 +75,17 @@ class Link:
             except ValueError:
                 message = None
             if not isinstance(message, dict):
-                self.why = "it does not speak the roll call's language"
+                self.why = "it is no roll call of imgkit"
                 break
             messages.append(message)
         if len(self._inbox) > LONGEST:
-            self.why = "it does not speak the roll call's language"
+            self.why = "it is no roll call of imgkit"
         if eof and not self.why:
             self.why = "it closed the connection"
         return messages
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; up to `linger_s` seconds are given to the peer to read what was sent.
+        """Close; the peer has up to `linger_s` seconds to read the last messages.
 
         A close with unread input sends a reset, which can overtake the last message.
         """

@@ -1,4 +1,4 @@
-"""Ports of a run: derived from the job id, probed by binding, and who holds a busy one."""
+"""Ports of a run: derived from the job id, probed by binding; and the process that holds a busy one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROBES = 64
 
 
 def roll_call(job_id: str, port: int | None) -> int:
-    """Where the head listens: next to a given torchrun port, else derived from the job id."""
+    """Return the port on which the head listens: next to torchrun's given port, else from the job id."""
     if port is None:
         return job_port(job_id)
     return port + 1 if port < 65535 else port - 1
 
 
 def listen(port: int) -> socket.socket:
-    """A non-blocking listener on all addresses of this machine, IPv4 and IPv6.
+    """Open a non-blocking listener on all addresses of this machine, IPv4 and IPv6.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def listen(port: int) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-            listener = socket.create_server(("", port), backlog=1024)  # IPv6 is switched off here
+            listener = socket.create_server(("", port), backlog=1024)  # this machine has IPv6 switched off
     else:
         listener = socket.create_server(("", port), backlog=1024)
     listener.setblocking(False)
@@ -54,7 +54,7 @@ def is_free(port: int) -> bool:
 
 
 def first_free(after: int) -> int | None:
-    """The first free port behind `after`, within the range of `job_port`; None after some tries."""
+    """Return the first free port after `after`, within the range of `job_port`; None after `PROBES` tries."""
     for step in range(1, PROBES + 1):
         port = FIRST_PORT + (after + step - FIRST_PORT) % PORTS
         if is_free(port):
@@ -63,7 +63,7 @@ def first_free(after: int) -> int | None:
 
 
 def holder(port: int, root: Path = Path("/")) -> str:
-    """Who listens on `port`, as far as this user may know: "python3 train.py (process 12, user ann)"."""
+    """Return who listens on `port`, as far as this user may see it: "python3 x.py (process 12, user ann)"."""
     inodes = dict(_listeners(port, root))
     if not inodes:
         return "a process outside this container, or one that has just ended"

@@ -1,4 +1,4 @@
-"""The open connections between the launchers of a run: heartbeat, news, and the closing barrier."""
+"""The session after the roll call: heartbeat, events and the closing barrier between a run's launchers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
 Span = tuple[int, int]
-"""Places of the hindmost and of the furthest worker, as the hang watch counts them."""
+"""Places of the slowest and of the furthest worker, as the hang watch counts them."""
 
 
 class Place(Protocol):
-    """What is read of a Placement."""
+    """The parts of a Placement that the roll call reads."""
 
     @property
     def nnodes(self) -> int: ...
@@ -40,7 +40,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A node is gone without a word."""
+    """A node is gone, and has not said why."""
 
     node: str
     why: str
@@ -66,17 +66,17 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllDone:
-    """Every node is done."""
+    """All nodes are done."""
 
     codes: tuple[int, ...]
-    """By node rank; empty where the head has failed and left, so that nobody knows them all."""
+    """Exit codes by node rank; empty if the head has failed and left, since only the head knows them all."""
 
 
 Event = Lost | Failed | StopAsked | AllDone
 
 
 def node_name(place: Place, rank: int, host: str = "") -> str:
-    """ "node 1 of 2 (as07r3b13)"."""
+    """Return a node as users know it: "node 1 of 2 (as07r3b13)"."""
     name = host or (place.hosts[rank] if rank < len(place.hosts) else "")
     if not name and rank == 0:
         name = place.head
@@ -92,7 +92,7 @@ class Readable(Protocol):
 
 def wait(sources: Iterable[Readable], seconds: float) -> None:
     """Return when one of `sources` has something to read, or after `seconds`."""
-    # Not select.select, which ends at descriptor 1023.
+    # select.select would end at descriptor 1023.
     with selectors.DefaultSelector() as selector:
         for source in sources:
             if source.fileno() >= 0:
@@ -109,20 +109,20 @@ class Roll(ABC):
         """Torchrun's port, free on the head when it was handed out; None: torchrun finds one itself."""
         self.warnings = tuple(warnings)
         self.span: Span | None = None
-        """Where this node's workers are (launch/hang_watch.py); goes with every beat."""
+        """Places of this node's workers (launch/hang_watch.py); every beat carries them."""
 
     @property
     @abstractmethod
     def everyone(self) -> Span | None:
-        """Where the workers of all nodes are, as far as beats have told."""
+        """Places of the workers of all nodes, as far as beats have arrived."""
 
     @abstractmethod
     def links(self) -> Sequence[Link]:
-        """What to wait for before the next `tick`; call that at least once a second."""
+        """Links to wait for before the next `tick`; call `tick` at least once a second."""
 
     @abstractmethod
     def tick(self) -> list[Event]:
-        """Read, beat, and say what has happened since the last call; never blocks."""
+        """Read, beat, and return the events since the last call; never blocks."""
 
     @abstractmethod
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
@@ -133,13 +133,13 @@ class Roll(ABC):
         """This node's run is over with `code`; `AllDone` follows when all nodes have said so."""
 
     def close(self) -> None:
-        """Leave; the others are given a moment to read the last message."""
+        """Leave; the others have a moment to read the last message."""
         end = time.monotonic() + LINGER_S
         for link in self.links():
             link.close(max(0.0, end - time.monotonic()))
 
     def node(self, rank: int, host: str = "") -> str:
-        """`rank` as users know it."""
+        """Return node `rank` as users know it."""
         return node_name(self.place, rank, host)
 
 
@@ -168,7 +168,7 @@ class LoneRoll(Roll):
 
 
 class HeadRoll(Roll):
-    """Node 0: hears everybody and passes everything on."""
+    """Node 0: it hears all nodes and passes everything on."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class HeadRoll(Roll):
     ) -> None:
         super().__init__(place, port, warnings)
         self._links, self._hosts = dict(links), hosts
-        # Open to the end: a command started twice on a host would else begin a second run of this job.
+        # Open to the end, or a command started twice on a host would begin a second run of this job.
         self._listener = listener
         self._late: list[Link] = []
         self._codes: dict[int, int] = {}
@@ -212,16 +212,14 @@ class HeadRoll(Roll):
         super().close()
 
     def _refuse_late(self) -> None:
-        """Whoever calls now is one too many."""
+        """Refuse further callers: each is one too many."""
         with contextlib.suppress(OSError):
             while True:
                 self._late.append(Link(self._listener.accept()[0]))
         for link in list(self._late):
             if link.receive():
                 what = "all nodes of this run had called before this process did"
-                hint = (
-                    "was it started twice on this host? pbsdsh starts it once for each line of the node file"
-                )
+                hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
                 link.send({"refused": {"what": what, "where": self._hosts[0], "hint": hint}})
             if link.why or time.monotonic() - link.heard > LINGER_S:
                 self._late.remove(link)
@@ -274,7 +272,7 @@ class HeadRoll(Roll):
 
 
 class MemberRoll(Roll):
-    """Any node but 0: talks to the head only."""
+    """Any node but 0: it talks to the head only."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+DATA = ROOT / "tests/lab/data"
+PACKAGE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
 CPU = ("--device", "cpu", "--nproc", "2")
 COUNT = ("dist-run", *CPU, "--grace", "20", "save_and_resume.py")
@@ -124,12 +127,19 @@ def stopped_and_requeued(site: Site, job: str) -> str:
     site.until(lambda: "requeued" in site.told(job), job)
     saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
     assert saved is not None, site.told(job)
-    # Slurm holds a requeued job back for two minutes; a start in the second of the requeue would fail, since
-    # slurmd takes the old start's revoked credential for the new one's ("already killed, do not launch").
+    start_again(site, job)
+    return saved[1]
+
+
+def start_again(site: Site, job: str) -> None:
+    """Start a requeued job now: Slurm holds it back for two minutes.
+
+    A start in the second of the requeue would fail, since slurmd takes the old start's revoked credential for
+    the new one's ("already killed, do not launch").
+    """
     site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
     time.sleep(2)
     site.cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
-    return saved[1]
 
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
@@ -144,6 +154,103 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     assert f"starts at {saved}\n" in site.told(job)
     assert "finished at 100" in site.told(job)
+
+
+def shown(site: Site, job: str) -> str:
+    """What Slurm knows of a job that is done."""
+    return site.cluster("scontrol", "show", "job", job).stdout
+
+
+def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
+    job = site.submit("--nodes", "2", "--", *COUNT, "100")
+    stop = site.folder / f"runs/mn5-{job}/stop"
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    stop.touch()
+    site.until(lambda: not site.queued(job), job)
+    saved = re.search(r"state saved at step (\d+)", site.told(job))
+    assert saved is not None, site.told(job)
+    assert "ExitCode=0:0" in shown(site, job)
+    assert "requeued" not in site.told(job)
+    assert stop.exists()
+
+    site.cluster("scontrol", "requeue", job)
+    start_again(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert f"{stop}: this file keeps the run from starting" in site.told(job)
+    assert f"rm '{stop}'" in site.told(job)
+    assert "JobState=FAILED" in shown(site, job), shown(site, job)
+    assert site.told(job).count("starts at") == 1
+
+    stop.unlink()
+    site.cluster("scontrol", "requeue", job)
+    start_again(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert f"starts at {saved[1]}\n" in site.told(job)
+    assert "finished at 100" in site.told(job)
+
+
+def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
+    job = site.submit("--nodes", "2", "--", *COUNT, "6000")
+    folder = site.folder / f"runs/mn5-{job}"
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    site.cluster("scancel", "--batch", "--signal=USR1", job)
+    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
+    assert "requeued" in site.told(job)
+    assert sorted(path.name for path in folder.iterdir()) == ["requeued", "state", "state-saved"]
+    (folder / "stop").touch()
+    start_again(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert "this file keeps the run from starting" in site.told(job)
+    assert site.told(job).count("starts at") == 1
+
+
+@pytest.fixture
+def image_0_1(site: Site) -> str:
+    """The ``--bind`` that puts the entry points of imgkit 0.1 into the image."""
+    wheel = next(DATA.glob("imgkit_entrypoints-0.1.0-*.whl"))
+    zipfile.ZipFile(wheel).extractall(site.folder / "0.1")
+    return f"{site.folder}/0.1/imgkit_entrypoints:{PACKAGE}"
+
+
+def test_image_of_0_1_stops_and_goes_on_under_this_script(site: Site, image_0_1: str) -> None:
+    told = site.finished("--nodes", "2", "--bind", image_0_1, "--", "dist-hello", *CPU)
+    assert "all_reduce of ones: 4" in told, told
+    job = site.submit("--nodes", "2", "--bind", image_0_1, "--", *COUNT, "100")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    saved = stopped_and_requeued(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert f"/runs/mn5-{job}/stop: asked the program" in site.told(job)  # it knows this name alone
+    assert f"starts at {saved}\n" in site.told(job)
+    assert "finished at 100" in site.told(job)
+
+
+def test_image_of_0_1_is_not_requeued_for_a_person(site: Site, image_0_1: str) -> None:
+    job = site.submit("--nodes", "2", "--bind", image_0_1, "--", *COUNT, "6000")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    (site.folder / f"runs/mn5-{job}/stop").touch()
+    site.until(lambda: not site.queued(job), job)
+    assert "not requeued" in site.told(job)
+    assert "ExitCode=0:0" in shown(site, job)
+
+
+@pytest.mark.parametrize("hello", [True, False], ids=["hello", "stop"])
+def test_this_image_runs_under_the_script_of_0_1(site: Site, hello: bool) -> None:
+    text = (DATA / "slurm-job-0.1.sh").read_text().replace("/home/me/my run", str(site.folder))
+    if hello:
+        text = re.sub(r"dist-run .* 100", " ".join(("dist-hello", *CPU)), text)
+    (site.folder / "old.sh").write_text(text)
+    submitted = site.cluster("sbatch", "--parsable", site.folder / "old.sh")
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    if not hello:
+        site.until(lambda: "starts at 0" in site.told(job), job)
+        saved = stopped_and_requeued(site, job)
+    site.until(lambda: not site.queued(job), job)
+    if hello:
+        assert "all_reduce of ones: 4" in site.told(job), site.told(job)
+    else:
+        assert f"starts at {saved}\n" in site.told(job)
+        assert "finished at 100" in site.told(job)
 
 
 def test_cancelled_job_is_not_requeued(site: Site) -> None:

@@ -66,7 +66,7 @@ class Nodes:
         )
 
     def output(self) -> str:
-        """Of all nodes."""
+        """Return the output of all nodes."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("node*.log")))
 
     def said(self, text: str, times: int = 1, within_s: float = 20.0) -> None:

@@ -13,12 +13,12 @@ SEEN = [
     ),
     (
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
-        "not all nodes came to the rendezvous",
+        "some nodes did not join the rendezvous",
     ),
     (
         "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the "
         "C10d store has failed. See inner exception for details.",
-        "nobody hosts the rendezvous",
+        "no process hosts the rendezvous",
     ),
     (
         "torch.distributed.DistNetworkError: The client socket has timed out after 5000ms while trying to "

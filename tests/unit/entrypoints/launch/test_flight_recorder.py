@@ -30,7 +30,7 @@ def test_dumps_are_named_after_a_failure(nodes: Any, monkeypatch: pytest.MonkeyP
     nodes.start([sys.executable, STUB, "2", FAKE], job="4711.head/x")
     assert nodes.codes() == [1]
     place = nodes.folder / "run/nccl-4711.head_x-rank-"
-    assert f"NCCL's flight recorder has left {place}N for rank 0, 1: " in nodes.output()
+    assert f"NCCL's flight recorder has written {place}N for rank 0, 1, with" in nodes.output()
     assert f"torchfrtrace --prefix {place.name} {place.parent}" in nodes.output()
 
 

@@ -63,7 +63,7 @@ def test_every_way_to_hang_is_told(nodes: Any) -> None:
     assert re.search(late, told), told
     stack = r"stack, innermost first:\n    <string>:\d+ <lambda>\n    <string>:\d+ <module>"
     assert re.search(rf"  ranks 1, 2 on host0 \(process \d+, \d+\): {stack}", told), told
-    assert re.search(r"  rank 3 .*: it is stopped \(SIGSTOP\): kill -CONT \d+ lets it go on\n", told), told
+    assert re.search(r"  rank 3 .*: it is stopped \(SIGSTOP\); to continue it: kill -CONT \d+\n", told), told
     assert re.search(r"  ranks 4, 5 .*: no stack: it did not answer signal 40 in 1 s\n", told), told
     assert launcher.poll() is None
 
@@ -91,7 +91,7 @@ def test_all_that_stand_in_one_step_are_told(nodes: Any) -> None:
 def test_worker_that_goes_on_is_told(nodes: Any) -> None:
     hang = "if step == 8 and rank == 1: time.sleep(2)"
     launcher = nodes.start(alone(worker(hang, "rank == 0 and step == 8 and time.sleep(2)")), **SOON)
-    nodes.said("rank 1 on host0 on the move again after ")
+    nodes.said("rank 1 on host0 moved again after ")
     launcher.terminate()
     assert nodes.codes() == [0]
 

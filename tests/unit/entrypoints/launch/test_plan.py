@@ -175,7 +175,7 @@ def test_plan_is_json():
 
 
 def test_expected_but_invisible_gpus_are_refused():
-    with pytest.raises(NoPlan, match="4 a node") as caught:
+    with pytest.raises(NoPlan, match="4 per node") as caught:
         make(system=SystemFacts(node=Node(gpus=4)))
     assert "--nv" in str(caught.value.hint)
 

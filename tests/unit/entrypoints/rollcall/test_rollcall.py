@@ -167,7 +167,7 @@ def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
 
 def test_different_node_counts_are_refused(place: Placement) -> None:
     head, other = Call(place, 0), Call(replace(place, nnodes=3), 2)
-    assert "as07r3b14 calls as node 2 of 3, the head counts 2 nodes" in head.refusal()
+    assert "as07r3b14 calls as node 2 of 3, but the head counts 2 nodes" in head.refusal()
     assert other.refusal() == head.refusal()
 
 
@@ -217,7 +217,7 @@ def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
                     connection.sendall(b"220 mail ready\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
-        assert "does not speak the roll call's language" in Call(place, 1, timeout_s=0.5).refusal()
+        assert "it is no roll call of imgkit" in Call(place, 1, timeout_s=0.5).refusal()
 
 
 def test_node_that_went_away_can_call_again(place: Placement) -> None:

@@ -1,0 +1,153 @@
+"""The stop files of the Slurm script, run by a real bash with STUBS of srun and scontrol."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.cli.app import build_app
+
+STUB = "#!/bin/bash\n"
+MODULE = 'module() { :; }\nexport -f module\n. "$0.text"\n'
+SAVES = """
+until [[ -e $IMGKIT_RUN_DIR/{file} ]]; do sleep 0.02; done
+touch "$IMGKIT_RUN_DIR/seen"
+until [[ ! -e $IMGKIT_RUN_DIR/wait ]]; do sleep 0.02; done
+echo 7 40 > "$IMGKIT_RUN_DIR/state-saved"
+exit 85
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs/mn5-7"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """``start(file)``: the script of a job whose launcher saves once `file` is there, and ends with 85."""
+    from typer.testing import CliRunner
+
+    words = (
+        "mn5",
+        "-A",
+        "a",
+        "--qos",
+        "q",
+        "--time",
+        "10m",
+        "--directory",
+        str(tmp_path),
+        "--",
+        "dist-hello",
+    )
+    done = CliRunner().invoke(build_app(("job", "list")), ["job", *words], catch_exceptions=False)
+    (tmp_path / "job.text").write_text(done.stdout)
+    (tmp_path / "job").write_text(MODULE)
+    (tmp_path / "scontrol").write_text(f'{STUB}echo "$@" >> {tmp_path}/requeues\n')
+    started: list[subprocess.Popen[str]] = []
+
+    def run(file: str) -> subprocess.Popen[str]:
+        (tmp_path / "srun").write_text(STUB + SAVES.format(file=file))
+        for name in ("srun", "scontrol"):
+            (tmp_path / name).chmod(0o755)
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+        pipe = subprocess.PIPE
+        argv = ["bash", str(tmp_path / "job")]
+        script = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)
+        started.append(script)
+        return script
+
+    yield run
+    for script in started:
+        script.kill()
+        script.communicate()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def requeues(run_dir: Path) -> int:
+    file = run_dir.parents[1] / "requeues"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def left(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.iterdir() if path.name.startswith("stop"))
+
+
+def started(run_dir: Path) -> bool:
+    return subprocess.run(["pgrep", "-f", f"{run_dir.parents[1]}/srun"], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("file", ["stop-for-requeue", "stop"], ids=["image", "image of 0.1"])
+def test_limit_asks_every_image_and_leaves_no_file(start: Start, run_dir: Path, file: str) -> None:
+    script = start(file)
+    until(lambda: started(run_dir))
+    script.send_signal(signal.SIGUSR1)
+    stdout, _ = script.communicate(timeout=20)
+    assert "state saved (7 40): requeued" in stdout
+    assert requeues(run_dir) == 1
+    assert left(run_dir) == []
+
+
+def test_file_of_a_person_is_not_requeued_and_stays(start: Start, run_dir: Path) -> None:
+    script = start("stop")
+    until(lambda: started(run_dir))
+    (run_dir / "stop").touch()
+    _, stderr = script.communicate(timeout=20)
+    assert f"not requeued: {run_dir}/stop keeps the run from starting" in stderr
+    assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
+
+
+@pytest.mark.parametrize("first", ["person", "limit"])
+def test_file_of_a_person_counts_beside_the_limit(start: Start, run_dir: Path, first: str) -> None:
+    (run_dir / "wait").touch()
+    script = start("stop")
+    until(lambda: started(run_dir))
+    if first == "person":
+        (run_dir / "stop").touch()
+        until((run_dir / "seen").exists)
+        script.send_signal(signal.SIGUSR1)
+    else:
+        script.send_signal(signal.SIGUSR1)
+        until((run_dir / "seen").exists)
+        time.sleep(0.05)  # coarser than the clock of any file system here
+        (run_dir / "stop").touch()
+    (run_dir / "wait").unlink()
+    script.communicate(timeout=20)
+    assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
+
+
+def test_files_of_a_start_that_was_killed_are_removed(start: Start, run_dir: Path) -> None:
+    (run_dir / "stop").touch()
+    (run_dir / "stop-for-requeue").touch()
+    script = start("stop")
+    until(lambda: started(run_dir))
+    assert left(run_dir) == []
+    script.send_signal(signal.SIGUSR1)
+    script.communicate(timeout=20)
+    assert requeues(run_dir) == 1
+
+
+def test_file_of_a_person_from_before_the_start_stays(start: Start, run_dir: Path) -> None:
+    (run_dir / "stop-for-requeue").touch()
+    time.sleep(0.05)
+    (run_dir / "stop").touch()
+    script = start("stop")
+    script.communicate(timeout=20)
+    assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
