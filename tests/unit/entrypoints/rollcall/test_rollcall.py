@@ -217,7 +217,7 @@ def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
                     connection.sendall(b"220 mail ready\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
-        assert "it is no roll call of imgkit" in Call(place, 1, timeout_s=0.5).refusal()
+        assert "it is no roll call of imgkit" in Call(place, 1, timeout_s=2.0).refusal()
 
 
 def test_node_that_went_away_can_call_again(place: Placement) -> None:
