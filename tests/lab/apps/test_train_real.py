@@ -355,7 +355,7 @@ until [ -s flagged/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
 kill -USR1 $pid; wait $pid || echo "flagged: $?"
 train $words --run-dir filed & pid=$!
 until [ -s filed/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
-touch filed/STOP; wait $pid || echo "filed: $?"
+touch filed/STOP; wait $pid; echo "filed: $?"
 code train $words --run-dir filed
 code train $words --stop-after 0
 """
@@ -364,8 +364,10 @@ code train $words --stop-after 0
     assert "exit code 85" in told
     assert "flagged: 85" in told
     assert "the launcher asked for it; the state of step" in told
-    assert "filed: 85" in told
+    assert "filed: 0" in told
+    assert told.count("filed/STOP: STOP is the old name of this file, use `stop`") == 1
     assert "filed/STOP: this file keeps the run from starting" in told
+    assert "rm filed/STOP" in told
     assert "this start saved no state (no --run-dir)" in told
     assert told.count("exit code 1\n") == told.count("exit code 2\n") == 1
     for name in ("timed", "flagged", "filed"):
