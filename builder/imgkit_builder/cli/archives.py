@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from imgkit_builder.cli.common import JSON, VERBOSE, image_name, module_line, show, stem
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
@@ -28,7 +28,7 @@ Baked = TypeVar("Baked")
 
 
 class ArchiveCompression(str, enum.Enum):
-    """How an archive is compressed."""
+    """Compression of an archive."""
 
     NONE = "none"
     GZIP = "gzip"
@@ -36,26 +36,24 @@ class ArchiveCompression(str, enum.Enum):
 
 
 def verb_save(
-    image: str = typer.Argument(metavar="RECIPE|IMAGE", help="A recipe whose image was built, or an image."),
+    image: str = typer.Argument(metavar="RECIPE|IMAGE", help="A built recipe, or a local image."),
     output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Where to write it; without it NAME.tar here."
+        None, "--output", "-o", metavar="FILE", help="File to write (default: NAME.tar here)."
     ),
     compress: ArchiveCompression = typer.Option(
         ArchiveCompression.NONE,
         "--compress",
-        help="zstd is free of cost here and moves a third; gzip is read anywhere.",
+        help="zstd: a third of the size, no slower. gzip: readable anywhere.",
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be saved, and where."),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-    ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the image and the file, save nothing."),
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Save an image as an archive, with checksum and manifest.
 
     Writes FILE, FILE.sha256 (for sha256sum -c) and FILE.manifest.json in one
-    pass; an interrupted save leaves the old file or none. Prints the commands
-    that copy, verify and convert it.
+    pass. An interrupted save leaves the old file or none. Prints the commands
+    that copy, verify and convert the archive.
 
     \b
     Examples:
@@ -67,13 +65,13 @@ def verb_save(
     from imgkit_builder.archive import write
 
     with reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
-        info = engine.inspect(connected, _image_name(image))
+        info = engine.inspect(connected, image_name(image))
         if not info.tag:
             raise UsageError(
-                f"the image {image} has no name, and an archive without one cannot be used",
+                f"the image {image} has no name, and its archive could not be used",
                 hint=f"docker tag {image} NAME:1, then: imgkit save NAME:1",
             )
-        target = output or Path(_file_stem(info.tag) + write.SUFFIXES[compress.value])
+        target = output or Path(stem(info.tag) + write.SUFFIXES[compress.value])
         # Before the engine stages 20 GB.
         write.preflight(target.absolute(), compress=compress.value, expected_bytes=info.size_bytes)
         if dry_run:
@@ -81,23 +79,7 @@ def verb_save(
         else:
             saved, described = _saved(connected, info, target, compress, report)
             text, data = _result(saved, described)
-    print(json.dumps(data, indent=2) if as_json else text)
-
-
-def _image_name(target: str) -> str:
-    """The image that `target` means; a recipe's file stands for its default name, a shipped name is both."""
-    if not target.endswith((".yaml", ".yml")):
-        return target
-    from imgkit_builder.engine import default_tag
-    from imgkit_builder.recipe.load import load
-
-    return default_tag(load(target))
-
-
-def _file_stem(tag: str) -> str:
-    """``mn5`` of ``mn5:latest``, ``mine-1`` of ``host:5000/group/mine:1``."""
-    name, _, version = tag.rpartition("/")[2].partition(":")
-    return name if version in ("", "latest") else f"{name}-{version}"
+    show(data, text, as_json=as_json)
 
 
 def _planned(info: ImageInfo, target: Path, compress: ArchiveCompression) -> tuple[str, dict[str, Any]]:
@@ -155,14 +137,14 @@ def _saved(
 def _baked(
     connected: Engine, info: ImageInfo, path: str, parse: Callable[[str], Baked], report: Reporter
 ) -> Baked | None:
-    """What the image says of its system or origin; None for an image that imgkit did not build."""
+    """A file that imgkit baked into the image; None for an image that imgkit did not build."""
     from imgkit_builder import engine
 
     data = engine.read_file(connected, info.id, path)
     try:
         return parse(data.decode()) if data is not None else None
     except (ValueError, TypeError, UsageError) as error:
-        report.note(f"{path} in the image is of another imgkit, the sidecar goes without it: {error}")
+        report.note(f"another imgkit wrote {path} in the image; the sidecar leaves it out: {error}")
         return None
 
 
@@ -179,18 +161,18 @@ def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
     }
     lines = [f"{saved.path}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
     if described.manifest and described.manifest.base.standin:
-        lines.append("a STAND-IN: made without NVIDIA's software; for tests only, not for a cluster")
+        lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
     where = described.system.title if described.system and described.system.title else "the cluster"
     lines.append(f"copy it:    {commands['copy']}")
     lines.append(f"on {where}:")
     steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
     lines += [f"            {command}" for command in steps if command]
-    lines.append("            (without imgkit there: imgkit bundle makes the one file to copy along)")
+    lines.append("            (if the cluster has no imgkit: copy the one file that imgkit bundle writes)")
     return "\n".join(lines), data
 
 
 def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
-    """What to type next; an empty string where a step is not needed."""
+    """The next commands; an empty string stands for a step that is not needed."""
     from imgkit_builder.archive import sidecar
 
     transfer = system.transfer if system else None
@@ -198,17 +180,16 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
     user = "" if "@" in host else "USER@"
     folder = transfer.directory if transfer else ""
     files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
-    # Quoted for this shell; the words in capitals are the user's to replace.
+    # Quoted for this shell; the user replaces the words in capitals.
     copy = f"rsync -P {shlex.join(files)} {shlex.quote(f'{user}{host}:{folder}')}"
     runtime = system.runtime if system else None
     on_singularity = runtime is None or runtime.kind == "singularity"
     slurm = system is not None and system.scheduler == "slurm" and system.queue.sif
     account = "-A ACCOUNT " if system is not None and "account" in system.queue.required else ""
-    modules = runtime.modules if runtime else ()
     return {
         "copy": copy,
         "allocate": f"salloc {account}{shlex.join(system.queue.sif)}" if slurm and system else "",
-        "module": f"module load {shlex.join(modules)}" if modules else "",
+        "module": module_line(system) or "",
         "verify": shlex.join(["sha256sum", "-c", sidecar.sha256_path(Path(path.name)).name]),
         "convert": shlex.join(["imgkit", "sif", path.name])
         if on_singularity
@@ -218,16 +199,14 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
 
 def verb_verify(
     file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif or delta."),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-    ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Show everything."),
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
-    """Check an archive, .sif or delta against what it says of itself.
+    """Check an archive, .sif or delta against its own record.
 
-    Needs no Docker engine. Reads the file once: checksum, exactly one image,
-    every layer's digest; of a .sif its root partition and its deltas against
-    what was recorded when they were made. Exit code 1 if a check fails.
+    Needs no Docker engine. Reads the file once. Of an archive it checks the
+    checksum, the one image and every layer's digest; of a .sif the root
+    partition and the deltas. Exit code 1 if a check fails.
 
     \b
     Examples:
@@ -239,6 +218,6 @@ def verb_verify(
 
     with reporter(as_json=as_json, verbose=verbose) as report:
         results = verify.verify(file, report=report)
-    print(json.dumps(checks.to_dict(results, file=str(file)), indent=2) if as_json else checks.table(results))
+    show(checks.to_dict(results, file=str(file)), checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

@@ -1,56 +1,53 @@
-"""Deltas: make one, put it into a .sif, fold a .sif with deltas into one without."""
+"""Deltas: make one, put it into a .sif, flatten a .sif with deltas."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.sif import (
+from imgkit_builder.cli.common import JSON, module_line, show, stem, system_of
+from imgkit_builder.cli.conversion import (
+    MB,
+    NO_TEST,
+    RUNTIME,
+    TMPDIR,
+    VERBOSE,
     engine_image,
-    module_line,
     stage_lines,
     stage_seconds,
-    stem,
-    system_of,
     terminable,
 )
+from imgkit_builder.cli.progress import reporter
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.make import Made
 
 SCHEMA = 1
-_MB = 1e6
-_JSON = typer.Option(
-    False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-)
-_RUNTIME = typer.Option(None, metavar="COMMAND", help="Without it singularity, else apptainer.")
-_TMPDIR = typer.Option(None, metavar="DIR", help="For temporary files; without it as imgkit sif.")
-_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show everything the runtime says.")
 
 
 def verb_delta(
     image: str = typer.Argument(metavar="RECIPE|IMAGE", help="A built recipe, or a local image."),
-    base: Path = typer.Option(..., metavar="BASE.sif", help="What the cluster has, with its deltas."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="X.imgdelta", help="Where to write it; without it NAME.imgdelta here."
+    base: Path = typer.Option(
+        ..., metavar="BASE.sif", help="The .sif that the cluster has, with its deltas."
     ),
-    tmpdir: Path | None = _TMPDIR,
-    runtime: str | None = _RUNTIME,
-    no_test: bool = typer.Option(False, "--no-test", help="Do not execute anything with the new delta."),
-    as_json: bool = _JSON,
-    verbose: bool = _VERBOSE,
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="X.imgdelta", help="File to write (default: NAME.imgdelta here)."
+    ),
+    tmpdir: Path | None = TMPDIR,
+    runtime: str | None = RUNTIME,
+    no_test: bool = NO_TEST,
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
-    """Write what an image changes over an older .sif: kilobytes instead of gigabytes.
+    """Write the changes of an image over an older .sif: kilobytes instead of gigabytes.
 
-    The .sif must be one of imgkit sif and share its lowest layers with the
-    image. As root on the engine's machine, or where only code was copied, what
-    changed is read and no more; else the engine saves the whole image.
+    The .sif must come from imgkit sif and share its lowest layers with the
+    image. As root on the engine's machine, or if only code was copied, imgkit
+    reads only the changes; otherwise the engine saves the whole image.
 
     \b
     Examples:
@@ -64,7 +61,7 @@ def verb_delta(
     with (
         terminable(),
         reporter(as_json=as_json, verbose=verbose) as report,
-        engine_image(image, report) as found,
+        engine_image(image) as found,
     ):
         options = Options(
             runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir, test=not no_test
@@ -73,24 +70,24 @@ def verb_delta(
         made = make(found, base, target, options, report)
     words = ("singularity", "exec", "--overlay", f"{target}:ro", str(base), "dist-env")
     text, data = _made(made, target, shlex.join(words))
-    print(json.dumps(data, indent=2) if as_json else text)
+    show(data, text, as_json=as_json)
 
 
 def verb_apply(
-    delta: Path = typer.Argument(metavar="X.imgdelta", help="Made by imgkit delta."),
-    base: Path = typer.Argument(metavar="BASE.sif", help="What it lies over; stays as it is."),
-    output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="Where to write both."),
-    tmpdir: Path | None = _TMPDIR,
-    runtime: str | None = _RUNTIME,
-    no_test: bool = typer.Option(False, "--no-test", help="Do not execute anything in the new .sif."),
-    as_json: bool = _JSON,
-    verbose: bool = _VERBOSE,
+    delta: Path = typer.Argument(metavar="X.imgdelta", help="A file from imgkit delta."),
+    base: Path = typer.Argument(metavar="BASE.sif", help="The .sif below it; stays unchanged."),
+    output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="File to write."),
+    tmpdir: Path | None = TMPDIR,
+    runtime: str | None = RUNTIME,
+    no_test: bool = NO_TEST,
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Put a delta into a copy of its .sif: one file, which needs no --overlay.
 
-    The new file is run once to see that the delta is there, then it gets its
-    name. Deltas go on in the order in which they were made; a fifth makes one
-    of them all.
+    Runs the new file once to check that the delta shows, then gives it its
+    name. Apply deltas in the order in which they were made; the fifth merges
+    all of them into one.
 
     \b
     Examples:
@@ -114,23 +111,23 @@ def verb_apply(
     merged = ", merged" if applied.merged else ""
     lines = [
         *stage_lines(applied.stages),
-        f"{output}  {applied.size_bytes / _MB:.1f} MB, {len(applied.deltas)} deltas{merged}",
+        f"{output}  {applied.size_bytes / MB:.1f} MB, {len(applied.deltas)} deltas{merged}",
         f"image  {applied.deltas[-1].image_id}",
         f"next:  singularity exec {shlex.quote(str(output))} dist-env",
     ]
-    print(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    show(data, "\n".join(lines), as_json=as_json)
 
 
 def verb_flatten(
-    sif: Path = typer.Argument(metavar="X.sif", help="A .sif with deltas in it; stays as it is."),
-    output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="Where to write it."),
-    tmpdir: Path | None = _TMPDIR,
-    runtime: str | None = _RUNTIME,
-    no_test: bool = typer.Option(False, "--no-test", help="Do not execute anything in the new .sif."),
-    as_json: bool = _JSON,
-    verbose: bool = _VERBOSE,
+    sif: Path = typer.Argument(metavar="X.sif", help="A .sif with deltas; stays unchanged."),
+    output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="File to write."),
+    tmpdir: Path | None = TMPDIR,
+    runtime: str | None = RUNTIME,
+    no_test: bool = NO_TEST,
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
-    """Fold a .sif with deltas into one root file system, as a conversion would make it.
+    """Merge a .sif and its deltas into one root file system, as a conversion makes it.
 
     \b
     Examples:
@@ -151,11 +148,11 @@ def verb_flatten(
     }
     lines = [
         *stage_lines(done.stages),
-        f"{output}  {done.size_bytes / _MB:.1f} MB, {done.folded} deltas folded",
+        f"{output}  {done.size_bytes / MB:.1f} MB, {done.folded} deltas folded",
         f"image  {done.record.image_id}",
         f"root   sha256:{done.record.root_sha256}",
     ]
-    print(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    show(data, "\n".join(lines), as_json=as_json)
 
 
 def _made(made: Made, target: Path, following: str) -> tuple[str, dict[str, Any]]:

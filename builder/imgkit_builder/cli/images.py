@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from imgkit_builder.cli.common import JSON, image_name
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
@@ -22,15 +23,12 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
-_JSON = typer.Option(
-    False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-)
 _VERBOSE = typer.Option(False, "--verbose", "-v", help="Show all output of the Docker engine.")
 
 
 def verb_test(
     image: str = typer.Argument(metavar="IMAGE|SIF|RECIPE", help="A local image, a .sif file or a recipe."),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
     runtime: str | None = typer.Option(
         None, metavar="COMMAND", help="Runtime for a .sif: singularity or apptainer."
     ),
@@ -49,7 +47,7 @@ def verb_test(
 
     with reporter(as_json=as_json) as report:
         report.stage(f"smoke test of {image}")
-        results = _test_sif(Path(image), runtime) if _is_file(image) else _test_image(_image_name(image))
+        results = _test_sif(Path(image), runtime) if _is_file(image) else _test_image(image_name(image))
     print(json.dumps(checks.to_dict(results, image=image), indent=2) if as_json else checks.table(results))
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
@@ -125,7 +123,7 @@ def _image_shell(target: str, *, verbose: bool) -> list[str]:
 def _docker_shell(target: str, *, verbose: bool) -> list[str]:
     from imgkit_builder import engine as engines
 
-    name = _image_name(target)
+    name = image_name(target)
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
         recipe = _recipe_of(target, info.labels)
@@ -178,7 +176,7 @@ def verb_push(
     ref: str | None = typer.Argument(
         None, metavar="[REF]", help="Its name in the registry: registry/group/name:tag."
     ),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
     """Send an image to a registry and print its digest.
@@ -190,7 +188,7 @@ def verb_push(
     """
     from imgkit_builder import engine as engines
 
-    name = _image_name(image)
+    name = image_name(image)
     with reporter(as_json=as_json, verbose=verbose) as report, engines.connect() as engine:
         if ref is not None:
             engines.add_tag(engine, name, ref)
@@ -203,7 +201,7 @@ def verb_push(
 def verb_pull(
     ref: str = typer.Argument(metavar="REF", help="registry/group/name:tag or ...@sha256:..."),
     platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64 (default: the engine's own)."),
-    as_json: bool = _JSON,
+    as_json: bool = JSON,
     verbose: bool = _VERBOSE,
 ) -> None:
     """Fetch an image from a registry and print its digest.
@@ -238,13 +236,3 @@ def _is_file(target: str) -> bool:
     if target.endswith(".sif"):
         raise UsageError(f"there is no file {target}", hint=f"create it: imgkit sif {Path(target).stem}")
     return False
-
-
-def _image_name(target: str) -> str:
-    """The image called `target`; a recipe's file stands for the image that imgkit build makes of it."""
-    if not target.endswith((".yaml", ".yml")):
-        return target
-    from imgkit_builder.engine import default_tag
-    from imgkit_builder.recipe import targets
-
-    return default_tag(targets.find(target))

@@ -29,7 +29,7 @@ OTHERWISE = """
 import sys
 from pathlib import Path
 from unittest.mock import patch
-from imgkit_builder.cli.sif import engine_image
+from imgkit_builder.cli.conversion import engine_image
 from imgkit_builder.delta.make import make
 from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent
@@ -39,7 +39,7 @@ way, tag, base, target = sys.argv[1:]
 lost = {"folders": lambda self, ids: None}
 if way == "save":
     lost["copied"] = lambda self, layers: None
-with engine_image(tag, Silent()) as image, patch.multiple(LocalImage, **lost):
+with engine_image(tag) as image, patch.multiple(LocalImage, **lost):
     assert make(image, Path(base), Path(target), Options(), Silent()).way == way
 """
 

@@ -226,14 +226,14 @@ MAKE_OTHERWISE = """
 import sys
 from pathlib import Path
 from unittest.mock import patch
-from imgkit_builder.cli.sif import engine_image
+from imgkit_builder.cli.conversion import engine_image
 from imgkit_builder.delta.make import make
 from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif.options import Options
 
 tag, base, target, way = sys.argv[1:]
-with engine_image(tag, Silent()) as image:
+with engine_image(tag) as image:
     own, folders = tuple(image.config.diff_ids), image.folders
     lost = {"folders": lambda self, ids: None}  # as for an ordinary user
     if way == "pruned":  # the engine no longer has the base's image

@@ -1,0 +1,62 @@
+"""Options and names that several verb groups share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.system import SystemFacts
+
+ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
+RECIPE_SUFFIXES = (".yaml", ".yml")
+
+JSON: bool = typer.Option(
+    False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
+)
+VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
+
+
+def show(data: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print `data` as indented JSON, or else `text`."""
+    print(json.dumps(data, indent=2) if as_json else text)
+
+
+def image_name(target: str) -> str:
+    """The image called `target`; a recipe's file stands for the image that imgkit build makes of it."""
+    if not target.endswith(RECIPE_SUFFIXES):
+        return target
+    from imgkit_builder.engine import default_tag
+    from imgkit_builder.recipe import targets
+
+    return default_tag(targets.find(target))
+
+
+def stem(image: str) -> str:
+    """``mn5`` of ``dir/mn5.tar.gz``, ``mn5.yaml``, ``mn5:latest``; ``mine-1`` of ``host:5000/grp/mine:1``."""
+    last = image.rstrip("/").rpartition("/")[2]
+    for suffix in (*ARCHIVE_SUFFIXES, *RECIPE_SUFFIXES):
+        if last.endswith(suffix):
+            return last.removesuffix(suffix)
+    name, _, version = last.partition("@")[0].partition(":")
+    return name if version in ("", "latest") else f"{name}-{version}"
+
+
+def system_of(image: str) -> SystemFacts | None:
+    """The system of the recipe `image`, or of the shipped recipe with the image's name."""
+    from imgkit_builder.recipe import targets
+    from imgkit_recipes import recipe_names
+
+    if image.endswith(RECIPE_SUFFIXES):
+        return targets.find(image).system
+    name = image.rpartition("/")[2].partition(":")[0]
+    return targets.find(name).system if name in recipe_names() else None
+
+
+def module_line(system: SystemFacts | None) -> str | None:
+    """``module load ...`` of the system's runtime; None if it needs no module."""
+    modules = system.runtime.modules if system else ()
+    return f"module load {' '.join(modules)}" if modules else None
