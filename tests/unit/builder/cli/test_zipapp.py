@@ -70,7 +70,7 @@ def test_foreign_packages_are_not_imported(pyz: Path, tmp_path: Path) -> None:
 def test_unknown_recipe_is_a_usage_error(pyz: Path) -> None:
     done = bare(pyz, "doctor", "mn6")
     assert done.returncode == 2
-    assert "it carries: cpu" in done.stderr
+    assert "it knows: cpu" in done.stderr
 
 
 def test_compiled_distribution_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
