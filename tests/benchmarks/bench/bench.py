@@ -1,4 +1,4 @@
-"""What dist-bench adds to the collectives that it times: processor time and memory (docs/benchmarks.md).
+"""The overhead of dist-bench over the collectives it times: processor time and memory (docs/benchmarks.md).
 
     PYTHON tests/benchmarks/bench/bench.py [--ranks N] [--rounds N] [--size 64M]
 
@@ -53,11 +53,11 @@ def spent(what: Callable[[], object]) -> tuple[float, float]:
 
 
 def peak(what: Callable[[], object]) -> int:
-    """Bytes that the process grew by at most, above what it had before."""
+    """Peak growth of the process, in bytes."""
     gc.collect()
-    time.sleep(0.5)  # gloo's threads drop their last works late
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
+    time.sleep(0.5)  # gloo's threads release their last operations late
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused unseen
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     what()
     return status("VmHWM") - before
@@ -99,7 +99,7 @@ def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) 
 
 
 def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
-    """Each collective's growth, of the rank that grows most: its buffers, run bare, and by dist-bench."""
+    """Memory growth of each collective on the rank that grows most: bare, and with dist-bench."""
     asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup", "1"])
     for op in collectives.COLLECTIVES:
 

@@ -29,7 +29,7 @@ SIDES = {"linear": ("minimal", "tutorial"), "resnet18": ("minimal",)}
 STEPS = {"linear": 100, "resnet18": 2}
 """Steps per turn."""
 SAVED = {"gpt": 4, "mlp": 32}
-"""Models that are saved, and their batch: seconds between two snapshots, and a step of almost nothing."""
+"""Models that are saved, and their batch size: one with long steps, and one with very short steps."""
 EVERY = 100
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def rates(model: str, turns: int, nproc: int) -> None:
-    """How many times as fast as each hand-written loop ours is."""
+    """Speed of dist-train relative to each hand-written loop."""
     sides, steps = SIDES[model], STEPS[model]
     output = run(nproc, (str(PAIRED), "against", model, ",".join(sides), str(steps), str(turns)))
     spent = json.loads(output.splitlines()[-1])
@@ -68,7 +68,7 @@ def rates(model: str, turns: int, nproc: int) -> None:
 
 
 def save(turns: int, nproc: int) -> None:
-    """What a snapshot every 100 steps adds, and the longest time that one held the training up."""
+    """Time that a snapshot every 100 steps adds, and the longest delay of a single one."""
     for model, size in SAVED.items():
         with tempfile.TemporaryDirectory() as folder:
             words = ("saving", model, str(size), str(EVERY), str(turns), folder)
@@ -83,7 +83,7 @@ def save(turns: int, nproc: int) -> None:
 
 
 def run(nproc: int, words: tuple[str, ...]) -> str:
-    """What rank 0 printed."""
+    """Start the ranks and return the output of rank 0."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("IMGKIT_RUN_DIR", None)
     argv = (sys.executable, *TORCHRUN, str(nproc), *words)

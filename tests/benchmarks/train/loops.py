@@ -1,4 +1,4 @@
-"""What people write by hand: the least that trains with DDP, and the tutorial's way of feeding it."""
+"""Hand-written loops: a minimal one with DDP, and one that loads data like the tutorial."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BATCH = {"linear": 32, "resnet18": 8}
 SAMPLES = {"linear": 65536, "resnet18": 2048}
 
 Batches = Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
-"""One epoch of this rank."""
+"""The samples of one epoch for this rank."""
 
 
 def training(how: str, name: str, count: int) -> Iterator[None]:
-    """Each turn trains for `count` steps: ``minimal`` or ``tutorial``."""
+    """Train `count` steps per turn with the loop ``minimal`` or ``tutorial``."""
     torch.manual_seed(0)
     model = DistributedDataParallel(models.BUILT_IN[name](models.CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -47,7 +47,7 @@ def training(how: str, name: str, count: int) -> Iterator[None]:
 
 
 def sliced(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> Batches:
-    """A batch is one indexing."""
+    """Make a batch with one indexing."""
 
     def batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch))
@@ -58,7 +58,7 @@ def sliced(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> Batches:
 
 
 class Samples(Dataset):  # type: ignore[misc]
-    """The tutorial's: a list of one sample after the other."""
+    """The tutorial's data set: a list of single samples."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self.samples = list(zip(inputs, targets, strict=True))

@@ -1,6 +1,6 @@
-"""The loop of dist-train, and hand-written ones, in turn within the same processes; bench.py starts it.
+"""The loop of dist-train and hand-written loops, in turn in the same processes; bench.py starts it.
 
-The run is a real one: only what hands out its batches lets the others have their turn in between.
+The run of dist-train is real. Only its batch iterator is wrapped, to let the other loops run in between.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from imgkit_entrypoints.apps.train import __main__ as app
 from imgkit_entrypoints.apps.train.state import snapshot
 
 WARM_UP = 2
-"""Turns that do not count."""
+"""Turns that are not counted."""
 
 
 def against(name: str, sides: list[str], count: int, turns: int) -> None:
-    """Run `turns` of `count` steps for each side, tell CPU and wall seconds of each, and end."""
+    """Run `turns` of `count` steps for each side, print the CPU and wall seconds of each, and end."""
 
     def alternating(steps: Iterable[Any], _config: object, here: ranks.Ranks) -> Iterator[Any]:
         others = {side: loops.training(side, name, count) for side in sides}
@@ -49,7 +49,7 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
 
 
 def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
-    """`count` steps in which a snapshot is taken and written, and as many without, in turn."""
+    """Run `count` steps with a snapshot and as many without, in turn."""
     keepers = []
 
     def kept(*words: Any) -> snapshot.SnapshotWriter:
@@ -60,7 +60,7 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
         spent: list[tuple[float, float]] = []
         began = clocks()
         for number, step in enumerate(steps, start=1):
-            if number % count == 0:  # the step after whose end something is saved, or not, begins
+            if number % count == 0:  # the next step ends with a snapshot, or not
                 spent.append(since(began))
                 if len(spent) == 2 * (turns + WARM_UP) + 1:
                     longest = (0.0, keepers[0].longest_stall_s)

@@ -1,4 +1,4 @@
-"""dist-bench for real: on gloo in the stand-in image, and over rate-limited wires in the virtual cluster."""
+"""Real runs of dist-bench: gloo in the stand-in image, rate-limited links in the virtual cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCHRUN = (
 
 
 def loaded(file: Path) -> Run:
-    """A saved run, held to the published schema as well."""
+    """Load a saved run, and validate it against the published schema too."""
     jsonschema.validate(json.loads(file.read_text()), json_schema.made())
     return reader.load(file)
 
@@ -66,7 +66,7 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     assert not [text for text in found.fingerprint if "TOKEN" in text or "PATH" in text]
 
 
-# What each rank would get from a broken library, before it is compared with what is right.
+# A broken library's results on one rank, before they are compared with the expected ones.
 INJURED = """
 from imgkit_entrypoints.apps.bench.measure import verify
 from imgkit_entrypoints.apps.bench.__main__ import main
@@ -179,7 +179,7 @@ def test_unwritable_file_is_refused_with_the_usage_code(standin: str, tmp_path: 
 
 
 class Site:
-    """Three nodes behind wires that are 50 Mbit/s fast, or as a test makes them."""
+    """Three nodes on links of 50 Mbit/s, or of the rate that a test sets."""
 
     def __init__(self, state: Path, sif: Path) -> None:
         self.state, self.sif = state, sif
@@ -197,18 +197,18 @@ class Site:
             return ("srun", f"-N{nodes}", f"--chdir={self.state}", *image, *words)
         hosts = ",".join(f"node{number}" for number in range(1, nodes + 1))
         mpirun = ("mpirun", "--host", hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
-        # The test nodes' only user is root, whom mpirun asks whether that is meant.
+        # The test nodes' only user is root, and mpirun refuses root without this.
         meant = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
         return ("exec", "node1", "--", "env", *meant, *mpirun, "-x", "IMGKIT_HEAD=node1", *image, *words)
 
     def bench(self, nodes: int, *words: str, mpi: bool = False) -> Run:
-        """What a run saved."""
+        """Run dist-bench and load what it saved."""
         output = self.cluster(*self.argv(nodes, *words, "--save", f"{self.state}/run.json", mpi=mpi))
         assert "INCOMPLETE" not in output, output
         return loaded(self.state / "run.json")
 
     def rate(self, kilobits: int) -> None:
-        """Make all wires that slow."""
+        """Limit the rate of all links."""
         for node in ("node1", "node2", "node3"):
             self.cluster("fault", "rate", node, kilobits)
 
@@ -232,7 +232,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_counters_give_the_rate_of_the_wire(site: Site, nodes: int, ranks: str, rate_Mbps: int) -> None:
-    # The root's wire always has work; a ring of so few bytes would rather measure the nodes' processors.
+    # The root's link always has work; a ring of so few bytes would measure the nodes' processors instead.
     words = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-check", "--nproc", ranks)
     site.rate(1000 * rate_Mbps)
     run = site.bench(nodes, *words, "--line-rate", str(rate_Mbps / 1000), mpi=rate_Mbps == 50)
@@ -278,7 +278,7 @@ def test_late_host_is_named_as_a_whole(site: Site) -> None:
     ), told
 
 
-# gloo has one transport, so these arms differ in a variable only; that the launches and all else are real.
+# gloo has one transport, so these arms differ in one variable only. The launches and all else are real.
 TWO_ARMS = """
 from imgkit_entrypoints.cli import main
 from imgkit_entrypoints.apps.bench import arms
@@ -322,7 +322,7 @@ def test_matrix_names_the_slow_node(site: Site) -> None:
     told = site.bench(3, "--matrix", "--max", "128K", "--iters", "3").sentences
     site.cluster("fault", "rate", "node2", 50_000)
     assert [text.split(" exchanges")[0] for text in told if "SLOW" in text] == ["SLOW NODE: node2"]
-    assert "No rank comes late" in told[0]  # a slow wire is no late host
+    assert "No rank comes late" in told[0]  # a slow link does not make its host late
 
 
 @pytest.mark.cluster
@@ -348,7 +348,7 @@ def test_what_was_finished_stays(site: Site, fault: tuple[str, ...], told: str) 
             time.sleep(0.1)
         site.cluster("fault", *fault)
         if fault[0] == "cut":
-            run.kill()  # the launcher would wait half a minute for a sign of life; its own tests do
+            run.kill()  # the launcher would wait half a minute for a sign of life; its own tests cover that
         run.communicate(timeout=60)
     assert run.returncode != 0
     found = loaded(saved)

@@ -36,13 +36,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(standin: str, runs: Path) -> dict[str, str]:
-    """Checksums of the last snapshot of a run that nothing disturbed."""
+    """Checksums of the last snapshot of an undisturbed run."""
     inside(standin, runs, "(train --run-dir whole)")
     return kept(runs / "whole")
 
 
 def inside(standin: str, runs: Path, script: str, *words: str) -> str:
-    """What the shell's `script` printed in the image, in which ``train`` becomes the whole command."""
+    """Run the shell `script` in the image; ``train`` in it becomes the whole command."""
     shell = ("bash", "-euc", TRAIN.replace("STEPS", str(STEPS)) + script)
     done = subprocess.run(
         [
@@ -96,7 +96,7 @@ def test_any_process_killed_at_any_time_costs_nothing(
         len(re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", told, re.M)) == 6
     )
     assert "resumes after step" in told
-    assert "skipped" not in told  # whatever was being written does not look like a snapshot
+    assert "skipped" not in told  # a half-written snapshot does not look like one
     assert kept(runs / "shot") == whole
 
 

@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
-    """What a command printed in the image, without a network; it must not fail."""
+    """Run a command in the image without a network, and return its output; it must succeed."""
     done = subprocess.run(
         [
             *("docker", "run", "--rm", "--interactive", "--network", "none", "--tmpfs", "/tiny:size=3m"),
@@ -45,7 +45,7 @@ def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
 
 
 def many(standin: str, runs: Path, script: str) -> str:
-    """What `script` printed, in which ``train(RANKS, "WORDS")`` is a run without a launcher."""
+    """Run the Python `script`, in which ``train(RANKS, "WORDS")`` is a run without a launcher."""
     return inside(standin, runs, "python3", "train_many.py", given=script)
 
 
@@ -56,7 +56,7 @@ code() { if ("$@"); then echo "exit code 0"; else echo "exit code $?"; fi; }
 
 
 def launched(standin: str, runs: Path, script: str) -> str:
-    """What the shell's `script` printed, in which ``train`` is the whole command, with torchrun."""
+    """Run the shell `script`, in which ``train`` is the whole command, with torchrun."""
     return inside(standin, runs, "bash", "-euc", LAUNCHED + script)
 
 
@@ -101,7 +101,7 @@ assert train(2, f"{words} --steps 9 --run-dir fetched --workers 2") == 0
 
 
 def test_batches_cut_from_more_are_the_same(standin: str, runs: Path) -> None:
-    # Rows of tensors are picked for several steps at once, but at an epoch's end and where a run begins.
+    # Rows of tensors are gathered for several steps at once, except at an epoch's end and a run's start.
     script = """
 words = "--model own.py:plain --batch-size 8 --accumulate 2 --dtype fp64"
 for count in (1, 2):
@@ -376,7 +376,7 @@ code train $words --stop-after 0
 
 
 def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Path) -> None:
-    # The first one that ends has the others ended, here before local rank 0 knows what is wrong.
+    # The first worker to end makes torchrun end the others, here before local rank 0 has seen the error.
     (runs / "late.py").write_text(
         "import os, time\nif os.environ['LOCAL_RANK'] == '0':\n    time.sleep(1.5)\n"
         "def model(config):\n    return None\nmodel = 3\n"

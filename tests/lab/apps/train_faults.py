@@ -1,4 +1,4 @@
-"""A model and data whose reading fails as FAULT says, ``once HOW RANK INDEX``; runs in the image."""
+"""A model, and data whose reading fails as FAULT requests: ``once HOW RANK INDEX``; runs in the image."""
 
 from __future__ import annotations
 

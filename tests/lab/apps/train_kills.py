@@ -34,7 +34,7 @@ def processes() -> dict[int, str]:
 
 
 def kind(line: str) -> str:
-    """Which of the four processes of a run this is."""
+    """The role of a process: one of the four of a run."""
     if "guard.py" in line:
         return "the guard"
     if " -m imgkit_entrypoints dist-train" in line:

@@ -1,7 +1,7 @@
 """Many runs of dist-train from one process that has imported torch; runs in the image.
 
 Ranks are forked, with the environment that torchrun would give them: a run takes half a second instead of
-five. Reads Python text in which ``train(RANKS, "WORDS")`` is such a run and gives its exit code.
+five. Reads Python code in which ``train(RANKS, "WORDS")`` is such a run and returns its exit code.
 """
 
 from __future__ import annotations

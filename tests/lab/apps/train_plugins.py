@@ -8,7 +8,7 @@ import torch
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Random at every reading; some ways to fail."""
+    """Samples that are random at every read, with some ways to fail."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails
@@ -48,7 +48,7 @@ def rows(config, split):
 
 
 class Singly(torch.utils.data.Dataset):
-    """The same, without a way to have several at once."""
+    """The same samples, which can only be read one by one."""
 
     def __init__(self, of) -> None:
         self.of = of
@@ -74,7 +74,7 @@ def plain(config):
 
 
 def shaken(model, batch):
-    """Random numbers of its own."""
+    """A loss that draws random numbers itself."""
     return torch.nn.functional.mse_loss(model(batch[0] + 0.1 * torch.randn(6)), batch[1])
 
 

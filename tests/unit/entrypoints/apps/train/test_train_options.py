@@ -1,4 +1,4 @@
-"""What dist-train is asked for: options, files of options, functions of the user's, a run that goes on."""
+"""The options of dist-train: flags, files of options, the user's functions, resumed runs."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_broken_file_is_refused_with_its_line(own: Path) -> None:
 
 
 def test_failing_import_is_told(own: Path) -> None:
-    for function in ("own.py:model", "own.py:data"):  # half an import is none
+    for function in ("own.py:model", "own.py:data"):  # a failed import leaves no module behind
         with pytest.raises(UsageError, match="No module named 'torch_that_is_not_there'") as caught:
             plugins.load(function, plugins.MODEL)
         assert caught.value.where == function

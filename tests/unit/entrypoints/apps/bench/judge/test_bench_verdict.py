@@ -123,7 +123,7 @@ def test_no_line_through_too_little(times: list[tuple[int, float]]) -> None:
 
 
 def waits(late: dict[int, float], ranks: int = 4, noise_s: float = 0.1e-3) -> list[list[float]]:
-    """Each rank's waits where those of `late` come that much later than all others."""
+    """Each rank's waits if the ranks in `late` come that many seconds later than the others."""
     rng = random.Random(5)  # noqa: S311 - the same noise every time
     rows: list[list[float]] = [[] for _ in range(ranks)]
     for _ in range(100):

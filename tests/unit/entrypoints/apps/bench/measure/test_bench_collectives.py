@@ -1,4 +1,4 @@
-"""What a collective's size, bandwidth and result are: nccl-tests' definitions, and every element's origin."""
+"""The size, bandwidth and result of each collective: nccl-tests' definitions, and every element's origin."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_one_node_sends_nothing_out(op: Collective) -> None:
 
 
 def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] | None:
-    """The definition of each collective, written down once more; None where a rank gets nothing."""
+    """An independent definition of each collective; None if a rank gets nothing."""
     ranks, root = len(inputs), collectives.ROOT
     part = max(1, len(inputs[root]) // ranks)
     total = [sum(column) for column in zip(*inputs, strict=False)]

@@ -26,7 +26,7 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
 def whole() -> dict[str, Any]:
-    """A file with every part that there may be, written as a run writes it."""
+    """A file with every optional part, written as a run writes it."""
     sizes = [1 << power for power in (12, 20, 30)]
     common: dict[str, Any] = {"dtype": "fp32", "group": "world"}
     results = []
@@ -94,7 +94,7 @@ WHOLE = whole()
 
 
 def undescribed(data: object, described: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Fields that the schema does not name."""
+    """Yield the fields that the schema does not name."""
     if isinstance(data, dict) and "properties" in described:
         for name, value in data.items():
             if name not in described["properties"]:

@@ -10,7 +10,7 @@ from imgkit_entrypoints.errors import UsageError
 
 ROWS = [(table, row) for table in reference.TABLES for row in table.rows]
 NVLINK_4_GBPS = 450
-"""One way, of one H100; no all_reduce without reduction in the switches is above it."""
+"""One direction of one H100; no all_reduce exceeds it without reduction in the switches."""
 
 
 def name(value: object) -> str:
@@ -29,13 +29,13 @@ def test_columns_agree_with_the_factor(table: Table, row: Row) -> None:
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=name)
 def test_no_figure_beats_the_hardware(table: Table, row: Row) -> None:
-    if table.name != "h200":  # its switches reduce, which the factor does not know
+    if table.name != "h200":  # its switches reduce, which the factor does not cover
         assert table.GBps(row.busbw) < NVLINK_4_GBPS
     assert row.ranks % row.nodes == 0
 
 
 def share_of_line(table: Table, row: Row) -> float:
-    """The least that leaves a node, as a share of its ports: algbw * 2(N-1)/N."""
+    """The least traffic that leaves a node, as a share of its ports: algbw * 2(N-1)/N."""
     factor = 2 * (row.ranks - 1) / row.ranks
     assert table.line_rate_Gbps
     return table.GBps(row.busbw) / factor * 2 * (row.nodes - 1) / row.nodes * 8 / table.line_rate_Gbps

@@ -75,7 +75,7 @@ def saved(*results: Saved, **changed: object) -> Saved:
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Keep:
-    """Writes a file as --save does; `text` instead of data for broken ones."""
+    """Writes a file like --save; with `text`, a broken file."""
 
     def write(name: str, data: Saved | None = None, text: str | None = None) -> Path:
         path = tmp_path / f"{name}.json"
@@ -192,7 +192,7 @@ def test_documentation_names_every_field() -> None:
     assert {name for name in fields if f"`{name}`" not in told} == set()
 
 
-# What is drawn
+# The charts
 
 
 def test_every_run_is_one_line() -> None:

@@ -15,7 +15,7 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def taken(order: Order, position: Position) -> list[int]:
-    """Places in the permutation that all ranks together take in a step."""
+    """Positions in the permutation that all ranks together take in a step."""
     return [
         position.consumed + place
         for rank in range(order.world_size)
@@ -59,7 +59,7 @@ def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, a
     position = Position()
     for _ in range(order.steps_per_epoch):
         parts = [order.parts(order.count(position), rank) for rank in range(ranks)]
-        assert len({len(of_rank) for of_rank in parts}) == 1  # collectives: all ranks do as many
+        assert len({len(of_rank) for of_rank in parts}) == 1  # all ranks need equally many collectives
         assert [of_rank[-1].last for of_rank in parts] == [True] * ranks
         assert all(part.end - part.first <= at_once for of_rank in parts for part in of_rank)
         total = sum(part.weight for of_rank in parts for part in of_rank)
@@ -85,7 +85,7 @@ def test_rank_without_samples_has_weight_zero() -> None:
     count = order.count(order.after(Position()))
     parts = [order.parts(count, rank) for rank in range(4)]
     assert sorted(part.weight for (part,) in parts) == [0.0, 0.0, 2.0, 2.0]
-    # It computes for company, on a sample that there is.
+    # It takes part with a sample of another rank.
     assert all(0 <= part.first < part.end <= count for (part,) in parts)
 
 
@@ -116,7 +116,7 @@ def test_empty_data_is_refused() -> None:
 
 
 def test_seed_of_is_the_same_everywhere() -> None:
-    # Another value would give every kept run another order: written down once, from the first version.
+    # Another value would change the order of every saved run. The number comes from the first version.
     assert seed_of(0, "order", 3) == 6785497997347460347
     assert len({seed_of(0, "sample", epoch, index) for epoch in range(20) for index in range(50)}) == 1000
     assert seed_of(1, 23) != seed_of(12, 3)

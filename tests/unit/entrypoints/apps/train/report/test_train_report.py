@@ -1,4 +1,4 @@
-"""What a training run shows and leaves."""
+"""The lines, metrics and curves of a training run."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def valid_steps(folder: Path, said: list[str] | None = None) -> list[int]:
 
 
 class Faulty:
-    """`os`, in which something happens before or after call number `at` of the writer."""
+    """The module `os` with a fault before or after call number `at` of the writer."""
 
     def __init__(self, at: int, happens: Callable[[str], None], *, after: bool = False) -> None:
         self.at, self.happens, self.after, self.calls = at, happens, after, 0
@@ -61,7 +61,7 @@ class Faulty:
 
 
 def killed_at(folder: Path, step: int, call: int, *, after: bool) -> bool:
-    """Write in a process that is gone at its `call`-th system call; False when it had no more."""
+    """Write in a process that dies at system call number `call`; False if it makes fewer calls."""
     pid = os.fork()
     if pid == 0:
         snapshot_files.os = Faulty(call, lambda _: os._exit(DIES), after=after)  # type: ignore[attr-defined]
@@ -83,11 +83,11 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: 
         killed = killed_at(folder, step, call, after=after)
         said: list[str] = []
         found = valid_steps(folder, said)
-        assert said == []  # what is half there does not look like a snapshot
+        assert said == []  # a half-written snapshot does not look like one
         assert found[0] in (1, 2, 3)
         assert again or found[0] >= 2
         outcomes.append(found)
-        write(folder, 4)  # and the next writer gets over it
+        write(folder, 4)  # the next writer copes with the leftovers
         assert valid_steps(folder)[0] == 4
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
         if not killed:
@@ -113,7 +113,7 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
         except OSError as error:
             assert error.errno == errno.ENOSPC  # noqa: PT017 - the loop is the test
             failures += 1
-            # Written whole and renamed, only its folder's sync failed: there, and told as a failure.
+            # Written and renamed, only the folder's sync failed: it exists, and the failure is reported.
             assert valid_steps(folder) in ([1], [2, 1])
         else:
             assert valid_steps(folder)[0] == 2
