@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "_ext"))
 
-import generated  # noqa: E402  (needs the line above)
+import docstrings  # noqa: E402  (needs the line above)
+import generated  # noqa: E402
 
 from imgkit_builder import __version__  # noqa: E402
 
@@ -20,6 +25,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build", "_ext", "_static"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
+# Quotes and dashes of commands and messages stay as they are typed.
+smartquotes = False
 nitpicky = True
 nitpick_ignore_regex = [
     # Annotations name modules of the standard library and private aliases: there is no page to link to.
@@ -47,6 +54,7 @@ html_theme_options = {
 }
 
 
-def setup(app: object) -> None:
+def setup(app: Sphinx) -> None:
     """Write the pages that are generated from the code before Sphinx looks for pages."""
     generated.write(HERE / "reference/generated")
+    app.connect("autodoc-process-docstring", docstrings.process)

@@ -21,7 +21,7 @@ class ImgkitError(Exception):
     Parameters
     ----------
     what : what happened, in one sentence.
-    where : file:line:col, the variable, or the path with its content.
+    where : ``file:line:col``, the variable, or the path with its content.
     hint : allowed values and the next step, if possible as the exact command.
     """
 

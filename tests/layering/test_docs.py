@@ -167,6 +167,25 @@ def test_generated_pages_have_every_command() -> None:
     assert [known.name for known in COMMANDS if f"## {known.name}\n\n```text\nusage: " not in commands] == []
 
 
+def test_sections_of_docstrings_become_fields() -> None:
+    lines = [
+        "What it does.",
+        "",
+        "Raises",
+        "------",
+        "NoPlan : two lines",
+        "    of text.",
+        "",
+        "Notes",
+        "-----",
+        "So.",
+    ]
+    text = "\n".join(load("docstrings").fields(lines))
+    assert ":raises NoPlan: two lines\n    of text." in text
+    assert ".. rubric:: Notes\n\nSo." in text
+    assert "---" not in text
+
+
 @pytest.mark.parametrize(
     ("html", "problem"),
     [
