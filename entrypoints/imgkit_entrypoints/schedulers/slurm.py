@@ -235,7 +235,8 @@ def _direct(env: Mapping[str, str], nnodes: int, node_rank: int) -> Direct | Non
     if name:
         counts = expand_counts(env[name], where=name)
         if len(counts) != nnodes:
-            raise NoPlan(f"{env[name]} is for {len(counts)} nodes, but the step has {nnodes}", where=name)
+            what = f"{name} has counts for {len(counts)} nodes, but the step has {nnodes}: {env[name]}"
+            raise NoPlan(what, where=name)
     else:
         tasks = first(env, FIELDS["world_size"])
         total = number(env, tasks, least=1) if tasks else nnodes

@@ -88,10 +88,14 @@ def driver(subject: Subject) -> Iterator[Check]:
         yield Check(name="driver", verdict="ok", evidence=evidence)
     elif subject.reader.exists("/usr/local/cuda/compat"):
         fix = "data-centre GPUs use /usr/local/cuda/compat; for other GPUs take an older base image"
-        yield Check(name="driver", verdict="warn", evidence=f"{evidence}, which needs {least}", fix=fix)
+        yield Check(
+            name="driver", verdict="warn", evidence=f"{evidence}, which needs driver {least}", fix=fix
+        )
     else:
         fix = "use an older base image, or one with cuda-compat"
-        yield Check(name="driver", verdict="fail", evidence=f"{evidence}, which needs {least}", fix=fix)
+        yield Check(
+            name="driver", verdict="fail", evidence=f"{evidence}, which needs driver {least}", fix=fix
+        )
 
 
 def cpus(subject: Subject) -> Iterator[Check]:

@@ -27,11 +27,11 @@ def network(subject: Subject) -> Iterator[Check]:
     )
     for text in subject.plan.blockers:
         yield Check(
-            name="network", verdict=subject.between, evidence=text, fix="dist-env shows every variable"
+            name="network", verdict=subject.between, evidence=text, fix="to see every variable: dist-env"
         )
     for text in subject.plan.warnings:
         if not any(word in text for word in _OWN_CHECKS[subject.plan.kind]):
-            yield Check(name="network", verdict="warn", evidence=text, fix="dist-env shows every variable")
+            yield Check(name="network", verdict="warn", evidence=text, fix="to see every variable: dist-env")
 
 
 def bootstrap(subject: Subject) -> Iterator[Check]:

@@ -425,6 +425,12 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
         "SLURM_NODEID is 2, but the step has only nodes 0 to 1",
         "",
     ),
+    "slurm task counts of another length": (
+        slurm_step("n[1-2]", 0, 2, "2(x3)"),
+        NOTHING,
+        "SLURM_STEP_TASKS_PER_NODE has counts for 3 nodes, but the step has 2",
+        "",
+    ),
     "slurm environment of another task": (
         slurm_step("n[1-2]", 0, 2, SLURMD_NODENAME="n2"),
         NOTHING,
