@@ -243,7 +243,7 @@ def test_too_small_disk_is_refused_at_once(image: str, small_disk: Path) -> None
     done = imgkit("save", image, "-o", small_disk / "x.tar")
     assert done.returncode == 2
     assert "GB are needed" in done.stderr
-    assert "staging" not in done.stderr
+    assert "the engine stages" not in done.stderr
 
 
 @pytest.fixture(scope="module")
