@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from imgkit_builder.cli.common import JSON, VERBOSE, show
 from imgkit_builder.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
-_JSON = typer.Option(
-    False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-)
-_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show all output of the Docker engine.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +56,8 @@ def verb_build(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker."
     ),
-    as_json: bool = _JSON,
-    verbose: bool = _VERBOSE,
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Build the image of a recipe, then test it.
 
@@ -86,7 +82,7 @@ def verb_build(
         for problem in loaded.warnings:
             report.note(f"warning: {problem}")
         outcome = plan(loaded, options) if dry_run else make(loaded, recipe, options, report)
-    print(json.dumps(outcome.data, indent=2) if as_json else outcome.text)
+    show(outcome.data, outcome.text, as_json=as_json)
 
 
 def plan(recipe: Recipe, options: BuildOptions) -> Outcome:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import typer
 
+from imgkit_builder.cli.common import JSON, show
 from imgkit_builder.cli.progress import reporter
 
 SCHEMA = 1
@@ -17,7 +17,7 @@ def verb_bundle(
     output: Path = typer.Option(
         Path("imgkit.pyz"), "--output", "-o", metavar="FILE", help="Where to write it."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
+    as_json: bool = JSON,
 ) -> None:
     """Write a one-file imgkit for a cluster without internet.
 
@@ -35,10 +35,10 @@ def verb_bundle(
     with reporter(as_json=as_json) as report:
         report.stage(f"bundle {output}")
         made = zipapp.bundle(output.absolute())
-    if as_json:
-        found = dataclasses.asdict(made) | {"path": str(output)}
-        print(json.dumps({"schema": SCHEMA, **found}, indent=2))
-    else:
-        print(f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}")
-        print(f"contains {', '.join(made.distributions)}")
-        print(f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif")
+    data = {"schema": SCHEMA, **dataclasses.asdict(made), "path": str(output)}
+    lines = (
+        f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}",
+        f"contains {', '.join(made.distributions)}",
+        f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif",
+    )
+    show(data, "\n".join(lines), as_json=as_json)

@@ -17,6 +17,8 @@ RECIPE_SUFFIXES = (".yaml", ".yml")
 JSON: bool = typer.Option(
     False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
 )
+RESULT_JSON: bool = typer.Option(False, "--json", help="Print one JSON object on stdout.")
+"""``--json`` of verbs without progress."""
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 
 
@@ -58,5 +60,6 @@ def system_of(image: str) -> SystemFacts | None:
 
 def module_line(system: SystemFacts | None) -> str | None:
     """``module load ...`` of the system's runtime; None if it needs no module."""
-    modules = system.runtime.modules if system else ()
-    return f"module load {' '.join(modules)}" if modules else None
+    from imgkit_builder.recipe import targets
+
+    return (targets.module_line(system) or None) if system else None

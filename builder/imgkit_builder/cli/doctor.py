@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from imgkit_builder.cli.common import RESULT_JSON, show
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def verb_doctor(
     image: str = typer.Option(
         "", metavar="PATH|REF", help="With --hosts: the image of the job (default: as imgkit job)."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout."),
+    as_json: bool = RESULT_JSON,
 ) -> None:
     """Check what this machine has and lacks, and suggest fixes.
 
@@ -63,10 +63,7 @@ def verb_doctor(
         results, about["hosts"] = _of_hosts(target, named, image), named
     else:
         results, about["for"] = doctor.examine(target, purpose=purpose.value), purpose.value
-    if as_json:
-        print(json.dumps(checks.to_dict(results, **about), indent=2))
-    else:
-        print(checks.table(results))
+    show(checks.to_dict(results, **about), checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
 

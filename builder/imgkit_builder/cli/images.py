@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import JSON, image_name
+from imgkit_builder.cli.common import JSON, RECIPE_SUFFIXES, VERBOSE, image_name, show
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
-_VERBOSE = typer.Option(False, "--verbose", "-v", help="Show all output of the Docker engine.")
 
 
 def verb_test(
@@ -48,7 +46,7 @@ def verb_test(
     with reporter(as_json=as_json) as report:
         report.stage(f"smoke test of {image}")
         results = _test_sif(Path(image), runtime) if _is_file(image) else _test_image(image_name(image))
-    print(json.dumps(checks.to_dict(results, image=image), indent=2) if as_json else checks.table(results))
+    show(checks.to_dict(results, image=image), checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
 
@@ -177,7 +175,7 @@ def verb_push(
         None, metavar="[REF]", help="Its name in the registry: registry/group/name:tag."
     ),
     as_json: bool = JSON,
-    verbose: bool = _VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Send an image to a registry and print its digest.
 
@@ -195,14 +193,14 @@ def verb_push(
         target = ref or name
         digest = engines.push(engine, target, report)
     data = {"schema": SCHEMA, "ref": target, "digest": digest}
-    print(json.dumps(data, indent=2) if as_json else f"{target}  {digest}")
+    show(data, f"{target}  {digest}", as_json=as_json)
 
 
 def verb_pull(
     ref: str = typer.Argument(metavar="REF", help="registry/group/name:tag or ...@sha256:..."),
     platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64 (default: the engine's own)."),
     as_json: bool = JSON,
-    verbose: bool = _VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Fetch an image from a registry and print its digest.
 
@@ -224,12 +222,12 @@ def verb_pull(
         "size_bytes": info.size_bytes,
     }
     text = f"{ref}  {info.id}  {info.size_bytes / 1e6:.1f} MB  {info.platform}  {info.digest}".rstrip()
-    print(json.dumps(data, indent=2) if as_json else text)
+    show(data, text, as_json=as_json)
 
 
 def _is_file(target: str) -> bool:
     """Whether `target` is a .sif file rather than an image or recipe."""
-    if target.endswith((".yaml", ".yml")):
+    if target.endswith(RECIPE_SUFFIXES):
         return False
     if Path(target).is_file():
         return True

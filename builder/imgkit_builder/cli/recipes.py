@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON
+
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Recipe
 
@@ -24,7 +26,7 @@ def load_recipe(ref: str) -> Recipe:
 
 
 def verb_list(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = RESULT_JSON,
 ) -> None:
     """List the shipped recipes.
 
@@ -72,7 +74,7 @@ def verb_show(
     recipe: str = typer.Argument(
         ..., metavar="RECIPE|IMAGE|FILE", help="A recipe, an image, or a .sif or delta file."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = RESULT_JSON,
 ) -> None:
     """Show a recipe, an image, a .sif or a delta.
 
@@ -106,7 +108,7 @@ def verb_show(
 
 def _is_image(name: str) -> bool:
     """Whether `name` can only be an image reference: it has a tag, digest or slash and is no file."""
-    if name.endswith((".yaml", ".yml")) or name.startswith((".", "/", "~")):
+    if name.endswith(RECIPE_SUFFIXES) or name.startswith((".", "/", "~")):
         return False
     try:
         return (":" in name or "/" in name) and not Path(name).exists()

@@ -33,8 +33,13 @@ class Target:
     @property
     def module_line(self) -> str:
         """``module load ...`` for its runtime; empty where the recipe names no module."""
-        modules = self.system.runtime.modules
-        return f"module load {' '.join(modules)}" if modules else ""
+        return module_line(self.system)
+
+
+def module_line(system: SystemFacts) -> str:
+    """``module load ...`` for the runtime of `system`; empty where it needs no module."""
+    modules = system.runtime.modules
+    return f"module load {' '.join(modules)}" if modules else ""
 
 
 def find(ref: str) -> Target:
