@@ -103,8 +103,35 @@ def missing(name: str, reason: str) -> None:
     pytest.skip(f"{name}: {reason}")
 
 
+def _is_worker(config: pytest.Config) -> bool:
+    """True in a process that pytest-xdist started to run a share of the tests."""
+    return hasattr(config, "workerinput")
+
+
+def _mark_folders() -> set[Path]:
+    """Folders that launchers keep their marks in."""
+    return {folder for place in ("/tmp", "/dev/shm") for folder in Path(place).glob("imgkit-stop-*")}
+
+
+_mark_folders_before = _mark_folders()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     required()
+    if not _is_worker(config):
+        # Workers inherit it: lab tests keep there what they make for all of them (lab/labkit.py).
+        os.environ["IMGKIT_TEST_SHARED"] = f"/tmp/imgkit-shared-{os.getpid()}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what lab tests shared, and the mark folders of launchers that they killed with their guards."""
+    shared = Path(os.environ["IMGKIT_TEST_SHARED"])
+    if _is_worker(config) or not shared.exists():
+        return
+    for tags in shared.glob("tags"):
+        subprocess.run(["docker", "rmi", "--force", *tags.read_text().split()], capture_output=True)
+    for folder in (shared, *(_mark_folders() - _mark_folders_before)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

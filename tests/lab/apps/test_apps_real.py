@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
-PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
-# No host name resolves without a network: Gloo finds lo by itself, but warns first.
-QUIET = ("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1")
+from labkit import Done, in_image
 
 pytestmark = pytest.mark.docker
 
 
-def inside(standin: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    options = ("--rm", "--interactive", "--network", "none", "--volume", f"{PACKAGE}:{PLACE}:ro")
-    return subprocess.run(
-        ["docker", "run", *options, *QUIET, standin, *words],
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def command(standin: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside(standin, "python3", "-I", "-m", "imgkit_entrypoints", *words)
+def command(standin: str, *words: str) -> Done:
+    return in_image(standin, "python3", "-I", "-m", "imgkit_entrypoints", *words)
 
 
 def test_rank_0_talks_with_every_rank(standin: str) -> None:
@@ -57,7 +39,7 @@ run_worker(main)
 
 @pytest.mark.parametrize(("code", "exit_code"), [("None", 0), ("85", 85), ("'lost'", 1)])
 def test_worker_leaves_without_finalizing(standin: str, code: str, exit_code: int) -> None:
-    done = inside(standin, "python3", "-c", WORKER.format(code=code))
+    done = in_image(standin, "python3", "-c", WORKER.format(code=code))
     assert (done.returncode, done.stdout) == (exit_code, "worked\n"), done.stderr
     assert ("lost" in done.stderr) == (exit_code == 1)
 
@@ -89,7 +71,7 @@ print("all right")
 
 
 def test_every_world_size_gives_the_same_pi(standin: str) -> None:
-    done = inside(standin, "python3", "-I", "-c", WORLD_SIZES)
+    done = in_image(standin, "python3", "-I", "-c", WORLD_SIZES)
     assert "all right" in done.stdout, done.stderr
 
 
@@ -114,10 +96,10 @@ TORCHRUN = (
 )
 
 
-def spoiled(standin: str) -> subprocess.CompletedProcess[str]:
+def spoiled(standin: str) -> Done:
     """Run the doctor on two ranks; rank 1 computes wrong values."""
     shell = ("sh", "-c", 'cat > /spoiled.py && exec "$@"', "sh")
-    return inside(standin, *shell, *TORCHRUN, "/spoiled.py", given=SPOILED)
+    return in_image(standin, *shell, *TORCHRUN, "/spoiled.py", given=SPOILED)
 
 
 TWO_AGENTS = """
@@ -132,7 +114,7 @@ agent 1 "$@" & agent 0 "$@"; code=$?; wait $! && exit $code
 
 def test_two_nodes_verify_their_sum(standin: str) -> None:
     words = ("-m", "imgkit_entrypoints.apps.doctor", "--json")
-    done = inside(standin, "sh", "-c", TWO_AGENTS, "sh", *words)
+    done = in_image(standin, "sh", "-c", TWO_AGENTS, "sh", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert (found["schema"], found["passed"], found["world_size"]) == (1, True, 2)

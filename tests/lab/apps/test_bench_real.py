@@ -6,23 +6,19 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jsonschema
 import pytest
+from labkit import AS_ROOT, Cluster, Done, in_image
 
 from imgkit_entrypoints.apps.bench.measure.collectives import NAMES
 from imgkit_entrypoints.apps.bench.record import json_schema, reader
 from imgkit_entrypoints.apps.bench.record.values import Run
 
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
-PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
-# Without a network no host name resolves: Gloo finds lo by itself, but warns first.
-QUIET = ("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1")
 BENCH = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-bench", "--device", "cpu")
 TORCHRUN = (
     *("python3", "-I", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
@@ -36,18 +32,11 @@ def loaded(file: Path) -> Run:
     return reader.load(file)
 
 
-def inside(standin: str, folder: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def inside(standin: str, folder: Path, *words: str, given: str = "") -> Done:
     """Run `words` in the image, in `folder`; ``/given.py`` there holds `given`."""
-    options = ("--rm", "--interactive", "--network", "none", "--volume", f"{PACKAGE}:{PLACE}:ro")
     here = ("--volume", f"{folder}:/here", "--workdir", "/here")
     shell = ("sh", "-c", 'cat > /given.py && exec "$@"', "sh")
-    return subprocess.run(
-        ["docker", "run", *options, *here, *QUIET, standin, *shell, *words],
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return in_image(standin, *shell, *words, options=here, given=given)
 
 
 @pytest.mark.docker
@@ -178,51 +167,47 @@ def test_unwritable_file_is_refused_with_the_usage_code(standin: str, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-class Site:
-    """Three nodes on links of 50 Mbit/s, or of the rate that a test sets."""
+@dataclass(frozen=True, kw_only=True)
+class Site(Cluster):
+    """Three nodes behind wires that are 50 Mbit/s fast, or as a test makes them."""
 
-    def __init__(self, state: Path, sif: Path) -> None:
-        self.state, self.sif = state, sif
+    sif: Path
 
-    def cluster(self, *words: str | int) -> str:
-        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
-        )
+    def told(self, *words: object) -> str:
+        """What a command of the cluster prints."""
+        done = self(*words)
         return done.stdout + done.stderr
 
-    def argv(self, nodes: int, *words: str, mpi: bool = False) -> tuple[str, ...]:
+    def start(self, nodes: int, *words: str, mpi: bool = False) -> tuple[str, ...]:
         image = ("singularity", "exec", str(self.sif), "dist-bench", "--device", "cpu", "--warmup", "2")
         if not mpi:
             return ("srun", f"-N{nodes}", f"--chdir={self.state}", *image, *words)
         hosts = ",".join(f"node{number}" for number in range(1, nodes + 1))
         mpirun = ("mpirun", "--host", hosts, "--map-by", "ppr:1:node", "--bind-to", "none")
-        # The test nodes' only user is root, and mpirun refuses root without this.
-        meant = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+        meant = [f"{name}={value}" for name, value in AS_ROOT.items()]
         return ("exec", "node1", "--", "env", *meant, *mpirun, "-x", "IMGKIT_HEAD=node1", *image, *words)
 
     def bench(self, nodes: int, *words: str, mpi: bool = False) -> Run:
-        """Run dist-bench and load what it saved."""
-        output = self.cluster(*self.argv(nodes, *words, "--save", f"{self.state}/run.json", mpi=mpi))
+        """What a run saved."""
+        output = self.told(*self.start(nodes, *words, "--save", f"{self.state}/run.json", mpi=mpi))
         assert "INCOMPLETE" not in output, output
         return loaded(self.state / "run.json")
 
     def rate(self, kilobits: int) -> None:
         """Limit the rate of all links."""
         for node in ("node1", "node2", "node3"):
-            self.cluster("fault", "rate", node, kilobits)
+            self("fault", "rate", node, kilobits)
 
 
 @pytest.fixture(scope="module")
 def site(mn5_sif: Path) -> Iterator[Site]:
-    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
-    made = Site(Path(f"/tmp/imgkit-bench-{os.getpid()}"), mn5_sif)
-    made.cluster("up", 3, "--die-with", os.getpid())
+    made = Site(state=Path(f"/tmp/imgkit-bench-{os.getpid()}"), sif=mn5_sif)
+    made.up(3)
     try:
         made.rate(50_000)
         yield made
     finally:
-        made.cluster("down")
+        made.down()
 
 
 @pytest.mark.cluster
@@ -272,7 +257,7 @@ main()
 def test_late_host_is_named_as_a_whole(site: Site) -> None:
     (site.state / "late.py").write_text(LATE_HOST)
     image = ("singularity", "exec", str(site.sif), "dist-run", "--device", "cpu", "--nproc", "2", "late.py")
-    told = site.cluster("srun", "-N2", f"--chdir={site.state}", *image, "--size", "4K", "--iters", "2")
+    told = site.told("srun", "-N2", f"--chdir={site.state}", *image, "--size", "4K", "--iters", "2")
     assert re.search(
         r"All ranks of node2 come [12]\d[.\d]* ms late .* a slow process, not a slow link", told
     ), told
@@ -296,7 +281,7 @@ def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
     site.rate(50_000)
     (site.state / "arms.py").write_text(TWO_ARMS)
     image = ("singularity", "exec", str(site.sif), "python3", "-I", "arms.py")
-    told = site.cluster("srun", "-N2", f"--chdir={site.state}", *image)
+    told = site.told("srun", "-N2", f"--chdir={site.state}", *image)
     assert re.findall(r"--compare: (\S+ round \d) of 2", told) == [
         "a, round 1",
         "b, round 1",
@@ -318,9 +303,9 @@ def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
 @pytest.mark.singularity
 def test_matrix_names_the_slow_node(site: Site) -> None:
     site.rate(50_000)
-    site.cluster("fault", "rate", "node2", 5_000)
+    site("fault", "rate", "node2", 5_000)
     told = site.bench(3, "--matrix", "--max", "128K", "--iters", "3").sentences
-    site.cluster("fault", "rate", "node2", 50_000)
+    site("fault", "rate", "node2", 50_000)
     assert [text.split(" exchanges")[0] for text in told if "SLOW" in text] == ["SLOW NODE: node2"]
     assert "No rank comes late" in told[0]  # a slow link does not make its host late
 
@@ -339,14 +324,14 @@ def test_matrix_names_the_slow_node(site: Site) -> None:
 def test_what_was_finished_stays(site: Site, fault: tuple[str, ...], told: str) -> None:
     saved = site.state / f"{fault[0]}.json"
     words = ("--min", "64K", "--max", "64M", "--no-check", "--save", str(saved))
-    argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(site.state), *site.argv(2, *words)]
+    argv = site.argv(*site.start(2, *words))
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         while "GBps" not in run.stdout.readline():
             pass
         while not saved.exists():
             time.sleep(0.1)
-        site.cluster("fault", *fault)
+        site("fault", *fault)
         if fault[0] == "cut":
             run.kill()  # the launcher would wait half a minute for a sign of life; its own tests cover that
         run.communicate(timeout=60)

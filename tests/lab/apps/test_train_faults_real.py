@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from labkit import in_image
 
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
-PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 STEPS = 60
 TRAIN = """
 train() {
@@ -44,17 +41,8 @@ def whole(standin: str, runs: Path) -> dict[str, str]:
 def inside(standin: str, runs: Path, script: str, *words: str) -> str:
     """Run the shell `script` in the image; ``train`` in it becomes the whole command."""
     shell = ("bash", "-euc", TRAIN.replace("STEPS", str(STEPS)) + script)
-    done = subprocess.run(
-        [
-            *("docker", "run", "--rm", "--network", "none", "--volume", f"{PACKAGE}:{PLACE}:ro"),
-            *("--volume", f"{runs}:/runs", "--workdir", "/runs"),
-            *("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1", *words, standin, *shell),
-        ],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    here = ("--volume", f"{runs}:/runs", "--workdir", "/runs", *words)
+    done = in_image(standin, *shell, options=here)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     return told

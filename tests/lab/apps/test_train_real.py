@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
-PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
+from labkit import ROOT, in_image
 
 pytestmark = pytest.mark.docker
 
@@ -27,18 +23,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
-    """Run a command in the image without a network, and return its output; it must succeed."""
-    done = subprocess.run(
-        [
-            *("docker", "run", "--rm", "--interactive", "--network", "none", "--tmpfs", "/tiny:size=3m"),
-            *("--volume", f"{PACKAGE}:{PLACE}:ro", "--volume", f"{runs}:/runs", "--workdir", "/runs"),
-            *("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1", standin, *words),
-        ],
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    """What a command printed in the image, without a network; it must not fail."""
+    here = ("--tmpfs", "/tiny:size=3m", "--volume", f"{runs}:/runs", "--workdir", "/runs")
+    done = in_image(standin, *words, options=here, given=given)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     return told

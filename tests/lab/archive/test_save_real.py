@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labkit import IMGKIT, imgkit, run
 
 from imgkit_builder.archive import write
 from imgkit_builder.sif import image as sif_image
@@ -23,18 +24,6 @@ from imgkit_entrypoints.errors import ToolFailed
 pytestmark = pytest.mark.docker
 
 TAG = "imgkit-test-save:1"
-IMGKIT = (sys.executable, "-m", "imgkit_builder")
-
-
-def run(*words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [str(word) for word in words]
-    return subprocess.run(
-        argv, cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, **env}
-    )
-
-
-def imgkit(*words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return run(*IMGKIT, *words, cwd=cwd, **env)
 
 
 def verdicts(path: Path) -> tuple[int, dict[str, str]]:
@@ -58,7 +47,7 @@ def image(standin_notorch: str) -> Iterator[str]:
 def saved(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The archive, and what was printed."""
     folder = tmp_path_factory.mktemp("saved")
-    done = imgkit("save", image, "-o", "mn5.tar", cwd=folder)
+    done = imgkit("save", image, "-o", "mn5.tar", folder=folder)
     assert done.returncode == 0, done.stderr
     return folder / "mn5.tar", done.stdout
 
@@ -108,7 +97,7 @@ def test_printed_commands_are_the_clusters(saved: tuple[Path, str]) -> None:
     assert "imgkit sif mn5.tar\n" in printed
     assert "STAND-IN" in printed
     command = next(line.strip() for line in printed.splitlines() if "sha256sum" in line)
-    assert run(*command.split(), cwd=path.parent).returncode == 0
+    assert run(*command.split(), folder=path.parent).returncode == 0
 
 
 def test_saved_archive_verifies(saved: tuple[Path, str]) -> None:
@@ -141,7 +130,7 @@ def test_two_images_in_an_archive_are_found(image: str, standin_notorch: str, tm
 def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: str) -> None:
     if compress == "zstd" and shutil.which("zstd") is None:
         pytest.skip("no zstd program")
-    done = imgkit("save", image, "--compress", compress, "--json", cwd=tmp_path)
+    done = imgkit("save", image, "--compress", compress, "--json", folder=tmp_path)
     told = json.loads(done.stdout)
     path = tmp_path / told["archive"]["name"]
     assert path.name == f"imgkit-test-save-1{write.SUFFIXES[compress]}"  # type: ignore[index]
@@ -153,19 +142,19 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
 
 
 def test_dry_run_writes_nothing(image: str, tmp_path: Path) -> None:
-    done = imgkit("save", image, "--dry-run", cwd=tmp_path)
+    done = imgkit("save", image, "--dry-run", folder=tmp_path)
     assert "imgkit-test-save-1.tar" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_image_is_a_usage_error(tmp_path: Path) -> None:
-    done = imgkit("save", "imgkit-test-absent:1", cwd=tmp_path)
+    done = imgkit("save", "imgkit-test-absent:1", folder=tmp_path)
     assert done.returncode == 2
     assert "imgkit build" in done.stderr
 
 
 def test_missing_engine_is_told(tmp_path: Path) -> None:
-    done = imgkit("save", "mn5", cwd=tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
+    done = imgkit("save", "mn5", folder=tmp_path, env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"})
     assert done.returncode == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -175,7 +164,7 @@ def test_image_without_a_name_is_refused(image: str, tmp_path: Path) -> None:
     unnamed = run("docker", "commit", container).stdout.strip()
     run("docker", "rm", container)
     try:
-        done = imgkit("save", unnamed, cwd=tmp_path)
+        done = imgkit("save", unnamed, folder=tmp_path)
     finally:
         run("docker", "rmi", unnamed)
     assert done.returncode == 2
@@ -280,7 +269,7 @@ def test_cut_sif_is_found(sif: Path, tmp_path: Path) -> None:
 
 @pytest.mark.singularity
 def test_sif_is_verified_without_a_runtime(sif: Path) -> None:
-    done = imgkit("verify", sif, "--json", PATH="/nonexistent")
+    done = imgkit("verify", sif, "--json", env={"PATH": "/nonexistent"})
     found = {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
     assert found == {"header": "ok", "root partition": "ok", "manifest": "skip"}
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ENGINE = Path(__file__).resolve().parents[3] / "ci/lab/engine"
+from labkit import LAB, Done, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -23,9 +22,8 @@ pytestmark = [
 ]
 
 
-def engine(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    argv = [str(ENGINE), verb, "--private", str(folder)]
-    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90)
+def engine(verb: str, folder: Path) -> Done:
+    return run(LAB / "engine", verb, "--private", folder)
 
 
 def answers(folder: Path) -> bool:

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-LAB = Path(__file__).resolve().parents[3] / "ci/lab"
+from labkit import LAB, output, run
 
 pytestmark = pytest.mark.docker
 
 
-def run(*words: str | Path, timeout_s: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(word) for word in words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0 or not check, done.stdout + done.stderr
-    return done
-
-
 def config(image: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("docker", "image", "inspect", image).stdout)[0]
+    found: dict[str, Any] = json.loads(output("docker", "image", "inspect", image))[0]
     return found
 
 
 def test_standin_says_what_it_is(standin: str) -> None:
     found = config(standin)
     assert found["Config"]["Labels"]["imgkit.standin"] == "1"
-    text = run("docker", "run", "--rm", "--network", "none", standin, "cat", "/etc/imgkit-standin").stdout
+    text = output("docker", "run", "--rm", "--network", "none", standin, "cat", "/etc/imgkit-standin")
     assert "no NVIDIA software" in text
 
 
@@ -63,7 +49,6 @@ def test_small_standin_has_no_torch(standin_notorch: str) -> None:
         "python3",
         "-c",
         "import torch",
-        check=False,
     )
     assert done.returncode == 1
     assert "No module named 'torch'" in done.stderr
@@ -71,7 +56,7 @@ def test_small_standin_has_no_torch(standin_notorch: str) -> None:
 
 def test_pip_works_in_a_build_where_it_works_here(standin_notorch: str, tmp_path: Path) -> None:
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-cache-dir", "--no-deps"]
-    if run(*download, "-d", tmp_path / "wheels", "six", check=False).returncode != 0:
+    if run(*download, "-d", tmp_path / "wheels", "six").returncode != 0:
         pytest.skip("no package index is reached from this machine")
     # The index has a certificate of a private authority on some networks: PIP_CERT in the base covers it.
     (tmp_path / "Dockerfile").write_text(
@@ -79,9 +64,9 @@ def test_pip_works_in_a_build_where_it_works_here(standin_notorch: str, tmp_path
     )
     tag = f"imgkit-test-pip:{os.getpid()}"
     try:
-        run("docker", "build", "--no-cache", "--force-rm", "-t", tag, tmp_path)
+        output("docker", "build", "--no-cache", "--force-rm", "-t", tag, tmp_path)
     finally:
-        run("docker", "image", "rm", "-f", tag, check=False)
+        run("docker", "image", "rm", "-f", tag)
 
 
 @pytest.mark.qemu

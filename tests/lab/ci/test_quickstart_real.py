@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
+from labkit import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 

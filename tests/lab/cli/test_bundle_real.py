@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from labkit import imgkit_json
 
 from imgkit_builder.cli import zipapp
 from imgkit_builder.cli.app import BUNDLE_VERBS
@@ -118,11 +119,9 @@ def test_file_is_its_own_program(pyz: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(standin_notorch: str, pyz: Path) -> Path:
     """An archive of mn5 on the small stand-in, beside the tool."""
-    imgkit = (sys.executable, "-m", "imgkit_builder")
-    build = [*imgkit, "build", "mn5", "--base", standin_notorch, "--tag", TAG, "--no-test"]
-    subprocess.run(build, check=True, capture_output=True)
+    imgkit_json("build", "mn5", "--base", standin_notorch, "--tag", TAG, "--no-test")
     try:
-        subprocess.run([*imgkit, "save", TAG, "-o", pyz.parent / "mn5.tar"], check=True, capture_output=True)
+        imgkit_json("save", TAG, "-o", pyz.parent / "mn5.tar")
     finally:
         subprocess.run(["docker", "rmi", "--force", TAG], capture_output=True, check=False)
     return pyz.parent / "mn5.tar"

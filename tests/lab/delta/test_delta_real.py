@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labkit import imgkit, imgkit_json, output, public_folder, run
 
 from imgkit_builder.delta import descriptor, source
 from imgkit_builder.delta import tree as tree_of_layers
@@ -39,29 +40,6 @@ TREE = (HERE / "delta_tree.py").read_text(encoding="utf-8")
 TREES = 40
 FOLDERS = ("/t", "/.singularity.d", "/opt", "/workspace")
 CONFIG = re.compile(r"^enable overlay = .*", re.MULTILINE)
-
-
-def started(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    argv = [str(word) for word in words]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
-
-
-def output(*words: str | Path, **options: Any) -> str:
-    done = started(*words, **options)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-def imgkit(*words: str | Path, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return started(sys.executable, "-m", "imgkit_builder", *words, cwd=folder, **options)
-
-
-def made(*words: str | Path, folder: Path, **options: Any) -> dict[str, Any]:
-    """What the verb prints with ``--json``."""
-    done = imgkit(*words, "--json", folder=folder, **options)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +75,13 @@ class Lab:
 
     def sif(self, tag: str, name: str) -> Path:
         """The image as a .sif."""
-        made("sif", tag, "--from", "daemon", "-o", name, folder=self.folder)
+        imgkit_json("sif", tag, "--from", "daemon", "-o", name, folder=self.folder)
         (self.folder / name).chmod(0o644)
         return self.folder / name
 
     def delta(self, tag: str, over: Path, name: str) -> Path:
         """The image as a delta."""
-        made("delta", tag, "--base", over, "-o", name, folder=self.folder)
+        imgkit_json("delta", tag, "--base", over, "-o", name, folder=self.folder)
         (self.folder / name).chmod(0o644)
         return self.folder / name
 
@@ -112,16 +90,14 @@ class Lab:
 def lab(standin_notorch: str) -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip("reads the engine's layers and acts as another user")
-    # Not pytest's own folder, which only its owner may enter.
-    folder = Path("/tmp") / f"imgkit-delta-{os.getpid()}"
-    folder.mkdir(mode=0o755)
+    folder = public_folder("delta")
     found = Lab(folder=folder, base=standin_notorch, prefix=f"imgkit-test-delta-{secrets.token_hex(3)}")
     try:
         yield found
     finally:
         names = output("docker", "images", "--format", "{{.Repository}}:{{.Tag}}").split()
         ours = [name for name in names if name.startswith(found.prefix)]
-        started("docker", "image", "rm", "-f", *ours)
+        run("docker", "image", "rm", "-f", *ours)
         shutil.rmtree(folder)
 
 
@@ -153,7 +129,7 @@ def added(lab: Lab, replaced: Pair) -> Pair:
         'CMD ["echo", "another"]\n'
     )
     tag = f"{lab.prefix}-c:latest"
-    output("docker", "build", "-q", "-t", tag, "-", input=dockerfile)
+    output("docker", "build", "-q", "-t", tag, "-", given=dockerfile)
     base = replaced.base
     return Pair(tag=tag, base=base, full=lab.sif(tag, "c.sif"), delta=lab.delta(tag, base, "c.imgdelta"))
 
@@ -184,7 +160,7 @@ def tree(sif: Path, way: str, user: str, folder: Path, *, delta: Path | None = N
     start = () if way == "root" else ("runuser", "-u", user, "--")
     over = ("--overlay", f"{delta}:ro") if delta else ()
     words = (*start, command, "exec", "--cleanenv", *over, sif, "python3", "-I", "-", *FOLDERS)
-    found: dict[str, Any] = json.loads(output(*words, input=TREE, cwd="/"))
+    found: dict[str, Any] = json.loads(output(*words, given=TREE, folder="/"))
     found.pop("/opt/imgkit/delta.json", None)
     return found
 
@@ -284,10 +260,10 @@ def test_made_again_is_the_same_file(lab: Lab, replaced: Pair) -> None:
 @pytest.fixture(scope="module")
 def stacked(lab: Lab, replaced: Pair) -> tuple[str, Path]:
     """The images b and then d, applied one after the other: the tag of d, and the .sif."""
-    made("apply", replaced.delta, replaced.base, "-o", "ab.sif", folder=lab.folder)
+    imgkit_json("apply", replaced.delta, replaced.base, "-o", "ab.sif", folder=lab.folder)
     tag = lab.build("d", ["common 60", "d 10", "dd 10"], variable="third", code="third")
     over = lab.delta(tag, lab.folder / "ab.sif", "d.imgdelta")
-    made("apply", over, "ab.sif", "-o", "abd.sif", folder=lab.folder)
+    imgkit_json("apply", over, "ab.sif", "-o", "abd.sif", folder=lab.folder)
     (lab.folder / "abd.sif").chmod(0o644)
     return tag, lab.folder / "abd.sif"
 
@@ -305,7 +281,7 @@ def test_two_in_the_sif_show_the_third_image(
 
 def test_flattened_is_a_full_conversion(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
     tag, sif = stacked
-    done = made("flatten", sif, "-o", "flat.sif", folder=lab.folder)
+    done = imgkit_json("flatten", sif, "-o", "flat.sif", folder=lab.folder)
     assert done["record"]["deltas"] == []
     if not (lab.folder / "d.sif").exists():
         lab.sif(tag, "d.sif")
@@ -328,14 +304,14 @@ def inside(layers: Stack) -> dict[str, Any]:
 
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
     """With the one-file tool: owners and devices that no mount shows to him are in it all the same."""
-    made("flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
+    imgkit_json("flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
     home = Path(pwd.getpwnam(user).pw_dir)
     assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0
     places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
     start = ("runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C.UTF-8")
     tool = (*start, Path("/usr/bin/python3").resolve(), "-I", lab.folder / "imgkit.pyz")
-    output(*tool, "apply", lab.folder / "d.imgdelta", lab.folder / "ab.sif", "-o", "mine.sif", cwd=home)
-    output(*tool, "flatten", "mine.sif", "-o", "flat.sif", cwd=home)
+    output(*tool, "apply", lab.folder / "d.imgdelta", lab.folder / "ab.sif", "-o", "mine.sif", folder=home)
+    output(*tool, "flatten", "mine.sif", "-o", "flat.sif", folder=home)
     mine, roots = (
         inside(source.mounted(descriptor.stack(path)))
         for path in (home / "flat.sif", lab.folder / "root.sif")
@@ -345,14 +321,14 @@ def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path],
 
 def test_show_and_verify_name_base_and_deltas(lab: Lab, stacked: tuple[str, Path], replaced: Pair) -> None:
     tag, sif = stacked
-    shown = made("show", sif, folder=lab.folder)
+    shown = imgkit_json("show", sif, folder=lab.folder)
     base = image.read(replaced.base).record
     assert base is not None
     assert shown["record"]["image_id"] == base.image_id
     assert [delta["source"] for delta in shown["deltas"]] == [replaced.tag, tag]
-    checks = made("verify", sif, folder=lab.folder)["checks"]
+    checks = imgkit_json("verify", sif, folder=lab.folder)["checks"]
     assert [check["verdict"] for check in checks if check["name"].startswith("delta")] == ["ok", "ok"]
-    assert made("show", replaced.delta, folder=lab.folder)["kind"] == "delta"
+    assert imgkit_json("show", replaced.delta, folder=lab.folder)["kind"] == "delta"
 
 
 def test_fifth_delta_makes_one_of_all(lab: Lab, replaced: Pair, user: str) -> None:
@@ -362,9 +338,9 @@ def test_fifth_delta_makes_one_of_all(lab: Lab, replaced: Pair, user: str) -> No
             f"FROM {tag}\nRUN rm -rf /t/{number} && mkdir /t/{number} && echo {number} >/t/{number}/a"
         )
         tag = f"{lab.prefix}-step{number}:latest"
-        output("docker", "build", "-q", "-t", tag, "-", input=dockerfile)
+        output("docker", "build", "-q", "-t", tag, "-", given=dockerfile)
         delta = lab.delta(tag, sif, "step.imgdelta")
-        done = made("apply", delta, sif, "-o", f"step{number}.sif", folder=lab.folder)
+        done = imgkit_json("apply", delta, sif, "-o", f"step{number}.sif", folder=lab.folder)
         sif = lab.folder / f"step{number}.sif"
         sif.chmod(0o644)
         assert (done["merged"], len(done["deltas"])) == ((False, number + 1) if number < 4 else (True, 1))
@@ -380,7 +356,7 @@ def test_fifth_delta_makes_one_of_all(lab: Lab, replaced: Pair, user: str) -> No
 def without_group(lab: Lab, replaced: Pair) -> Path:
     """A .sif with the delta as an overlay that a runtime passes over."""
     broken = lab.folder / "nogroup.sif"
-    made("apply", replaced.delta, replaced.base, "-o", broken, folder=lab.folder)
+    imgkit_json("apply", replaced.delta, replaced.base, "-o", broken, folder=lab.folder)
     (overlay,) = image.read(broken).overlays
     data = bytearray(broken.read_bytes())
     # The descriptor's group number stands 9 bytes into it; the table begins at byte 4096.
@@ -414,7 +390,7 @@ def test_commands_refuse_where_the_delta_is_not(lab: Lab, replaced: Pair, user: 
     # The same job, and a runtime that passes over the delta: the words without --overlay.
     script = output(sys.executable, "-m", "imgkit_builder", "job", *job[1:], *delta)
     silent = script.replace(f"--overlay {replaced.delta}:ro", "").replace("\\\n", "")
-    done = started("sh", "-c", silent)
+    done = run("sh", "-c", silent)
     assert done.returncode == 5
     assert "without it" in done.stderr
 
@@ -428,10 +404,10 @@ def test_deltas_switched_off_by_the_admin(lab: Lab, replaced: Pair) -> None:
     done = imgkit("delta", replaced.tag, "--base", replaced.base, "--runtime", off, folder=lab.folder)
     assert done.returncode == 4
     assert "enable overlay" in done.stderr
-    made("apply", replaced.delta, replaced.base, "-o", "applied.sif", folder=lab.folder)
+    imgkit_json("apply", replaced.delta, replaced.base, "-o", "applied.sif", folder=lab.folder)
     words = ("cpu", "--runtime", "singularity", "--image", lab.folder / "applied.sif", "--", "dist-env")
     path = f"{off.parent}:{os.environ['PATH']}"
-    done = imgkit("submit", *words, folder=lab.folder, env={**os.environ, "PATH": path})
+    done = imgkit("submit", *words, folder=lab.folder, env={"PATH": path})
     assert done.returncode == 5
     assert "without it" in done.stderr
 
@@ -538,10 +514,10 @@ def test_killed_at_every_stage_the_old_file_stays(lab: Lab, replaced: Pair, call
             running.send_signal(signal.SIGKILL)
         if stage != "make durable":
             assert call.target.read_bytes() == call.old, stage
-    made(*call.words, folder=lab.folder)
+    imgkit_json(*call.words, folder=lab.folder)
     assert call.target.read_bytes() != call.old
     assert left(lab.folder) == []
-    assert made("verify", replaced.base, folder=lab.folder)["checks"]
+    assert imgkit_json("verify", replaced.base, folder=lab.folder)["checks"]
 
 
 FAILING = """
@@ -557,7 +533,7 @@ main()
 
 
 def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None:
-    made(*call.words, folder=lab.folder)
+    imgkit_json(*call.words, folder=lab.folder)
     size = call.target.stat().st_size
     # From the first byte to the last of the record; then what only the last steps ask for.
     limits = [("prlimit", f"--fsize={limit}") for limit in (0, size // 2, size - 4096, size - 8)]
@@ -565,7 +541,7 @@ def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None
     starts += [(sys.executable, "-c", FAILING, name) for name in ("fsync", "replace")]
     for start in starts:
         call.target.write_bytes(call.old)
-        done = started(*start, *call.words, cwd=lab.folder, env={**os.environ, "XDG_STATE_HOME": "/dev/null"})
+        done = run(*start, *call.words, folder=lab.folder, env={"XDG_STATE_HOME": "/dev/null"})
         assert done.returncode == 4, (start, done.stderr)
         assert "Traceback" not in done.stderr
         assert call.target.read_bytes() == call.old

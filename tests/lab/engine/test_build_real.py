@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labkit import IMGKIT, docker, imgkit, imgkit_json, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
@@ -24,26 +25,12 @@ from imgkit_entrypoints.errors import UsageError
 pytestmark = pytest.mark.docker
 
 PREFIX = "imgkit-test-build"
-IMGKIT = (sys.executable, "-m", "imgkit_builder")
-
-
-def docker(*words: str) -> str:
-    return subprocess.run(["docker", *words], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def running(marker: str) -> list[str]:
     """Containers, stopped ones too, whose command holds `marker`: others may use the same engine."""
     lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if marker in line]
-
-
-def until(condition: Callable[[], Any], *, within_s: float = 60) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.fixture
@@ -73,15 +60,8 @@ def write(home: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["docker", "rmi", "--force", f"{name}:latest"], capture_output=True, check=False)
 
 
-def imgkit(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*IMGKIT, *map(str, words)], capture_output=True, text=True, check=False)
-
-
 def build(file: Path, base: str, *options: str) -> dict[str, Any]:
-    done = imgkit("build", file, "--base", base, "--json", *options)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return imgkit_json("build", file, "--base", base, *options)
 
 
 def test_build_is_tested_labelled_and_repeatable(
@@ -165,11 +145,11 @@ def test_interrupted_build_leaves_no_container(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert until(lambda: running(marker)), "the step never began"
+        until(lambda: running(marker), told=lambda: "the step never began")
         process.send_signal(number)
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         assert process.returncode in (130, -number)
-        assert until(lambda: not running(marker)), "the build's container is still there"
+        until(lambda: not running(marker), told=lambda: "the build's container is still there")
     finally:
         process.kill()
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
@@ -194,7 +174,7 @@ with connect() as engine:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "now\n"), done.stderr
-    assert until(lambda: not running(marker)), "the container is still there"
+    until(lambda: not running(marker), told=lambda: "the container is still there")
 
 
 def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:
@@ -286,7 +266,7 @@ def registry(home: Path) -> Iterator[str]:
             with socket.socket() as client:
                 return client.connect_ex((host, int(port))) == 0
 
-        assert until(answers)
+        until(answers)
         yield address
         server.terminate()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from labkit import docker, output
 
 from imgkit_builder.image import context
 from imgkit_builder.image.context import BuildContext
@@ -30,14 +31,6 @@ NASTY = {
     "ACCENTS": "grüße 日本",
 }
 ODD = '/odd $x "q" it\'s \\b'
-
-Docker = Callable[..., str]
-
-
-def docker(*words: str) -> str:
-    done = subprocess.run(["docker", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
 
 
 def build(packed: BuildContext, tag: str) -> str:
@@ -103,7 +96,7 @@ def image(standin: str, code: Path) -> Iterator[str]:
 
 
 def inside(image: str, *words: str) -> str:
-    return docker("run", "--rm", "--entrypoint", words[0], image, *words[1:])
+    return output("docker", "run", "--rm", "--entrypoint", words[0], image, *words[1:])
 
 
 def test_values_are_exact(image: str) -> None:

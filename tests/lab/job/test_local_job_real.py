@@ -8,14 +8,12 @@ import pty
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from labkit import AS_ROOT, IMGKIT, run, until
 
-IMGKIT = (sys.executable, "-m", "imgkit_builder")
 WILLING = "trap 'echo asked; exit 7' TERM INT; echo works; while :; do sleep 0.1; done"
 DEAF = "trap '' TERM INT HUP; echo works; while :; do sleep 0.1; done"
 
@@ -36,30 +34,17 @@ def argv(recipe: str | Path, image: str, folder: Path, *words: str) -> list[str]
     return [str(word) for word in (*IMGKIT, *flags)]
 
 
-def run(words: list[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env, check=False
-    )
-
-
 def containers(folder: Path) -> list[str]:
     """Those that have `folder` mounted."""
-    shown = run(["docker", "ps", "--quiet", "--filter", f"volume={folder}"])
+    shown = run("docker", "ps", "--quiet", "--filter", f"volume={folder}")
     return shown.stdout.split()
-
-
-def none_within(folder: Path, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while containers(folder) and time.monotonic() < end:
-        time.sleep(0.2)
-    return not containers(folder)
 
 
 def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) -> None:
     program = 'pwd; printf "<%s>" "$NOTE" "$@"; exit 3'
     note = "$(reboot) \"a\"  'b'"
     done = run(
-        argv(
+        *argv(
             "cpu",
             standin_notorch,
             tmp_path,
@@ -100,8 +85,8 @@ def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number:
             assert running.poll() is None
         running.send_signal(number)
         assert running.stdout.read() == "asked\n"
-        assert running.wait(30) == 7
-    assert none_within(tmp_path, 5)
+        assert running.wait(120) == 7
+    until(lambda: not containers(tmp_path))
 
 
 @pytest.mark.cluster  # for mpirun
@@ -109,9 +94,8 @@ def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number:
 def test_mpirun_starts_containers(
     mn5_image: str, recipe: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
-    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
-    done = run(argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env)
+    done = run(*argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env=AS_ROOT)
     assert done.returncode == 0, done.stderr
     assert "all_reduce of ones: 2" in done.stdout
 
@@ -123,7 +107,7 @@ def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     for name in ("id", "hostkey"):
-        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)])
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
     server = tmp_path / "sshd_config"
     server.write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/hostkey\nUsePAM no\nStrictModes no\n"
@@ -142,9 +126,7 @@ def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
     env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
     with subprocess.Popen(["/usr/sbin/sshd", "-D", "-f", str(server)], stderr=subprocess.DEVNULL) as daemon:
         try:
-            end = time.monotonic() + 20
-            while run(["ssh", "here", "true"], env).returncode and time.monotonic() < end:
-                time.sleep(0.1)
+            until(lambda: run("ssh", "here", "true", env=env).returncode == 0)
             yield env
         finally:
             daemon.terminate()
@@ -153,7 +135,7 @@ def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 @pytest.mark.cluster  # for sshd, and root
 def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ssh: Mapping[str, str]) -> None:
     hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
-    done = run(argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), ssh)
+    done = run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--ssh", *hello), env=ssh)
     assert done.returncode == 0, done.stderr
     assert "all_reduce of ones: 2" in done.stdout
 
@@ -179,5 +161,5 @@ def test_end_of_the_fan_out_ends_containers(
         told = {running.stdout.readline(), running.stdout.readline()}
         assert told == {"here: works\n", "there: works\n"}
         running.send_signal(number)
-        assert running.wait(30) == code
-    assert none_within(tmp_path, 10)
+        assert running.wait(120) == code
+    until(lambda: not containers(tmp_path))

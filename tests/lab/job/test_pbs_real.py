@@ -9,14 +9,13 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from labkit import IMGKIT, LAB, ROOT, Cluster, Done, cluster_marks, run, until
 
-ROOT = Path(__file__).resolve().parents[3]
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
 extends: olivia-eap
@@ -25,44 +24,27 @@ system:
   runtime: {command: singularity, host_libs: [STATE/libs]}
 """
 
-pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+pytestmark = cluster_marks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pbs:
+class Pbs(Cluster):
     """A cluster of two nodes under the stand-in."""
 
-    state: Path
     sif: Path
 
     @property
     def work(self) -> Path:
         return self.state / "my work"
 
-    def cluster(self, *words: str | Path) -> str:
-        """What a command of the cluster printed."""
-        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
-        )
-        return done.stdout
-
-    def run(self, *words: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str | Path, text: str | None = None) -> Done:
         """A command of the submitter."""
         path = f"{self.state}/pbs/bin:{os.environ['PATH']}"
-        env = {**os.environ, "PATH": path, "XDG_STATE_HOME": str(self.state / "submitter")}
-        return subprocess.run(
-            [*map(str, words)],
-            cwd=self.work,
-            env=env,
-            input=text or "",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        env = {"PATH": path, "XDG_STATE_HOME": str(self.state / "submitter")}
+        return run(*words, folder=self.work, env=env, given=text or "")
 
     def imgkit(self, *words: str | Path) -> str:
-        done = self.run(sys.executable, "-m", "imgkit_builder", *words)
+        done = self.run(*IMGKIT, *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -94,24 +76,16 @@ class Pbs:
 
     def processes(self) -> list[str]:
         """Of all nodes, those of the jobs' user."""
-        lines = (self.cluster("exec", node, "--", "ps", "-eo", "user:16,args") for node in ("node1", "node2"))
-        return [line for line in "\n".join(lines).splitlines() if line.startswith("researcher ")]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)
+        lines = self.ps("user:16,args", "node1", "node2")
+        return [line for line in lines if line.startswith("researcher ")]
 
 
 @pytest.fixture(scope="module")
 def pbs(mn5_sif: Path) -> Iterator[Pbs]:
-    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
     made = Pbs(state=Path(f"/tmp/imgkit-test-pbs-{os.getpid()}"), sif=mn5_sif)
-    made.cluster("up", "2", "--no-slurm", "--die-with", str(os.getpid()))
+    made.up(2, "--no-slurm")
     serving = subprocess.Popen(
-        [sys.executable, ROOT / "ci/lab/pbs-standin", made.state], stdout=subprocess.PIPE, text=True
+        [sys.executable, LAB / "pbs-standin", made.state], stdout=subprocess.PIPE, text=True
     )
     try:
         assert serving.stdout is not None
@@ -127,7 +101,7 @@ def pbs(mn5_sif: Path) -> Iterator[Pbs]:
     finally:
         serving.terminate()
         serving.wait()
-        made.cluster("down")
+        made.down()
 
 
 def ranks(output: str) -> list[tuple[str, ...]]:
@@ -172,7 +146,7 @@ def test_cancelled_job_leaves_no_process(pbs: Pbs, start: str) -> None:
 def test_killed_script_ends_what_ssh_started(pbs: Pbs) -> None:
     job = pbs.submit("--", "sleep", "600", start="ssh")
     until(lambda: sum("sleep 600" in line for line in pbs.processes()) >= 2)
-    pbs.cluster("exec", "node1", "--", "pkill", "-KILL", "-f", f"{job}.SC")
+    pbs("exec", "node1", "--", "pkill", "-KILL", "-f", f"{job}.SC")
     pbs.end(job)
     until(lambda: not pbs.processes())
 
@@ -204,7 +178,7 @@ MODULES = ("cray-python/3.11.7", "cuda/12.6")
 
 def test_image_for_another_processor_is_refused(pbs: Pbs) -> None:
     words = ("submit", "olivia-eap", "--time", "5m", "--image", pbs.sif, "--", "dist-hello")
-    done = pbs.run(sys.executable, "-m", "imgkit_builder", *words)
+    done = pbs.run(*IMGKIT, *words)
     assert done.returncode == 2
     assert "the image is for amd64, the nodes are arm64" in done.stderr
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from typing import Any
 
 import pytest
 import yaml
+from labkit import IMGKIT, Cluster, cluster_marks, output, until
 
-ROOT = Path(__file__).resolve().parents[3]
 PORT = "23456"
 ELASTIC = """
 import os, time, torch, torch.distributed as dist
@@ -36,14 +35,13 @@ print("ended with", dist.get_world_size(), flush=True)
 dist.destroy_process_group()
 """
 
-pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+pytestmark = cluster_marks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pods:
+class Pods(Cluster):
     """Nodes that pods run on, and those that were started."""
 
-    state: Path
     sif: Path
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -52,29 +50,19 @@ class Pods:
         """What the pods keep: the place of their persistent volume."""
         return self.state / "volume"
 
-    def __call__(self, *words: str | Path) -> None:
-        argv = [sys.executable, ROOT / "ci/lab/cluster", "--state", self.state, *words]
-        subprocess.run(
-            [str(word) for word in argv],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=90,
-            check=True,
-        )
-
     def resolve(self, name: str) -> None:
         """From now on `name` is node1, on every node."""
         for node in ("node1", "node2", "node3"):
-            self("exec", node, "--", "sh", "-c", f"echo 10.42.0.11 {name} >> /etc/hosts")
+            line = f"echo 10.42.0.11 {name} >> /etc/hosts"
+            assert self("exec", node, "--", "sh", "-c", line).returncode == 0
 
     def start(self, node: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start a pod there, with these variables and no other."""
         given = [word for pair in env.items() for word in ("--env", "=".join(pair))]
-        argv = [sys.executable, ROOT / "ci/lab/cluster", "--state", self.state, "exec", "--clean-env", *given]
         inside = ["singularity", "exec", "--bind", self.volume, self.sif, *command]
         with self.log(node).open("ab") as log:
             self.started[node] = subprocess.Popen(
-                [str(word) for word in (*argv, node, "--", *inside)],
+                self.argv("exec", "--clean-env", *given, node, "--", *inside),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -83,7 +71,7 @@ class Pods:
     def codes(self) -> list[int]:
         """Exit codes of all pods, after their end."""
         try:
-            return [pod.wait(timeout=120) for pod in self.started.values()]
+            return [pod.wait(timeout=300) for pod in self.started.values()]
         finally:
             for pod in self.started.values():
                 pod.kill()
@@ -99,10 +87,10 @@ class Pods:
 @pytest.fixture(scope="module")
 def nodes(mn5_sif: Path) -> Iterator[Pods]:
     made = Pods(state=Path(f"/tmp/imgkit-test-pods-{os.getpid()}"), sif=mn5_sif)
-    made("up", "3", "--no-slurm", "--no-ssh", "--die-with", str(os.getpid()))
+    made.up(3, "--no-slurm", "--no-ssh")
     made.volume.mkdir()
     yield made
-    made("down")
+    made.down()
 
 
 @pytest.fixture
@@ -117,14 +105,7 @@ def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, st
     """Command and variables of each pod, as ``imgkit job rcp`` writes them in the form `kind`."""
     before, command = words[: words.index("--")], words[words.index("--") :]
     asked = ("--format", kind, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
-    done = subprocess.run(
-        [sys.executable, "-m", "imgkit_builder", "job", "rcp", "--json", *asked, *command],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    job = json.loads(done.stdout)
+    job = json.loads(output(*IMGKIT, "job", "rcp", "--json", *asked, *command))
     if kind == "runai":
         submit = job["submit"]
         given = [submit[index + 1] for index, word in enumerate(submit) if word == "-e"]
@@ -175,12 +156,12 @@ def start_two(
         pods.start(node, words, {**env, **operator(f"{name}-master-0", rank)})
 
 
-def until(pods: Pods, count: int, text: str) -> None:
+def said(pods: Pods, count: int, text: str) -> None:
     """Wait for `text` to have been said `count` times."""
-    end = time.monotonic() + 150
-    while pods.output().count(text) < count:
-        assert time.monotonic() < end, f"not {count} x {text!r}\n{pods.output()}"
-        time.sleep(0.3)
+    until(
+        lambda: pods.output().count(text) >= count,
+        told=lambda: f"not {count} x {text!r}\n{pods.output()}",
+    )
 
 
 @pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
@@ -189,7 +170,7 @@ def test_hello_waits_for_the_head_s_name(
 ) -> None:
     name = f"hello-{vintage[0]}"
     start_two(pods, vintage, name, "dist-hello")
-    until(pods, 1, "nproc=2")
+    said(pods, 1, "nproc=2")
     time.sleep(3)
     assert "present in" not in pods.output()
     pods.resolve(f"{name}-master-0")
@@ -237,12 +218,12 @@ def test_elastic_pod_leaves_and_another_joins(pods: Pods) -> None:
 
     for index in range(3):
         start(index)
-    until(pods, 3, "world 3")
-    pods("fault", "kill", "node2", "dist-run")
-    assert pods.started["node2"].wait(timeout=30) == 137
-    until(pods, 2, "world 2")
+    said(pods, 3, "world 3")
+    assert pods("fault", "kill", "node2", "dist-run").returncode == 0
+    assert pods.started["node2"].wait(timeout=120) == 137
+    said(pods, 2, "world 2")
     start(1)
-    until(pods, 6, "world 3")
+    said(pods, 6, "world 3")
     end.touch()
     assert pods.codes() == [0, 0, 0], pods.output()
     assert pods.output().count("ended with 3") == 3

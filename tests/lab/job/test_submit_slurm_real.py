@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -14,40 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from labkit import IMGKIT, ROOT, Cluster, Done, cluster_marks, until
 
-ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests/lab/data"
 PACKAGE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
 CPU = ("--device", "cpu", "--nproc", "2")
 COUNT = ("dist-run", *CPU, "--grace", "20", "save_and_resume.py")
 
-pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+pytestmark = cluster_marks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(Cluster):
     """A login node, three nodes, and the folder with a blank in its name that the jobs run in."""
 
-    state: Path
     folder: Path
 
-    def cluster(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
-        env = {
-            **os.environ,
-            "XDG_STATE_HOME": str(self.state / "state"),
-            # What a site's login shell hands on to jobs.
-            "BASH_FUNC_module%%": '() { echo "module $*"; }',
-        }
-        return subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env, check=False
-        )
+    def cluster(self, *words: str | Path) -> Done:
+        # The function is what a site's login shell hands on to jobs.
+        env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
+        return self(*words, env=env)
 
-    def imgkit(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def imgkit(self, *words: str) -> Done:
         """On the login node, in the jobs' folder."""
-        argv = (sys.executable, "-m", "imgkit_builder", *words)
-        return self.cluster("exec", "login", "--cwd", self.folder, "--", *argv)
+        return self.cluster("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *words)
 
     def submit(self, *words: str) -> str:
         done = self.imgkit("submit", "mn5", *SITE, *words)
@@ -68,15 +57,12 @@ class Site:
         return self.told(job)
 
     def until(self, condition: Callable[[], bool], job: str) -> None:
-        end = time.monotonic() + 90
-        while not condition():
-            assert time.monotonic() < end, self.told(job)
-            time.sleep(0.3)
+        until(condition, told=lambda: self.told(job))
 
     def processes(self, *nodes: str) -> list[str]:
         """Of a run, on these nodes."""
-        lines = "\n".join(self.cluster("exec", node, "--", "ps", "-eo", "args").stdout for node in nodes)
-        return [line for line in lines.splitlines() if re.search(r"imgkit_entrypoints|torch|save_and", line)]
+        lines = self.ps("args", *nodes)
+        return [line for line in lines if re.search(r"imgkit_entrypoints|torch|save_and", line)]
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +76,10 @@ def site(mn5_sif: Path) -> Iterator[Site]:
     (made.folder / "mn5.sif").symlink_to(mn5_sif)
     shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
     try:
-        made.cluster("up", "3", "--cpus", "80", "--die-with", str(os.getpid()))
+        made.up(3, "--cpus", "80")
         yield made
     finally:
-        made.cluster("down")
+        made.down()
         shutil.rmtree(made.folder)
 
 

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from labkit import Done, public_folder, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Path]:
     """A folder of Python files, each of which ends whoever imports it."""
-    folder = Path("/tmp") / f"imgkit-hostile-{os.getpid()}"
-    (folder / "torch").mkdir(parents=True)
+    folder = public_folder("hostile")
+    (folder / "torch").mkdir()
     for name in ("json.py", "sitecustomize.py", "torch/__init__.py"):
         (folder / name).write_text(f"raise SystemExit('the wrong {name}')")
     try:
@@ -40,20 +40,13 @@ def who(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 def inside(
     sif: Path, path: Path, *words: str, who: tuple[str, ...] = (), options: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """Run `words` in `sif` without HOME, in the folder `path`, which is on PYTHONPATH."""
     # HOME is unset inside: the runtime sets it by itself.
     shell = ("sh", "-c", 'unset HOME; cd "$PYTHONPATH"; exec "$@"', "sh")
     given = ("--bind", str(path), "--env", f"PYTHONPATH={path}", *options)
-    return subprocess.run(
-        [*who, "singularity", "exec", *given, str(sif), *shell, *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd="/",
-        timeout=120,
-        check=False,
-    )
+    command = (*who, "singularity", "exec", *given, sif, *shell, *words)
+    return run(*command, folder="/")
 
 
 def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:

@@ -9,13 +9,11 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from labkit import PACKAGE, PLACE, ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
 NODE = ROOT / "tests/unit/entrypoints/launch/node.py"
 SCENARIO = ROOT / "tests/lab/launch/launch_scenario.py"
 
@@ -39,8 +37,7 @@ def play(request: pytest.FixtureRequest) -> Play:
         env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     else:
         image = request.getfixturevalue("standin")
-        site = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
-        mounts = (f"{PACKAGE}:{site}:ro", f"{NODE}:/node.py:ro", f"{SCENARIO}:/scenario.py:ro")
+        mounts = (f"{PACKAGE}:{PLACE}:ro", f"{NODE}:/node.py:ro", f"{SCENARIO}:/scenario.py:ro")
         argv = ["docker", "run", "--rm", "--network", "none"]
         argv += [word for mount in mounts for word in ("--volume", mount)]
         argv += [image, "python3", "/scenario.py", "/node.py"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from labkit import ROOT, Cluster
 
 from imgkit_entrypoints.schedulers.slurm import expand_nodelist
-
-ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.cluster
 
@@ -42,21 +39,17 @@ else:
 
 @pytest.fixture(scope="module")
 def state() -> Iterator[Path]:
-    # Not under pytest's base folder, which the cluster's ordinary user cannot enter (mode 0700).
-    folder = Path(f"/tmp/imgkit-test-placement-{os.getpid()}")
-    cluster(folder, "up", 2, "--die-with", os.getpid())
-    (folder / "show.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}")
-    yield folder
-    cluster(folder, "down")
+    made = Cluster(state=Path(f"/tmp/imgkit-test-placement-{os.getpid()}"))
+    made.up(2)
+    shown = f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}"
+    (made.state / "show.py").write_text(shown)
+    yield made.state
+    made.down()
 
 
-def cluster(state: Path, *words: str | int) -> list[str]:
-    """Output lines of a command on the cluster."""
-    argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(state), *map(str, words)]
-    done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
-    )
-    return done.stdout.splitlines()
+def cluster(state: Path, *words: object) -> list[str]:
+    """The lines that a command of the cluster printed."""
+    return Cluster(state=state)(*words).stdout.splitlines()
 
 
 def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:

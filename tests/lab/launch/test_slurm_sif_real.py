@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from labkit import Cluster, cluster_marks, until
 
-ROOT = Path(__file__).resolve().parents[3]
 PER_NODE = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
 TWO = ("--device", "cpu", "--nproc", "2")
 PLACES = [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
 """Rank and node of every process, two a node."""
 
-pytestmark = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+pytestmark = cluster_marks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slurm:
+class Slurm(Cluster):
     """A cluster of two nodes and the file that its jobs run."""
 
-    state: Path
     sif: Path
-
-    def __call__(self, *words: str | Path) -> str:
-        """What a command of the cluster printed."""
-        argv = [sys.executable, str(ROOT / "ci/lab/cluster"), "--state", str(self.state), *map(str, words)]
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False
-        )
-        return done.stdout
 
     @property
     def output(self) -> Path:
@@ -46,7 +34,7 @@ class Slurm:
         self.output.unlink(missing_ok=True)
         script = self.state / "job.sh"
         script.write_text("\n".join(("#!/bin/bash", *lines, "")))
-        return self("--user", "sbatch", "--parsable", "-N2", "-o", self.output, script).strip()
+        return self("--user", "sbatch", "--parsable", "-N2", "-o", self.output, script).stdout.strip()
 
     def run(self, *lines: str) -> str:
         """What a job script of `lines` printed. Not by sbatch -W, which looks after 2, 10, 42 s only."""
@@ -54,33 +42,32 @@ class Slurm:
         return self.output.read_text()
 
     def ended(self, job: str) -> None:
-        self.until(lambda: not self("squeue", "-h", "-j", job))
+        self.until(lambda: not self("squeue", "-h", "-j", job).stdout)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
-        while not condition():
-            told = self.output.read_text() if self.output.exists() else ""
-            assert time.monotonic() < end, "\n".join((told, *self.processes()))
-            time.sleep(0.3)
+        def told() -> str:
+            text = self.output.read_text() if self.output.exists() else ""
+            return "\n".join((text, *self.processes()))
+
+        until(condition, told=told)
 
     def exec(self, *words: str | Path) -> str:
         return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *words)))
 
     def processes(self) -> list[str]:
         """Of all nodes, those that belong to a job."""
-        lines = (self("exec", node, "--", "ps", "-eo", "user:16,args") for node in ("node1", "node2"))
-        return [line for line in "\n".join(lines).splitlines() if line.startswith("researcher ")]
+        lines = self.ps("user:16,args", "node1", "node2")
+        return [line for line in lines if line.startswith("researcher ")]
 
 
 @pytest.fixture(scope="module")
 def slurm(mn5_sif: Path) -> Iterator[Slurm]:
-    # Not under pytest's base folder: that is closed (mode 0700) to the cluster's ordinary user.
     made = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
-    made("up", "2", "--die-with", str(os.getpid()))
+    made.up(2)
     made.output.parent.mkdir()
     made.output.parent.chmod(0o1777)
     yield made
-    made("down")
+    made.down()
 
 
 def test_one_command_a_node_computes_pi(slurm: Slurm) -> None:

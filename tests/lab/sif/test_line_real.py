@@ -6,28 +6,21 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import labkit
 import pytest
+from labkit import IMGKIT, Done, public_folder, run
 
-IMGKIT = (sys.executable, "-m", "imgkit_builder")
 TAG_ARM64 = "imgkit-test-line-arm64:latest"
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
 
-def run(*words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in words], stdin=subprocess.DEVNULL, capture_output=True, text=True, **options
-    )  # type: ignore[call-overload, no-any-return]
-
-
-def imgkit(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    done = run(*IMGKIT, *words)
+def imgkit(*words: object) -> Done:
+    done = labkit.imgkit(*words)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -43,9 +36,7 @@ class Line:
 
 @pytest.fixture(scope="module")
 def line(mn5_image: str, mn5_sif: Path) -> Iterator[Line]:
-    # Not pytest's own folder, which only its owner may enter: an ordinary user reads these files.
-    folder = Path("/tmp") / f"imgkit-line-{os.getpid()}"
-    folder.mkdir(mode=0o755)
+    folder = public_folder("line")
     made = Line(archive=folder / "mn5.tar", default=folder / "mn5.sif", fast=mn5_sif)
     try:
         imgkit("save", mn5_image, "-o", made.archive)
@@ -61,9 +52,9 @@ def sif(line: Line, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def as_user(user: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def as_user(user: str, *words: str | Path) -> Done:
     prefix = ("runuser", "-u", user, "--", "env", f"HOME=/home/{user}") if os.geteuid() == 0 else ()
-    return run(*prefix, *words, cwd="/")
+    return run(*prefix, *words, folder="/")
 
 
 def losses(output: str) -> list[float]:

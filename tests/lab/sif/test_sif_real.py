@@ -11,7 +11,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labkit import imgkit, imgkit_json, ordinary_user, output
 
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import SifImage
@@ -60,23 +60,8 @@ class Lab:
     export: Path
 
 
-def imgkit(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "imgkit_builder", *map(str, words)]
-    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
-
-
 def sif(*words: str | Path, folder: Path) -> dict[str, Any]:
-    """``imgkit sif --json``; fails the test where it fails."""
-    done = imgkit("sif", *words, "--json", folder=folder)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def output(*words: str | Path, **options: Any) -> str:
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return imgkit_json("sif", *words, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +72,7 @@ def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             parent.chmod(parent.stat().st_mode | 0o055)  # an ordinary user reads it too
     name = f"imgkit-test-sif:{secrets.token_hex(4)}"
     dockerfile = ODD.replace("{base}", standin_notorch)
-    output("docker", "build", "-q", "-t", name, "-", input=dockerfile)
+    output("docker", "build", "-q", "-t", name, "-", given=dockerfile)
     try:
         archive = folder / "odd.tar"
         output("docker", "save", "-o", archive, name)
@@ -252,18 +237,12 @@ def test_own_reader_agrees_with_runtime(lab: Lab, way: str, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> Iterator[str]:
+def user() -> Iterator[str]:
     """An ordinary user with a home, for this test."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make an ordinary user")
-    name = f"imgkit-{secrets.token_hex(3)}"
-    home = Path(f"/home/{name}")
-    output("useradd", "--create-home", "--home-dir", home, "--shell", "/bin/sh", name)
-    try:
+    with ordinary_user() as name:
         yield name
-    finally:
-        subprocess.run(["userdel", "--remove", name], capture_output=True, check=False)
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def test_ordinary_user_converts_and_runs(lab: Lab, user: str) -> None:
@@ -277,10 +256,12 @@ def test_ordinary_user_converts_and_runs(lab: Lab, user: str) -> None:
     places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
     start = ["runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C"]
     python = Path("/usr/bin/python3").resolve()
-    output(*start, python, "-I", bundle, "sif", "odd.tar", "-o", "mine.sif", cwd=home)
+    output(*start, python, "-I", bundle, "sif", "odd.tar", "-o", "mine.sif", folder=home)
     for path in ("mine.sif", "export.sif"):
         script = "id -un; cat /odd/opaque/new"
-        assert output(*start, "singularity", "exec", path, "sh", "-c", script, cwd=home) == f"{user}\nnew\n"
+        assert (
+            output(*start, "singularity", "exec", path, "sh", "-c", script, folder=home) == f"{user}\nnew\n"
+        )
     names = {path.name for path in home.iterdir() if not path.name.startswith(".")}
     assert names == {"export.sif", "imgkit.pyz", "mine.sif", "odd.tar"}
     assert not list(home.glob(".*.part"))

@@ -1,0 +1,160 @@
+"""What tests of several rooms use: commands, containers of the stand-in image, the virtual cluster, waiting.
+
+pytest finds this module by `pythonpath` in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Done = subprocess.CompletedProcess[str]
+
+ROOT = Path(__file__).resolve().parents[2]
+LAB = ROOT / "ci/lab"
+PACKAGE = ROOT / "entrypoints/imgkit_entrypoints"
+PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
+"""Where `PACKAGE` goes in the stand-in image."""
+IMGKIT = (sys.executable, "-m", "imgkit_builder")
+# Without a network no host name resolves: Gloo finds lo by itself, but warns first.
+QUIET = ("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""The test nodes' only user is root, and mpirun refuses root without these."""
+
+cluster_marks = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+
+
+def run(
+    *words: object,
+    folder: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    given: str = "",
+    timeout_s: float = 600,
+) -> Done:
+    """Run a command with `given` as its input; `env` is added to this process's variables."""
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env={**os.environ, **(env or {})},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def output(*words: object, **options: Any) -> str:
+    """What a command that must succeed prints."""
+    done = run(*words, **options)
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-4000:]
+    return done.stdout
+
+
+def imgkit(*words: object, **options: Any) -> Done:
+    return run(*IMGKIT, *words, **options)
+
+
+def imgkit_json(*words: object, **options: Any) -> dict[str, Any]:
+    """What a verb that must succeed prints with ``--json``."""
+    found: dict[str, Any] = json.loads(output(*IMGKIT, *words, "--json", **options))
+    return found
+
+
+def docker(*words: object, **options: Any) -> str:
+    return output("docker", *words, **options).strip()
+
+
+def in_image(
+    image: str, *words: object, options: Sequence[object] = (), given: str = "", timeout_s: float = 600
+) -> Done:
+    """Run a command in a new container of a stand-in image, with this checkout's package and no network."""
+    start = ("docker", "run", "--rm", "--interactive", "--network", "none")
+    mounted = ("--volume", f"{PACKAGE}:{PLACE}:ro", *QUIET)
+    return run(*start, *mounted, *options, image, *words, given=given, timeout_s=timeout_s)
+
+
+def until(
+    condition: Callable[[], object], *, within_s: float = 240, told: Callable[[], str] = lambda: ""
+) -> None:
+    """Wait until `condition` holds; after `within_s` the test fails with what `told` says."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, told()
+        time.sleep(0.1)
+
+
+def shared_folder() -> Path:
+    """The folder that all workers of this run share; tests/conftest.py names it and removes it at the end.
+
+    Ordinary users can enter it, unlike pytest's own folders.
+    """
+    folder = Path(os.environ["IMGKIT_TEST_SHARED"])
+    folder.mkdir(mode=0o755, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Let one worker of this run at a time do what `name` stands for."""
+    with (shared_folder() / f"{name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def ordinary_user() -> Iterator[str]:
+    """A new user of this machine with a home folder; needs root."""
+    name = f"imgkit-{secrets.token_hex(4)}"
+    output("useradd", "--create-home", "--shell", "/bin/sh", name)
+    try:
+        yield name
+    finally:
+        run("userdel", "--remove", name)
+
+
+def public_folder(name: str) -> Path:
+    """A new folder that ordinary users can enter; pytest's own folders are closed to them."""
+    folder = Path("/tmp") / f"imgkit-{name}-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A virtual cluster of ``ci/lab/cluster``; a ``with`` statement ends it.
+
+    `state` must lie outside of pytest's folders, which are closed to the cluster's ordinary user.
+    """
+
+    state: Path
+
+    def argv(self, *words: object) -> list[str]:
+        return [str(word) for word in (sys.executable, LAB / "cluster", "--state", self.state, *words)]
+
+    def __call__(self, *words: object, timeout_s: float = 240, **options: Any) -> Done:
+        return run(*self.argv(*words), timeout_s=timeout_s, **options)
+
+    def up(self, nodes: int, *options: str) -> None:
+        done = self("up", nodes, *options, "--die-with", os.getpid())
+        assert done.returncode == 0, done.stderr
+
+    def down(self) -> None:
+        self("down")
+
+    def ps(self, columns: str, *nodes: str) -> list[str]:
+        """Lines of ``ps`` on each of these nodes."""
+        texts = (self("exec", node, "--", "ps", "-eo", columns).stdout for node in nodes)
+        return [line for text in texts for line in text.splitlines()]
