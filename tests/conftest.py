@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -123,6 +124,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["IMGKIT_TEST_SHARED"] = f"/tmp/imgkit-shared-{os.getpid()}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the tests marked soak, too (ci/soak does)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--soak"):
+        return
+    if left_out := [item for item in items if item.get_closest_marker("soak")]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove what lab tests shared, and the mark folders of launchers that they killed with their guards."""
     shared = Path(os.environ["IMGKIT_TEST_SHARED"])
@@ -142,6 +156,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _standin(name: str, *options: str) -> str:
+    # ci/check makes the images beside the tests: the file that it names is there until they are ready.
+    making = Path(os.environ.get("IMGKIT_TEST_MAKING", "/nonexistent"))
+    while making.exists() and probe(["docker", "image", "inspect", name]):
+        time.sleep(1)
     if reason := probe(["docker", "image", "inspect", name]):
         missing("docker", f"{reason}; it is made by: ci/lab/base-image {' '.join(options)}".rstrip())
     return name

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from labkit import imgkit_json, locked, ordinary_user, shared_folder
+
+LONGEST_FIRST = (
+    "test_elastic_pod",
+    "test_training_survives",
+    "test_submit_slurm",
+    "test_delta",
+    "test_mpi",
+    "test_pods",
+    "test_line",
+    "test_pbs",
+    "test_slurm_sif",
+    "test_train",
+    "test_sif",
+    "test_quickstart",
+)
+"""Parts of test names, in the order in which workers take the tests: a long one never begins last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> tuple[bool, bool, int]:
+        places = [number for number, part in enumerate(LONGEST_FIRST) if part in item.nodeid]
+        # The images for arm64 are ready last, and a quiet test waits until no other test runs.
+        last = (item.get_closest_marker(name) is not None for name in ("quiet", "qemu"))
+        return (*last, min(places, default=len(LONGEST_FIRST)))
+
+    items.sort(key=turn)
+    for item in items:
+        if item.get_closest_marker("quiet"):
+            item.add_marker(pytest.mark.xdist_group("quiet"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test marked quiet run when no other worker runs a test."""
+    with (shared_folder() / "quiet.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH)
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

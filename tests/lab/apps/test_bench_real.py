@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -10,10 +11,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
-from labkit import AS_ROOT, Cluster, Done, in_image
+from labkit import AS_ROOT, Cluster, Done, cluster_marks, in_image
 
 from imgkit_entrypoints.apps.bench.measure.collectives import NAMES
 from imgkit_entrypoints.apps.bench.record import json_schema, reader
@@ -117,6 +119,7 @@ ranks.run_worker(main)
 
 
 @pytest.mark.docker
+@pytest.mark.quiet
 def test_late_rank_is_named_and_nobody_else(standin: str, tmp_path: Path) -> None:
     words = ("--size", "4K", "--iters", "2", "--warmup", "1")
     done = inside(standin, tmp_path, *TORCHRUN, "/given.py", *words, given=LATE)
@@ -167,6 +170,13 @@ def test_unwritable_file_is_refused_with_the_usage_code(standin: str, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
+def on_wires(test: Any) -> Any:
+    """A test whose numbers are times: it runs when no other test does, on one cluster for all of them."""
+    for mark in (*cluster_marks, pytest.mark.quiet):
+        test = mark(test)
+    return test
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site(Cluster):
     """Three nodes behind wires that are 50 Mbit/s fast, or as a test makes them."""
@@ -210,12 +220,18 @@ def site(mn5_sif: Path) -> Iterator[Site]:
         made.down()
 
 
-@pytest.mark.cluster
-@pytest.mark.docker
-@pytest.mark.singularity
-@pytest.mark.parametrize("rate_Mbps", [200, 50])
-@pytest.mark.parametrize("ranks", ["1", "2"])
-@pytest.mark.parametrize("nodes", [2, 3])
+# Together these four have each pair of values; ci/soak runs the others.
+ALL_PAIRS = ((2, "1", 200), (2, "2", 50), (3, "1", 50), (3, "2", 200))
+
+
+@on_wires
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "rate_Mbps"),
+    [
+        pytest.param(*case, marks=() if case in ALL_PAIRS else pytest.mark.soak)
+        for case in itertools.product((2, 3), ("1", "2"), (200, 50))
+    ],
+)
 def test_counters_give_the_rate_of_the_wire(site: Site, nodes: int, ranks: str, rate_Mbps: int) -> None:
     # The root's link always has work; a ring of so few bytes would measure the nodes' processors instead.
     words = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-check", "--nproc", ranks)
@@ -229,9 +245,7 @@ def test_counters_give_the_rate_of_the_wire(site: Site, nodes: int, ranks: str, 
     assert (run.world.nodes, run.world.ranks) == (nodes, nodes * int(ranks))
 
 
-@pytest.mark.cluster
-@pytest.mark.docker
-@pytest.mark.singularity
+@on_wires
 def test_both_directions_of_a_wire_work_at_once(site: Site) -> None:
     site.rate(50_000)
     run = site.bench(2, "sendrecv", "--size", "2M", "--iters", "3", "--no-check")
@@ -251,9 +265,7 @@ main()
 """
 
 
-@pytest.mark.cluster
-@pytest.mark.docker
-@pytest.mark.singularity
+@on_wires
 def test_late_host_is_named_as_a_whole(site: Site) -> None:
     (site.state / "late.py").write_text(LATE_HOST)
     image = ("singularity", "exec", str(site.sif), "dist-run", "--device", "cpu", "--nproc", "2", "late.py")
@@ -274,9 +286,7 @@ main.main(["dist-bench", "--device", "cpu", *words.split()])
 """
 
 
-@pytest.mark.cluster
-@pytest.mark.docker
-@pytest.mark.singularity
+@on_wires
 def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
     site.rate(50_000)
     (site.state / "arms.py").write_text(TWO_ARMS)
@@ -298,9 +308,7 @@ def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
     assert {len(one.times_us) for run in runs for one in run.results} == {0, 6}
 
 
-@pytest.mark.cluster
-@pytest.mark.docker
-@pytest.mark.singularity
+@on_wires
 def test_matrix_names_the_slow_node(site: Site) -> None:
     site.rate(50_000)
     site("fault", "rate", "node2", 5_000)
@@ -310,9 +318,7 @@ def test_matrix_names_the_slow_node(site: Site) -> None:
     assert "No rank comes late" in told[0]  # a slow link does not make its host late
 
 
-@pytest.mark.cluster
-@pytest.mark.docker
-@pytest.mark.singularity
+@on_wires
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -12,6 +12,7 @@ import socket
 import sys
 
 import torch
+import torch._dynamo  # the first step of an optimizer imports it; here once instead of in every rank
 
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import __main__ as app

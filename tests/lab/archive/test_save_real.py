@@ -21,7 +21,7 @@ from imgkit_builder.archive import write
 from imgkit_builder.sif import image as sif_image
 from imgkit_entrypoints.errors import ToolFailed
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("save")]
 
 TAG = "imgkit-test-save:1"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from labkit import Cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster")]
 
 
 def keepers(state: Path) -> list[str]:

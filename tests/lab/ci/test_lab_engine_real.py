@@ -15,6 +15,7 @@ from labkit import LAB, Done, run
 
 pytestmark = [
     pytest.mark.docker,
+    pytest.mark.xdist_group("engine"),
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("dockerd", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None,
         reason="starting an engine needs root and dockerd",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from labkit import ROOT
 
-pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("quickstart")]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from imgkit_builder.cli.app import BUNDLE_VERBS
 
 TAG = "imgkit-test-bundle:1"
 
+pytestmark = pytest.mark.xdist_group("bundle")
+
 
 def _interpreters() -> dict[tuple[int, int], str]:
     """One interpreter of each minor version, from PATH and from pyenv."""

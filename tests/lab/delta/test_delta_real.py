@@ -32,7 +32,7 @@ from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import Stack
 from imgkit_builder.sif import image
 
-pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("delta")]
 
 HERE = Path(__file__).parent
 EDITS = base64.b64encode((HERE / "delta_edits.py").read_bytes()).decode()

@@ -18,7 +18,7 @@ from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, R
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.system import SystemFacts
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("classic")]
 
 NASTY = {
     "SPACES": "two  spaces and\ta tab",

@@ -19,7 +19,7 @@ from labkit import AS_ROOT, IMGKIT, Cluster, Done, cluster_marks, until
 FORMS = {"launcher": (), "direct": ("--direct",), "ssh": ("--ssh",)}
 HOSTS = ("--hosts", "node1,node2")
 
-pytestmark = cluster_marks
+pytestmark = [*cluster_marks, pytest.mark.xdist_group("mpi")]
 
 LOOP = """
 import sys, time, torch.distributed as dist

@@ -24,7 +24,7 @@ system:
   runtime: {command: singularity, host_libs: [STATE/libs]}
 """
 
-pytestmark = cluster_marks
+pytestmark = [*cluster_marks, pytest.mark.xdist_group("pbs")]
 
 
 @dataclass(frozen=True, kw_only=True)

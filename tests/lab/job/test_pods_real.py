@@ -164,6 +164,7 @@ def said(pods: Pods, count: int, text: str) -> None:
     )
 
 
+@pytest.mark.xdist_group("pods")
 @pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
 def test_hello_waits_for_the_head_s_name(
     pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
@@ -179,6 +180,7 @@ def test_hello_waits_for_the_head_s_name(
     assert "all_reduce of ones: 4" in pods.output()
 
 
+@pytest.mark.xdist_group("pods")
 @pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
 def test_bench_passes_and_is_kept_on_the_volume(
     pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]

@@ -12,7 +12,7 @@ from labkit import ROOT, Cluster
 
 from imgkit_entrypoints.schedulers.slurm import expand_nodelist
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("placement")]
 
 SHOW = """
 import os, sys

@@ -16,7 +16,7 @@ TWO = ("--device", "cpu", "--nproc", "2")
 PLACES = [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
 """Rank and node of every process, two a node."""
 
-pytestmark = cluster_marks
+pytestmark = [*cluster_marks, pytest.mark.xdist_group("slurm-sif")]
 
 
 @dataclass(frozen=True, kw_only=True)

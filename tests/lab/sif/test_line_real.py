@@ -16,7 +16,7 @@ from labkit import IMGKIT, Done, public_folder, run
 
 TAG_ARM64 = "imgkit-test-line-arm64:latest"
 
-pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("line")]
 
 
 def imgkit(*words: object) -> Done:

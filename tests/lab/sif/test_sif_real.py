@@ -23,7 +23,7 @@ from labkit import imgkit, imgkit_json, ordinary_user, output
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import SifImage
 
-pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("sif")]
 
 # Whatever a file system can hold and a conversion can lose.
 ODD = r"""FROM {base}
