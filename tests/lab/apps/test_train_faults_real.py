@@ -80,11 +80,8 @@ wait $!
 def test_any_process_killed_at_any_time_costs_nothing(
     standin: str, runs: Path, whole: dict[str, str], kills: int
 ) -> None:
-    told = inside(
-        standin,
-        runs,
-        f'export PAUSE=0.05; python3 train_kills.py {kills} bash -c "$(declare -f train); train --run-dir shot{kills}"',
-    )
+    shot = f'bash -c "$(declare -f train); train --run-dir shot{kills}"'
+    told = inside(standin, runs, f"export PAUSE=0.05; python3 train_kills.py {kills} {shot}")
     killed = re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", told, re.M)
     assert len(killed) == kills
     assert "resumes after step" in told

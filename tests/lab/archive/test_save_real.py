@@ -23,7 +23,8 @@ from imgkit_entrypoints.errors import ToolFailed
 
 pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("save")]
 
-TAG = "imgkit-test-save:1"
+NAME = f"imgkit-test-save-{os.getpid()}"
+TAG = f"{NAME}:1"
 
 
 def verdicts(path: Path) -> tuple[int, dict[str, str]]:
@@ -133,7 +134,7 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
     done = imgkit("save", image, "--compress", compress, "--json", folder=tmp_path)
     told = json.loads(done.stdout)
     path = tmp_path / told["archive"]["name"]
-    assert path.name == f"imgkit-test-save-1{write.SUFFIXES[compress]}"  # type: ignore[index]
+    assert path.name == f"{NAME}-1{write.SUFFIXES[compress]}"  # type: ignore[index]
     assert verdicts(path)[0] == 0
     if compress == "zstd":  # the engine of 20.10 reads gzip only
         subprocess.run(["zstd", "-q", "-d", path], check=True)
@@ -143,7 +144,7 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
 
 def test_dry_run_writes_nothing(image: str, tmp_path: Path) -> None:
     done = imgkit("save", image, "--dry-run", folder=tmp_path)
-    assert "imgkit-test-save-1.tar" in done.stdout
+    assert f"{NAME}-1.tar" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

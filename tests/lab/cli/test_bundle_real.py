@@ -17,7 +17,7 @@ from labkit import imgkit_json
 from imgkit_builder.cli import zipapp
 from imgkit_builder.cli.app import BUNDLE_VERBS
 
-TAG = "imgkit-test-bundle:1"
+TAG = f"imgkit-test-bundle:{os.getpid()}"
 
 pytestmark = pytest.mark.xdist_group("bundle")
 

@@ -24,7 +24,7 @@ from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.docker
 
-PREFIX = "imgkit-test-build"
+PREFIX = f"imgkit-test-build-{os.getpid()}"
 
 
 def running(marker: str) -> list[str]:

@@ -160,4 +160,4 @@ def test_pip_cannot_replace_the_bases_torch(standin: str, code: Path) -> None:
     step = PipStep(packages=("torch==1.0",), options=("--no-index",))
     asked = packed(recipe(standin, code, pip=(step,), constraints=Constraints(policy="ignore")))
     with pytest.raises(AssertionError, match=r"The user requested \(constraint\) torch=="):
-        build(asked, "imgkit-test:torch")
+        build(asked, f"imgkit-test-{secrets.token_hex(4)}:torch")

@@ -14,7 +14,7 @@ import labkit
 import pytest
 from labkit import IMGKIT, Done, public_folder, run
 
-TAG_ARM64 = "imgkit-test-line-arm64:latest"
+TAG_ARM64 = f"imgkit-test-line-arm64-{os.getpid()}:latest"
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("line")]
 
