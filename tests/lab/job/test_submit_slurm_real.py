@@ -90,7 +90,12 @@ def site(mn5_sif: Path) -> Iterator[Site]:
         (("dist-hello", *CPU), "all_reduce of ones: 4"),
         (("dist-pi", *CPU), "error [0-9.]+e-1[2-9], 100000000 intervals, 4 ranks"),
         (("dist-train", *CPU, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 4 ranks"),
-        (("dist-bench", *CPU), r"all_reduce \w+ sum, 4 ranks, gloo"),
+        (("dist-bench", *CPU, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 4 ranks, gloo"),
+        pytest.param(
+            *(("dist-bench", *CPU), r"all_reduce \w+ sum, 4 ranks, gloo"),
+            id="dist-bench as it is by default",
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )

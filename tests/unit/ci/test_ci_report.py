@@ -38,6 +38,14 @@ def test_parts_show_minutes_and_failures(tmp_path: Path) -> None:
     assert lines[1].split() == ["1.5", "min", "tests:", "lab", "FAILED", "(1)"]
 
 
+def test_slowest_tests_come_first_without_their_group(tmp_path: Path) -> None:
+    cases = [f'<testcase classname="tests.c" name="test_{n}@wires" time="{n}.5"/>' for n in range(25)]
+    lines = report(tmp_path, *cases).stdout.partition("slowest tests:\n")[2].splitlines()
+    assert lines[0].split() == ["24.5", "s", "lab:", "tests.c.test_24"]
+    assert lines[19].split() == ["5.5", "s", "lab:", "tests.c.test_5"]
+    assert lines[20] == ""
+
+
 def test_skips_of_one_reason_share_a_line(tmp_path: Path) -> None:
     done = report(tmp_path, NO_DOCKER.format("t1"), NO_DOCKER.format("t2"))
     assert "lab: tests.b.t1 and 1 more: docker: no engine answers" in done.stdout
