@@ -35,7 +35,7 @@ print("ended with", dist.get_world_size(), flush=True)
 dist.destroy_process_group()
 """
 
-pytestmark = cluster_marks
+pytestmark = [*cluster_marks, pytest.mark.xdist_group("pods")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,6 @@ def said(pods: Pods, count: int, text: str) -> None:
     )
 
 
-@pytest.mark.xdist_group("pods")
 @pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
 def test_hello_waits_for_the_head_s_name(
     pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
@@ -180,7 +179,6 @@ def test_hello_waits_for_the_head_s_name(
     assert "all_reduce of ones: 4" in pods.output()
 
 
-@pytest.mark.xdist_group("pods")
 @pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
 def test_bench_passes_and_is_kept_on_the_volume(
     pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
@@ -197,6 +195,7 @@ def test_bench_passes_and_is_kept_on_the_volume(
     assert all(line in pods.output() for line in table)
 
 
+@pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
 def test_elastic_pod_leaves_and_another_joins(pods: Pods) -> None:
     """About 90 s, most of it torchrun's own waits: 15 s for a lost node, 30 s for one that may still come."""
     name, end = "elastic", pods.volume / "end"

@@ -20,7 +20,7 @@ SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
 CPU = ("--device", "cpu", "--nproc", "2")
 COUNT = ("dist-run", *CPU, "--grace", "20", "save_and_resume.py")
 
-pytestmark = cluster_marks
+pytestmark = [*cluster_marks, pytest.mark.xdist_group("submit")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,6 @@ def site(mn5_sif: Path) -> Iterator[Site]:
         shutil.rmtree(made.folder)
 
 
-@pytest.mark.xdist_group("submit")
 @pytest.mark.parametrize(
     ("command", "result"),
     [
@@ -105,7 +104,6 @@ def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...
     assert re.search(result, told), told
 
 
-@pytest.mark.xdist_group("submit")
 def test_values_arrive_as_they_were_typed(site: Site) -> None:
     (site.folder / "show me.py").write_text("import os, sys\nprint(os.environ['NOTE'], sys.argv[1:])\n")
     note = """$(touch pwned) "and" 'more'"""
@@ -135,7 +133,6 @@ def start_again(site: Site, job: str) -> None:
     site.cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
-@pytest.mark.xdist_group("submit")
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
     made = site.imgkit("job", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "100")
@@ -247,7 +244,6 @@ def test_this_image_runs_under_the_script_of_0_1(site: Site, hello: bool) -> Non
         assert "finished at 100" in site.told(job)
 
 
-@pytest.mark.xdist_group("submit")
 def test_cancelled_job_is_not_requeued(site: Site) -> None:
     job = site.submit("--nodes", "2", "--", *COUNT, "6000")
     site.until(lambda: "starts at 0" in site.told(job), job)
@@ -260,14 +256,12 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     assert "requeued" not in site.told(job)
 
 
-@pytest.mark.xdist_group("submit")
 def test_allocation_by_hand_runs_the_command(site: Site) -> None:
     done = site.imgkit("submit", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *CPU)
     assert done.returncode == 0, done.stderr
     assert "all_reduce of ones: 4" in done.stdout
 
 
-@pytest.mark.xdist_group("submit")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -283,6 +277,7 @@ def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) 
     assert done.stdout == ""
 
 
+@pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
 def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
     shutil.copy(ROOT / "tests/lab/apps/train_faults.py", site.folder / "faults.py")
     own = ("--model", "faults.py:model", "--data", "faults.py:data", "--global-batch", "12")
