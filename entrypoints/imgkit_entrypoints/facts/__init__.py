@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts import host, network, rdma, saved_tree, software
+from imgkit_entrypoints.facts import compute, network, rdma, saved_tree, software
 from imgkit_entrypoints.facts.host_facts import (
     CxiDevice,
     Gid,
@@ -87,8 +87,8 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
 
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
     known = reader.not_files()
-    gpus, gpus_source = host.gpus(reader, env)
-    cpus = host.cpus(reader, known)
+    gpus, gpus_source = compute.gpus(reader, env)
+    cpus = compute.cpus(reader, known)
     nccl_version, nccl_source = software.nccl(reader, env)
     libraries = software.libraries(reader, env)
     return HostFacts(
@@ -100,15 +100,15 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         gpus_source=gpus_source,
         cpus_source=cpus.source,
         cpu_quota=cpus.quota,
-        gpu_devices=host.gpu_devices(reader),
-        driver=host.driver(reader),
+        gpu_devices=compute.gpu_devices(reader),
+        driver=compute.driver(reader),
         kernel=reader.text("/proc/sys/kernel/osrelease") or "",
         boot_id=reader.text("/proc/sys/kernel/random/boot_id") or "",
-        memlock=host.limit(reader, "Max locked memory"),
-        stack=host.limit(reader, "Max stack size"),
-        open_files=host.limit(reader, "Max open files"),
-        shm_bytes=host.shm_bytes(reader, known),
-        ephemeral_ports=host.ephemeral_ports(reader),
+        memlock=compute.limit(reader, "Max locked memory"),
+        stack=compute.limit(reader, "Max stack size"),
+        open_files=compute.limit(reader, "Max open files"),
+        shm_bytes=compute.shm_bytes(reader, known),
+        ephemeral_ports=compute.ephemeral_ports(reader),
         rdma=rdma.devices(reader),
         rdma_cm=rdma.opens(reader, "/dev/infiniband/rdma_cm"),
         cxi=rdma.cxi_devices(reader),

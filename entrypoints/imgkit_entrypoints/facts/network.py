@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 
-from imgkit_entrypoints.facts.host import pci_path
+from imgkit_entrypoints.facts.compute import pci_path
 from imgkit_entrypoints.facts.host_facts import Interface, Route
 from imgkit_entrypoints.facts.reader import Reader
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 
-from imgkit_entrypoints.facts.host import numa_node, pci_path
+from imgkit_entrypoints.facts.compute import numa_node, pci_path
 from imgkit_entrypoints.facts.host_facts import CxiDevice, Gid, Port, RdmaDevice
 from imgkit_entrypoints.facts.reader import Reader
 

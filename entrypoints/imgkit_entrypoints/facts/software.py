@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts.host import driver
+from imgkit_entrypoints.facts.compute import driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
 

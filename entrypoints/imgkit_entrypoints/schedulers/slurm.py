@@ -31,17 +31,6 @@ from imgkit_entrypoints.schedulers.environment import (
 from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, WrongStart
 
-__all__ = [
-    "FIELDS",
-    "FORWARD",
-    "NAME",
-    "claims",
-    "expand_nodelist",
-    "per_node_command",
-    "place",
-    "start_argv",
-]
-
 NAME = "slurm"
 
 FIELDS: Mapping[str, tuple[str, ...]] = {

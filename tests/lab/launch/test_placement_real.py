@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from labkit import ROOT, Cluster
 
-from imgkit_entrypoints.schedulers.slurm import expand_nodelist
+from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("placement")]
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.hostlist import expand_counts
-from imgkit_entrypoints.schedulers.slurm import expand_nodelist
+from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
 
 # Right-hand sides are the output of `scontrol show hostnames` of Slurm 22.05, which refuses text after a
 # bracket; newer versions write such text.
