@@ -1,9 +1,9 @@
-"""dist-bench: measure, verify and judge collectives. Importing these modules does not import torch.
+"""dist-bench: measure, verify and judge collectives. The command line, saved files and reports need no torch.
 
 The sub-rooms, from the top down; each imports only from those below it:
 
-* the app itself: ``sweep`` (one run, set up by ``setup``), ``compare`` (``--compare``), ``baseline``
-  (``--baseline``), ``table`` (the printed lines), ``options``;
+* the app itself: ``sweep`` (one run) with ``setup`` and ``outcome``, ``compare`` (``--compare``),
+  ``baseline`` (``--baseline``), ``table`` (the printed lines), ``options``;
 * ``report``: saved runs as a page;
 * ``record``: the saved file;
 * ``judge``: the meaning of the figures, in sentences;

@@ -16,7 +16,7 @@ from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import components, options, plugins
 from imgkit_entrypoints.apps.train.config import Config, due, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.apps.train.data.batches import Batches
-from imgkit_entrypoints.apps.train.data.order import Position, arrange
+from imgkit_entrypoints.apps.train.data.order import Order, Position, arrange
 from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.report import utilization
@@ -56,13 +56,7 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
     if found is not None:
         config, changes = resumed(config, found.config, found.where)
     samples = own.data(config, "train")
-    order = arrange(
-        size=len(samples),
-        world_size=here.world_size,
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
-        global_batch=config.global_batch,
-    )
+    order = _order(config, len(samples), here)
     steps = total_steps(config, order.steps_per_epoch)
     config = dataclasses.replace(
         config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)
@@ -76,7 +70,6 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
     if found is not None and start.step >= steps:
         export(config, found.weights, here)
         return 0
-
     trainer = Trainer(config, own.model(config), own.loss, steps, here)
     feed = Batches(samples, order, config, here, channels_last=trainer.channels_last)
     held_out = Evaluation(held_out_samples, order, config, trainer, here) if looks else None
@@ -115,6 +108,16 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
     if code == 0:
         export(config, trainer.plain.state_dict(), here)
     return code
+
+
+def _order(config: Config, samples: int, here: ranks.Ranks) -> Order:
+    return arrange(
+        size=samples,
+        world_size=here.world_size,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        global_batch=config.global_batch,
+    )
 
 
 def _end(

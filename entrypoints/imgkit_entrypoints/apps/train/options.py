@@ -45,65 +45,54 @@ Your own model, and the files of a run: docs/train.md."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of dist-train."""
-    add = _adder(parser.add_argument_group("model and data"))
-    add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags override it")
-    add(
-        "--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or MOD:FN or file.py:FN (default: linear)"
-    )
-    text = "builtin, a text file for gpt, a folder of images for a resnet, or MOD:FN or file.py:FN"
-    add("--data", _data, "builtin", "NAME", f"{text} (default: builtin)")
-    add("--step", _step, "builtin", "NAME", "loss: builtin, or MOD:FN or file.py:FN (default: builtin)")
-    add("--samples", positive, None, "N", "number of built-in samples (default: depends on the model)")
-    add(
-        "--image-size",
-        positive,
-        224,
-        "N",
-        "side in pixels that images from a folder are cropped to (default: 224)",
-    )
-    add("--seed", int, 0, "N", "seed of weights, data and their order (default: 0)")
-    add(
-        "--workers",
-        natural,
-        0,
-        "N",
-        "processes per rank that load samples (default: 0, load in the rank itself)",
-    )
+    _model_and_data(_adder(parser.add_argument_group("model and data")))
+    _steps_and_batches(_adder(parser.add_argument_group("steps and batches")))
+    _of_optimizer(_adder(parser.add_argument_group("optimizer")))
+    _computation(parser.add_argument_group("computation"))
+    _output(_adder(parser.add_argument_group("output and resuming")))
 
-    add = _adder(parser.add_argument_group("steps and batches"))
+
+def _model_and_data(add: _Add) -> None:
+    own = "MOD:FN or file.py:FN"
+    add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags override it")
+    add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or {own} (default: linear)")
+    text = "builtin, a text file for gpt, a folder of images for a resnet"
+    add("--data", _data, "builtin", "NAME", f"{text}, or {own} (default: builtin)")
+    add("--step", _step, "builtin", "NAME", f"loss: builtin, or {own} (default: builtin)")
+    add("--samples", positive, None, "N", "number of built-in samples (default: depends on the model)")
+    text = "side in pixels that images from a folder are cropped to (default: 224)"
+    add("--image-size", positive, 224, "N", text)
+    add("--seed", int, 0, "N", "seed of weights, data and their order (default: 0)")
+    text = "processes per rank that load samples (default: 0, load in the rank itself)"
+    add("--workers", natural, 0, "N", text)
+
+
+def _steps_and_batches(add: _Add) -> None:
     add("--steps", positive, None, "N", f"optimizer steps (default: {STEPS})")
     add("--epochs", positive, None, "N", "passes over the data; with --steps, the shorter of the two")
     add("--batch-size", positive, None, "N", "samples that a rank computes at once (default: 32)")
-    add(
-        "--accumulate",
-        positive,
-        None,
-        "N",
-        "batches per rank and step, with accumulated gradients (default: 1)",
-    )
+    text = "batches per rank and step, with accumulated gradients (default: 1)"
+    add("--accumulate", positive, None, "N", text)
     text = "samples per step over all ranks, by accumulation (default: from the two above)"
     add("--global-batch", positive, None, "N", text)
     add("--stop-after", duration, None, "TIME", "save and end after this time: 90, 90s, 50m or 1h30m")
 
-    add = _adder(parser.add_argument_group("optimizer"))
+
+def _of_optimizer(add: _Add) -> None:
     add("--lr", _number, None, "X", "learning rate (default: depends on the model, 0.05 for linear)")
-    names = _one_of("sgd", "adam", "adamw")
-    add("--optimizer", names, None, "NAME", "sgd, adam or adamw (default: depends on the model)")
+    text = "sgd, adam or adamw (default: depends on the model)"
+    add("--optimizer", _one_of("sgd", "adam", "adamw"), None, "NAME", text)
     add("--momentum", _number, 0.0, "X", "momentum of sgd (default: 0)")
     add("--weight-decay", _number, 0.0, "X", "weight decay (default: 0)")
-    add(
-        "--schedule",
-        _one_of(*SHAPES),
-        "constant",
-        "NAME",
-        "learning rate over the steps: constant, linear or cosine (default: constant)",
-    )
+    text = "learning rate over the steps: constant, linear or cosine (default: constant)"
+    add("--schedule", _one_of(*SHAPES), "constant", "NAME", text)
     add("--warmup", natural, 0, "STEPS", "steps over which the learning rate rises (default: 0)")
     add("--clip", _number, None, "X", "largest norm of the gradient (default: no limit)")
     text = "if the loss is not a number: stop, or skip that step (default: stop)"
     add("--on-nan", _one_of("stop", "skip"), "stop", "HOW", text)
 
-    group = parser.add_argument_group("computation")
+
+def _computation(group: argparse._ArgumentGroup) -> None:
     add = _adder(group)
     text = "type of weights and data: fp32 or fp64 (default: fp32)"
     add("--dtype", _one_of("fp32", "fp64"), "fp32", "NAME", text)
@@ -113,7 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         # The --no-... form lets flags override the file here too.
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=False, help=text)
 
-    add = _adder(parser.add_argument_group("output and resuming"))
+
+def _output(add: _Add) -> None:
     text = "run folder for snapshots and metrics (default: IMGKIT_RUN_DIR, else keep nothing)"
     add("--run-dir", Path, None, "DIR", text)
     text = "save every N steps or N epochs; 0: only at the end (default: 1000)"
