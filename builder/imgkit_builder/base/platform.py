@@ -46,7 +46,7 @@ def emulator_fault(arch: str, *, root: Path = Path("/")) -> str:
     except OSError:
         return f"there is no emulator: {handler} is missing"
     if not lines or lines[0] != "enabled":
-        return f"the emulator is switched off: {handler} says {lines[:1]}"
+        return f"the emulator is switched off: {handler} begins with {lines[:1]}"
     flags = next((line.partition(":")[2].strip() for line in lines if line.startswith("flags:")), "")
     if "F" not in flags:
         # F: the kernel keeps the emulator open. Otherwise it looks for it inside the container.

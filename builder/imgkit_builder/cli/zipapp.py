@@ -82,7 +82,9 @@ def bundle(target: Path) -> Bundle:
     ToolFailed : the file does not run on a bare interpreter.
     """
     if not target.parent.is_dir():
-        raise UsageError("there is no such folder", where=str(target.parent))
+        raise UsageError(
+            "there is no such folder", where=str(target.parent), hint=f"create it: mkdir -p {target.parent}"
+        )
     chosen = _closure()
     members = {
         "__main__.py": _MAIN.format(minor=FLOOR[1]).encode(),
@@ -239,5 +241,5 @@ def _try(path: Path) -> None:
         if done.returncode != 0:
             raise ToolFailed(
                 f"the one-file tool does not run: {' '.join(words)}",
-                hint=f"imgkit {__version__} on Python {sys.version.split()[0]} said:\n{done.tail()}",
+                hint=f"imgkit {__version__} on Python {sys.version.split()[0]} printed:\n{done.tail()}",
             )

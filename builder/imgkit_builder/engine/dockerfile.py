@@ -13,7 +13,7 @@ def instruction_lines(text: str) -> tuple[int, ...]:
     continued = False
     for number, line in enumerate(text.splitlines(), start=1):
         word = line.strip()
-        # Comments and empty lines may stand inside a continued instruction.
+        # A continued instruction may contain comments and empty lines.
         if not word or word.startswith("#"):
             continue
         if not continued:

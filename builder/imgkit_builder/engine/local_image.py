@@ -1,4 +1,4 @@
-"""One image of the engine, to be made into something else than a container: a .sif or a delta."""
+"""One image of the engine, as the source of a .sif or a delta."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LocalImage:
 
     engine: Engine
     name: str
-    """Its first tag, or the name it was asked for by."""
+    """Its first tag, or else the requested name."""
     tag: str
     """Its first tag; empty where it has none."""
     config: ImageConfig
@@ -47,7 +47,7 @@ class LocalImage:
         return copies.copied(self.engine, self.config.image_id, layers)
 
     def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        """Write a tar of each of `paths` into `folder`; None stands for a path that the image lacks."""
+        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
         return copies.fetch(self.engine, self.config.image_id, paths, folder)
 
     def other(self, image_id: str) -> LocalImage | None:

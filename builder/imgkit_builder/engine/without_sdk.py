@@ -39,7 +39,7 @@ def query(host: str | None = None) -> EngineFacts:
     Raises
     ------
     ToolMissing : nothing answers there, or this user has no permission.
-    ToolFailed : what answers is no engine, or the address is of an unsupported kind.
+    ToolFailed : the answer is not that of an engine, or the address is of an unsupported kind.
     """
     address = host or engine_address()
     try:

@@ -344,4 +344,4 @@ def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
 
 def refuse(found: str, place: str, where: str, hint: str) -> NoReturn:
     """Raise the error for a value that the rendered format cannot express."""
-    raise UsageError(f"{found} cannot stand in {place}", where=where or None, hint=hint)
+    raise UsageError(f"{found} cannot appear in {place}", where=where or None, hint=hint)

@@ -1,4 +1,4 @@
-"""Values quoted for the place in a Dockerfile where they stand.
+"""Quotes values for their place in a Dockerfile.
 
 Notes
 -----

@@ -1,4 +1,4 @@
-"""What a requirements file may hold: the image gets this one file, and its sha256 covers its bytes only."""
+"""The rule for requirements files: the image gets only this file, and the sha256 covers only its bytes."""
 
 from __future__ import annotations
 

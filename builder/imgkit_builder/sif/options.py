@@ -57,7 +57,7 @@ class EngineImage(Protocol):
         """Targets of the last `layers` layers where they only copy; None where they do more."""
 
     def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        """Write a tar of each of `paths` into `folder`; None stands for a path that the image lacks."""
+        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
 
     def other(self, image_id: str) -> EngineImage | None:
         """Find another image of the same engine by its id; None where the engine has none."""

@@ -1,4 +1,4 @@
-"""An engine in memory: Docker's HTTP API on a unix socket; records requests, replays what it is told."""
+"""An engine in memory: Docker's HTTP API on a unix socket; records requests, replays prepared answers."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_link_out_of_source_refused(pack: Pack, code: Path, target: str) -> None
 
 
 def test_absolute_link_refused_even_inside(pack: Pack, code: Path) -> None:
-    """In the image, it would point to a folder of this machine."""
+    """The link would point to a folder of this machine when used in the image."""
     (code / "here").symlink_to(code / "run.sh")
     with pytest.raises(UsageError, match="make it a relative link"):
         pack()

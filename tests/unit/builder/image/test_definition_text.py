@@ -52,7 +52,7 @@ def test_run_steps_keep_to_themselves(make_recipe: MakeRecipe) -> None:
 
 def test_build_argument_braces_refused(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(run=("echo {{ name }}",), lines={("image", "run", 0): 9})
-    with pytest.raises(UsageError, match=r"\{\{ name \}\} cannot stand in a definition file") as caught:
+    with pytest.raises(UsageError, match=r"\{\{ name \}\} cannot appear in a definition file") as caught:
         render.definition(recipe)
     assert caught.value.where == "mine.yaml:9"
     assert "echo {{ name }}" in render.dockerfile(recipe)

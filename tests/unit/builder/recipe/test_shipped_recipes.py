@@ -43,7 +43,7 @@ def test_system_part_survives_the_image(name: str) -> None:
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_fact_has_its_source(file: Path) -> None:
-    """On its line, or on a line of the same block above it."""
+    """The source is on the fact's line, or above it in the same block."""
     lines = file.read_text().splitlines()
     assert lines[0].startswith("#")
     for number, line in enumerate(lines):

@@ -11,7 +11,7 @@ from imgkit_entrypoints.errors import UsageError
 
 @pytest.fixture
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As inside the one-file tool: the facts lie beside the package."""
+    """Imitate the one-file tool, where the facts are beside the package."""
     (tmp_path / targets.SYSTEMS_JSON).write_text(targets.to_json(targets.shipped()))
     monkeypatch.setattr(importlib.resources, "files", lambda _: tmp_path)
 
