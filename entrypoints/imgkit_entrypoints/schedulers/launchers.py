@@ -1,4 +1,4 @@
-"""All launchers, which of them started this process by its variables, and what it means when several show."""
+"""All launchers, the one whose variables show that it started this process, and the refusal of two."""
 
 from __future__ import annotations
 

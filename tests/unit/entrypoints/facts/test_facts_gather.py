@@ -1,4 +1,4 @@
-"""Facts of a machine, all of which are read below the given root."""
+"""Facts of a machine, and that no file outside the given root is read."""
 
 from __future__ import annotations
 
