@@ -33,7 +33,7 @@ from imgkit_entrypoints.launch.signals import STOP_SIGNALS
 LATENCY_S = 0.5
 """Approximate time between two looks if steps are slow; with fast steps, a look comes every `log_every`."""
 FOR_GOOD = "the stop file"
-"""A person's wish: nobody is to start the run again."""
+"""A person's request: the run is not requeued, and does not start while the file exists."""
 REASONS = (FOR_GOOD, "the launcher asked for it", "--stop-after", "a signal")
 
 

@@ -63,10 +63,10 @@ class Batches:
     def _batches(self, start: Position, steps: int) -> Iterator[Any]:
         if isinstance(self._samples, TensorSamples):
             return self._cut(self._samples, start, steps)
-        indices = self._indices(start, steps)
+        wanted = self._indices(start, steps)
         if hasattr(self._samples, "batch"):
-            return (self._on_device(self._samples.batch(indices)) for _, indices in indices)
-        return map(self._on_device, one_by_one(self._samples, indices, self._config, self._here))
+            return (self._on_device(self._samples.batch(indices)) for _, indices in wanted)
+        return map(self._on_device, one_by_one(self._samples, wanted, self._config, self._here))
 
     def _cut(self, samples: TensorSamples, start: Position, steps: int) -> Iterator[Any]:
         """Gather the samples of several steps at once and cut them up: gathering costs more than cutting."""
