@@ -49,7 +49,7 @@ def test_job_is_as_recorded(case: str) -> None:
 def test_job_passes_shellcheck(case: str) -> None:
     text = printed(case)
     if text.startswith(("apiVersion", "---")):
-        return  # YAML: held against its models elsewhere
+        return  # YAML: test_kubeflow_job compares it with Kubeflow's models
     name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     assert name, "shellcheck is not installed; pip install -e '.[dev]'"
     # SC2016 doubts that a `$` in single quotes is meant as it stands; it is.

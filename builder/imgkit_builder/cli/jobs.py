@@ -1,4 +1,4 @@
-"""``imgkit job``, ``submit``, ``status``, ``logs``, ``cancel``: an image on N nodes."""
+"""``imgkit job``, ``submit``, ``status``, ``logs`` and ``cancel``: run an image on N nodes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def verb_submit(
     flags: typer.Context,
     recipe: str = typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a file."),
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only print it: imgkit job."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print it and submit nothing, like imgkit job."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Submit what ``imgkit job`` prints, and print the job's id.
+    """Submit the output of ``imgkit job``, and print the job's id.
 
-    Where there is no scheduler the run takes place here, and its exit code is
-    this command's.
+    Without a scheduler the run takes place here, and its exit code is that of
+    this command.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def verb_submit(
         print(f"imgkit: {shlex.join(script.submit)}", file=sys.stderr)
         process.become(script.submit, cwd=job.directory)
     record = submit.submit(job, script)
-    # Said before anything else can fail: the job is there.
+    # Printed before anything else can fail: the job exists now.
     print(
         json.dumps({**_described(job, script), "id": record.id}, indent=2) if as_json else record.id,
         flush=True,
@@ -86,7 +86,7 @@ def verb_submit(
     if as_json:
         return
     if job.request.interactive:
-        # How to get in: these lines come before the command in what `imgkit job` prints.
+        # The comments above the command explain how to get in.
         comments = [text for text in script.text.splitlines() if text.startswith("#")]
         print("\n".join(comments), file=sys.stderr)
     print(
@@ -96,7 +96,7 @@ def verb_submit(
 
 
 def _fanned_out(script: Script) -> int:
-    """Run the lines of all hosts; what they say bears the host's name."""
+    """Run the lines of all hosts; each line of output begins with the host's name."""
     from imgkit_builder.base import process
     from imgkit_builder.job.ssh import fanout
 
@@ -111,10 +111,10 @@ def _fanned_out(script: Script) -> int:
 
 
 def verb_status(
-    job_id: str = typer.Argument("", metavar="[ID]", help="Without it: the queues of this system."),
+    job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: show the queues)."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show a job, with its expected start while it waits; without ID the queues.
+    """Show a job and, while it waits, its expected start; or show the queues.
 
     \b
     Examples:
@@ -140,9 +140,11 @@ def verb_status(
 
 def verb_logs(
     job_id: str = typer.Argument(metavar="ID"),
-    as_json: bool = typer.Option(False, "--json", help="Print the command as a JSON object, run nothing."),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print the command as one JSON object and run nothing."
+    ),
 ) -> None:
-    """Follow a job's output; Ctrl-C ends the following, not the job.
+    """Follow a job's output. Ctrl-C stops following; the job goes on.
 
     \b
     Examples:
@@ -207,7 +209,7 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
 
 
 def _thin(words: tuple[str, ...], *, as_json: bool) -> None:
-    """Print the command, run it, and leave with its exit code."""
+    """Print the command, run it, and exit with its exit code."""
     from imgkit_builder.base import process
 
     if as_json:

@@ -1,5 +1,5 @@
-"""From a recipe and a request to the text that is submitted, and to the words that submit it.
+"""Jobs: a recipe and a user's request become the text that is submitted, and the words that submit it.
 
-``request`` is what the user asks for, ``resolve`` holds it against the recipe's system and gives a ``Job``,
-``systems`` turns that into a ``Script``, ``submit`` hands the script over. Only the last has an effect.
+``request`` holds the user's flags. ``resolve`` checks them against the recipe's system and returns a ``Job``,
+``systems`` turns the job into a ``Script``, and ``submit`` submits it. Only ``submit`` has an effect.
 """

@@ -1,4 +1,4 @@
-"""What can be known only where a job is submitted."""
+"""Checks that are possible only where a job is submitted: files, folders, hosts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def before_submission(job: Job) -> None:
-    """Look at the image and the folder before anything waits in a queue.
+    """Check the image and the folder before anything waits in a queue.
 
     Raises
     ------
-    UsageError : the image is not there, or is for other nodes.
+    UsageError : the image does not exist, or is for other nodes.
     """
-    if job.run_by != "kubernetes" and not job.directory.is_dir():  # there it is a folder of the pods
+    if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
     systems.named(job.system).before_submission(job)
     if job.request.archive is not None:
@@ -28,7 +28,7 @@ def before_submission(job: Job) -> None:
     elif job.run_by == "singularity":
         _check_sif(job)
     elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
-        # Not whether it runs: login nodes may have another processor than the nodes it was made on.
+        # It is not run: a login node can have another processor than the nodes it was made on.
         raise UsageError(
             f"no virtual environment {job.image}",
             where="--image",
@@ -42,9 +42,9 @@ def _check_delta(job: Job, delta: Delta) -> None:
     found = descriptor.stack(Path(job.image)).base
     if found != delta.base:
         raise UsageError(
-            f"{job.overlay} lies over {delta.base}; {job.image} is {found}",
+            f"{job.overlay} lies over {delta.base}, but {job.image} is {found}",
             where="--delta",
-            hint=f"imgkit delta {job.recipe.name} --base {Path(job.image).name}, of the .sif that is meant",
+            hint=f"imgkit delta {job.recipe.name} --base {Path(job.image).name}, for this .sif",
         )
 
 
@@ -57,14 +57,14 @@ def _check_sif(job: Job) -> None:
             f"no image {path}", where="--image", hint=f"imgkit sif {job.recipe.name}, or --image PATH"
         )
     if path.is_dir():
-        return  # a sandbox: singularity runs it as well
+        return  # a sandbox: singularity runs it too
     if job.delta is not None:
         _check_delta(job, job.delta)
     arch = image.read(path).arch
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.image.platforms}
     if arch not in wanted:
         raise UsageError(
-            f"the image is for {arch}, the nodes are {' or '.join(sorted(wanted))}",
+            f"the image is for {arch}, but the nodes are {' or '.join(sorted(wanted))}",
             where=str(path),
             hint=f"imgkit build {job.recipe.name} --platform {min(wanted)}, then imgkit sif",
         )

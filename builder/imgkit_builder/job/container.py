@@ -9,13 +9,13 @@ from pathlib import PurePath
 from imgkit_builder.job.request import Job
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
-"""Options of every start that make no sense in a job without GPUs."""
+"""Options that a job without GPUs leaves out."""
 
 DOCKER_OPTIONS = (
     *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
-    "--network=host",  # NCCL and the rendezvous open ports of their own choice between the nodes
+    "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
 )
-"""Of a start by docker where the recipe's runtime is another: what NVIDIA's page of the image asks for."""
+"""Docker's options if the recipe's runtime is another: NVIDIA's page of the image asks for them."""
 
 
 def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> tuple[str, ...]:
@@ -23,18 +23,18 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
 
     Parameters
     ----------
-    forward : variables that docker takes over from its own environment; the others pass all on.
+    forward : variables that docker copies from its own environment; other runtimes copy all.
     """
     if job.run_by == "docker":
         words = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
         return (*words, job.image, *command)
-    # By env inside the container: apptainer and older singularities run what stands in $(...) in the value of
-    # --env and SINGULARITYENV_*, and an exported variable loses against one that the image sets.
+    # By env inside the container: apptainer and older versions of singularity execute $(...) in the values of
+    # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
         return (program(job), "exec", *options(job), *_mounts(job), job.image, *given, *command)
     if command and command[0].startswith("dist-"):
-        # The installed package has no dist-* programs, only images have.
+        # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
         command = (python, "-I", "-m", "imgkit_entrypoints", *command)
     return (*given, *command)
@@ -48,13 +48,13 @@ def shell(job: Job) -> tuple[str, ...]:
 
 
 def program(job: Job) -> str:
-    """The runtime's command; the recipe's, unless another runtime is asked for."""
+    """The runtime's command: the recipe's, unless the request names another runtime."""
     runtime = job.recipe.system.runtime
     return runtime.command if runtime.kind == job.run_by else job.run_by
 
 
 def options(job: Job) -> tuple[str, ...]:
-    """Options of every start."""
+    """Options of the runtime at every start."""
     runtime = job.recipe.system.runtime
     usual = ("--nv",) if job.run_by == "singularity" else DOCKER_OPTIONS
     words = runtime.options if runtime.kind == job.run_by else usual
@@ -70,13 +70,13 @@ def modules(job: Job) -> tuple[str, ...]:
 
 
 def exports(job: Job) -> tuple[str, ...]:
-    """Shell lines that set what start and launcher are told by variables, where those are inherited."""
+    """Shell lines that set variables of the runtime and of the launcher."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     libraries = ":".join(job.recipe.system.runtime.host_libs)
-    # Expanded where it is used, to what the image has there: a plain value would take that one's place.
+    # Expanded where it is used, to the image's own value: a plain value would replace it.
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if job.run_by == "host":
-        # No image whose system.json the launcher would read.
+        # There is no image, so the launcher has no system.json to read.
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
         lines += [f'export LD_LIBRARY_PATH="{libraries}{inherited}"'] if libraries else []
     elif job.run_by == "singularity" and libraries:
@@ -86,7 +86,7 @@ def exports(job: Job) -> tuple[str, ...]:
 
 
 def _mounts(job: Job) -> tuple[str, ...]:
-    """The delta, libraries, and folders."""
+    """Options that mount the delta, the libraries and the folders."""
     libraries = (f"{folder}:{folder}:ro" for folder in job.recipe.system.runtime.host_libs)
     binds = (word for bind in (*libraries, *job.binds, str(job.directory)) for word in ("--bind", bind))
     return (*(("--overlay", f"{job.overlay}:ro") if job.overlay else ()), *binds)

@@ -1,6 +1,6 @@
-"""Values that end up in directive lines (``#SBATCH``, ``#PBS``) and in names: no shell quotes those.
+"""Values in directive lines (``#SBATCH``, ``#PBS``) and in names, which no shell quotes.
 
-Each has a pattern; what does not match is refused with the reason, never escaped.
+Each value has a pattern. A value that does not match is refused with the reason, never escaped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from imgkit_entrypoints.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """What a value must be like."""
+    """The pattern of a value, and the same in words."""
 
     pattern: str
     allowed: str
 
 
 _WORD = Field(
-    pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blank"
+    pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
-# Blanks are no danger in a directive, a `"` around the value holds them; these would change it, or a bind.
+# A blank is safe in a directive, because the value is in double quotes. These would change it, or a bind.
 _PATH = Field(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
 )
@@ -39,11 +39,11 @@ FIELDS: Mapping[str, Field] = {
 
 
 def check(flag: str, value: str) -> str:
-    """`value` where it matches the pattern of `flag`; empty is "not set".
+    """`value`, if it matches the pattern of `flag`; empty means "not set".
 
     Raises
     ------
-    UsageError : it does not.
+    UsageError : it does not match.
     """
     known = FIELDS[flag]
     if value and not re.fullmatch(known.pattern, value):
@@ -52,11 +52,11 @@ def check(flag: str, value: str) -> str:
 
 
 def option(value: str) -> str:
-    """A scheduler option as one directive: a word, without anything that a second directive needs.
+    """A scheduler option as one directive: one word, which cannot start a second directive.
 
     Raises
     ------
-    UsageError : it is not.
+    UsageError : it is not one word.
     """
     if not re.fullmatch(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+", value):
         raise UsageError(
@@ -75,7 +75,7 @@ def seconds(text: str, *, where: str) -> int:
 
     Raises
     ------
-    UsageError : it is none of these, or zero.
+    UsageError : it is in no such form, or zero.
     """
     found = 0
     if match := re.fullmatch(r"(\d{1,5})([smhd])", text):
@@ -92,5 +92,5 @@ def seconds(text: str, *, where: str) -> int:
 
 
 def clock(seconds: int) -> str:
-    """``HH:MM:SS``, with more than 24 hours where need be."""
+    """The time as ``HH:MM:SS``; hours can exceed 24."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

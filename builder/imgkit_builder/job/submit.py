@@ -1,4 +1,4 @@
-"""Hand a script over, and keep what is needed to follow it."""
+"""Submit a script, and keep a record to follow the job by its id."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SCHEMA = 1
 
 
 def submit(job: Job, script: Script) -> SubmittedJob:
-    """Submit `script`; what is needed to follow it.
+    """Submit `script`; returns the record to follow it by.
 
     Raises
     ------
-    ToolMissing : the scheduler's command is not here.
-    ToolFailed : it refused; its own words are quoted.
+    ToolMissing : the scheduler's command is not on PATH.
+    ToolFailed : the scheduler refused; quotes its message.
     """
     process.need(
-        script.submit[0], "run this on a login node of the system; what imgkit job prints can be taken there"
+        script.submit[0], "run this on a login node of the system, or copy the output of imgkit job there"
     )
     output = process.through(
         script.submit,
@@ -40,11 +40,11 @@ def submit(job: Job, script: Script) -> SubmittedJob:
 
 
 def record_of(job_id: str) -> SubmittedJob:
-    """The record of a job that this user has submitted from here.
+    """The record of a job that this user submitted from this machine.
 
     Raises
     ------
-    UsageError : there is none.
+    UsageError : there is no such record.
     """
     path = _folder() / f"{job_id}.json"
     try:
@@ -55,9 +55,9 @@ def record_of(job_id: str) -> SubmittedJob:
         known = sorted(_folder().glob("*.json"), key=lambda found: found.stat().st_mtime)
         last = ", ".join(found.stem for found in known[-5:])
         raise UsageError(
-            f"no job {job_id!r} was submitted by imgkit from here",
+            f"imgkit has no record of a job {job_id!r}",
             where="ID",
-            hint=f"the last ones: {last}" if last else "imgkit submit prints the id",
+            hint=f"the last jobs: {last}" if last else "imgkit submit prints the id",
         )
     return SubmittedJob(
         id=data["id"],
@@ -70,7 +70,7 @@ def record_of(job_id: str) -> SubmittedJob:
 
 
 def keep(record: SubmittedJob) -> None:
-    """Keep `record` for `record_of`."""
+    """Save `record`, for `record_of`."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     data = {

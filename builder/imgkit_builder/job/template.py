@@ -1,4 +1,4 @@
-"""Fill a job template: the shipped one, or the user's of the same name."""
+"""Fill a job template: the user's, if there is one of that name, or the shipped one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from imgkit_recipes import FOLDER
 
 
 def fill(job: Job, name: str, **values: Any) -> str:
-    """Text of template `name` for `job`, with `values` beside it.
+    """The text of template `name`, which sees `job` and `values`.
 
     Raises
     ------
-    UsageError : the user's own template is faulty; with its file and line.
+    UsageError : the user's own template is faulty; names its file and line.
     """
     import jinja2
 

@@ -1,4 +1,4 @@
-"""Words of commands, as a shell reads them."""
+"""Words of commands, quoted for a shell."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ WIDTH = 100
 
 
 class Shell(str):
-    """Text that the script's own shell expands: written by imgkit, never a user's value."""
+    """Text that the script's own shell expands. imgkit writes it; it is never a user's value."""
 
     __slots__ = ()
 
 
 def quote(word: str) -> str:
-    """`word` so that a shell takes it as it is, or expands it where it is meant to."""
+    """`word`, quoted so that a shell does not change it; `Shell` text stays as it is, to be expanded."""
     return str(word) if isinstance(word, Shell) else shlex.quote(word)
 
 
 def line(words: Sequence[str], *, indent: str = "    ") -> str:
-    """One command, continued over several lines where it is long; no word is broken."""
+    """One command. A long one continues over several lines; no word is broken."""
     rows, row = [], ""
     for word in map(quote, words):
         if row and len(row) + 1 + len(word) > WIDTH:

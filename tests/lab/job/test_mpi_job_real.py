@@ -171,7 +171,7 @@ def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
 def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
     done = cluster.on("node2", *cluster.job("submit", command=("dist-hello",)))
     assert done.returncode == 2
-    assert "this is node2, and mpirun gives rank 0 to its own host" in done.stderr
+    assert "this is node2: mpirun gives rank 0 to its own host" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -1,1 +1,1 @@
-"""Jobs without a scheduler: a list of hosts, one ssh connection per host."""
+"""Jobs without a scheduler: a list of hosts, and one ssh connection per host."""

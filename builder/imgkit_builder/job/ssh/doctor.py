@@ -1,4 +1,4 @@
-"""Whether hosts that are to run one job are alike, seen from here by ssh. Standard library only."""
+"""Check by ssh that the hosts of a job are alike. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.job.ssh import fanout
 
 CLOCKS_S = 5.0
-"""Further apart, times in logs and files mislead; what ssh takes to start is in the figure."""
+"""Larger differences make times in logs misleading. The figure includes the time that ssh takes to start."""
 
 Run = Callable[[Sequence[tuple[str, str]], fanout.Show], None]
-"""Runs each host's line and shows what it says."""
+"""A function that runs each host's line and shows its output."""
 
-# Each line of the answer: what it is, a blank, the value; a value that begins with ! is an error's last line.
+# Each line of the answer is a name, a blank and a value. After a `!` the value is the last line of an error.
 _PROBE = """\
 echo "clock $(date +%s.%N)"
 if address=$(getent ahosts {head}); then echo "head ${{address%% *}}"; fi
@@ -33,12 +33,12 @@ _IMAGES = {
 
 @dataclass(slots=True, kw_only=True)
 class _Answer:
-    """What one host said."""
+    """The answer of one host."""
 
     values: dict[str, list[str]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     ahead_s: float = 0.0
-    """Of this machine's clock."""
+    """Seconds by which its clock is ahead of this machine's."""
 
     def first(self, name: str) -> str:
         return self.values.get(name, [""])[0]
@@ -47,13 +47,13 @@ class _Answer:
 def examine(
     hosts: Sequence[str], *, kind: str, command: str, image: str, gpus: bool = True, run: Run | None = None
 ) -> tuple[Check, ...]:
-    """One check for each host's ssh, then what all that answered have in common.
+    """One check of ssh for each host, then comparisons of the hosts that answered.
 
     Parameters
     ----------
-    kind, command : of the recipe's runtime; without a container (``host``) no image is looked for.
+    kind, command : the recipe's runtime; for ``host``, no image is compared.
     image : reference of a docker image, or path of a .sif on the hosts.
-    gpus : whether the hosts are to have any.
+    gpus : whether the hosts must have GPUs.
     """
     head = hosts[0].rpartition("@")[2]
     look = ""
@@ -92,11 +92,11 @@ def _ssh(host: str, answer: _Answer) -> Check:
     found = answer.errors[-1] if answer.errors else "no answer"
     hint = f"ssh -v {host} true"
     if "Permission denied" in found:
-        hint = f"ssh-keygen -t ed25519, once; then ssh-copy-id {host}"
+        hint = f"ssh-keygen -t ed25519 (once), then ssh-copy-id {host}"
     elif "Host key verification failed" in found:
-        hint = f"ssh {host} true, and look at the key that it shows before you say yes"
+        hint = f"ssh {host} true, and check the key that it shows before you accept it"
     elif "resolve hostname" in found:
-        hint = "an address in --hosts, or a line for it in /etc/hosts"
+        hint = "use an address in --hosts, or add a line for it to /etc/hosts"
     return Check(name=name, verdict="fail", found=found, hint=hint)
 
 
@@ -109,29 +109,29 @@ def _alike(
     yield Check(
         name="head",
         verdict="fail" if lost else "ok",
-        found=f"{head} is no known name on {', '.join(lost)}" if lost else f"{head} is known on all",
-        hint="its address as the first of --hosts" if lost else "",
+        found=f"the name {head} is unknown on {', '.join(lost)}" if lost else f"all know the name {head}",
+        hint="use its address as the first of --hosts" if lost else "",
     )
     if kind in _IMAGES:
         yield _image(answers, kind, image)
     if gpus:
         drivers = {host: _gpus(answer, 0) for host, answer in answers.items()}
-        yield _same("driver", drivers, hint="one driver on all: CUDA and NCCL choose by it")
+        yield _same("driver", drivers, hint="install the same driver on all: CUDA and NCCL depend on it")
         models = {host: _gpus(answer, 1) for host, answer in answers.items()}
-        yield _same("GPUs", models, hint="the slowest sets the pace of all")
+        yield _same("GPUs", models, hint="the slowest GPU slows all of them down")
     lacking = [host for host, answer in answers.items() if not answer.first("orted")]
     yield Check(
         name="Open MPI",
         verdict="warn" if lacking else "ok",
         found=f"not on the PATH of {', '.join(lacking)}" if lacking else "on all",
-        hint="apt-get install openmpi-bin there; --ssh does without" if lacking else "",
+        hint="apt-get install openmpi-bin there, or use --ssh" if lacking else "",
     )
     apart_s = max(a.ahead_s for a in answers.values()) - min(a.ahead_s for a in answers.values())
     yield Check(
         name="clock",
         verdict="warn" if apart_s > CLOCKS_S else "ok",
         found=f"{apart_s:.1f} s apart",
-        hint="timedatectl set-ntp true, on each" if apart_s > CLOCKS_S else "",
+        hint="on each: timedatectl set-ntp true" if apart_s > CLOCKS_S else "",
     )
 
 
@@ -145,7 +145,7 @@ def _image(answers: Mapping[str, _Answer], kind: str, image: str) -> Check:
     if not others:
         return Check(name="image", verdict="ok", found=f"{image}, {_short(ids[source])} on all")
     if not source:
-        found = f"on none of them: {next(iter(lacking.values())) or 'no answer'}"
+        found = f"no host has it: {next(iter(lacking.values())) or 'no answer'}"
         return Check(name="image", verdict="fail", found=found, hint="imgkit build, then imgkit save")
     copy = (
         f"docker save {shlex.quote(image)} | ssh {others[0]} docker load"
@@ -165,7 +165,7 @@ def _short(digest: str) -> str:
 
 
 def _gpus(answer: _Answer, column: int) -> str:
-    """Driver (0), or number and model (1) of the GPUs; ``unknown`` where nvidia-smi says nothing."""
+    """Driver (column 0), or number and model (1) of the GPUs; ``unknown`` if nvidia-smi prints nothing."""
     rows = [[part.strip() for part in line.split(",", 1)] for line in answer.values.get("gpu", [])]
     found = sorted(row[column] for row in rows if len(row) == 2)
     if not found:
@@ -181,7 +181,10 @@ def _same(name: str, found: Mapping[str, str], *, hint: str) -> Check:
     only = kinds.pop()
     if only == "unknown":
         return Check(
-            name=name, verdict="warn", found="unknown: nvidia-smi does not answer", hint="nvidia-smi, on each"
+            name=name,
+            verdict="warn",
+            found="unknown: nvidia-smi does not answer",
+            hint="run nvidia-smi on each",
         )
     return Check(name=name, verdict="ok", found=f"{only} on all")
 

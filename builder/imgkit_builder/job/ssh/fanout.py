@@ -1,8 +1,8 @@
-"""One command a host by ssh, all at once: output by host, one exit code, and nothing left on the hosts.
+"""One ssh command per host, all at once: output by host, one exit code, and nothing left on the hosts.
 
-ssh does not end what it has started: without a terminal the far end never hears of a lost connection. So a
-guard runs there, between the connection and the command, and reads what comes from here: a line asks the
-command to end, the end of the input, which also comes when this process is killed, makes it end.
+ssh does not end what it started: without a terminal, the other host never notices a lost connection. So a
+guard runs there, between the connection and the command, and reads its standard input. A line asks the
+command to end. The end of the input forces it to end; that also happens when this process is killed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from dataclasses import dataclass, field
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    # A connection of its own: one shared with other uses lives on after the end of this one.
+    # A separate connection: a shared one would outlive this process.
     *("-o", "ControlPath=none"),
-    # A host that is gone is noticed within a minute.
+    # A lost host is noticed within a minute.
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"),
 )
-"""Nothing is ever asked for: no password, no unknown host's key."""
+"""ssh never asks for anything, neither a password nor about an unknown host key."""
 SSH_FAILED = 255
 PEERS_S = 20.0
-"""After a command has failed, for the others to end with their own message."""
+"""Time for the other hosts to end with their own message after a command has failed."""
 KILL_S = 5
-"""Between TERM and KILL, after the input of a guard has ended."""
+"""Time from TERM to KILL after the input of a guard has ended."""
 END_S = KILL_S + 3.0
-"""For all guards to be done then."""
+"""Time for all guards to finish then."""
 LINE_BYTES = 1 << 16
 """Longer lines are shown in parts."""
 
 Show = Callable[[str, bytes, bool], None]
-"""Called with host, line and whether it is from standard error."""
+"""A function of the host, a line of its output, and whether that came from standard error."""
 
-# KILL goes to the whole group, also after the end of the command: whatever it left would hold the connection.
-# The shell's own output goes nowhere: it tells of every process that a signal has ended.
+# KILL goes to the whole group, even after the command has ended: a process that it left would hold the
+# connection.
+# The shell's own output is dropped: it reports every process that a signal ended.
 _GUARD = """\
 exec 3<&0 </dev/null
 setsid "$@" 3<&- &
@@ -58,42 +59,42 @@ exit "$code"
 
 
 def guarded(command: Sequence[str]) -> tuple[str, ...]:
-    """`command` such that it ends when its standard input does; any POSIX shell with ``setsid`` will do."""
+    """`command` under a guard that ends it when standard input ends; needs a POSIX shell and ``setsid``."""
     return ("sh", "-c", _GUARD.format(kill_s=KILL_S), "imgkit", *command)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Node:
+class _Host:
     host: str
     process: subprocess.Popen[bytes]
     parts: dict[int, bytes] = field(default_factory=dict)
-    """Beginning of a line by the file descriptor that it came from; gone with the stream's end."""
+    """File descriptor -> the unfinished line that it sent; removed when the stream ends."""
     code: int | None = None
 
 
 def run(remote: Sequence[tuple[str, str]], *, show: Show, say: Callable[[str], None]) -> int:
-    """Run each host's line in its shell; the exit code that was the first not to be 0.
+    """Run each host's line in its shell; returns the first exit code that was not 0.
 
-    A first Ctrl-C or TERM asks all commands to end; a second one makes them, and waits some seconds for that.
+    The first Ctrl-C or TERM asks all commands to end. The second one forces them to, within seconds.
     """
     with _signals() as (got, wake), _started(remote) as nodes:
-        return _Watch(nodes, got, wake, show, say).run()
+        return _FanOutLoop(nodes, got, wake, show, say).run()
 
 
-class _Watch:
-    """The loop over what the hosts say, signals and time."""
+class _FanOutLoop:
+    """The loop over output of the hosts, signals and time limits."""
 
     def __init__(
-        self, nodes: Sequence[_Node], got: list[int], wake: int, show: Show, say: Callable[[str], None]
+        self, nodes: Sequence[_Host], got: list[int], wake: int, show: Show, say: Callable[[str], None]
     ) -> None:
         self.nodes, self.got, self.show, self.say = nodes, got, show, say
         self.wake = wake
         self.first = 0
         self.asked = 0
-        """Signals acted on."""
+        """Number of signals that were acted on."""
         self.deadline: float | None = None
         self.over: float | None = None
-        """When to leave whatever is still open: a host that is cut off answers to nothing."""
+        """When to give up on hosts that are still open: one that is cut off never answers."""
 
     def run(self) -> int:
         with selectors.DefaultSelector() as selector:
@@ -115,8 +116,8 @@ class _Watch:
                 self._act()
         return self.first or (128 + self.got[0] if self.got else 0)
 
-    def _read(self, node: _Node, descriptor: int) -> bool:
-        """Show the whole lines of what has come; False at its end."""
+    def _read(self, node: _Host, descriptor: int) -> bool:
+        """Show the complete lines that arrived; False at the end of the stream."""
         chunk = os.read(descriptor, 1 << 16)
         error = node.process.stderr is not None and descriptor == node.process.stderr.fileno()
         *lines, rest = (node.parts[descriptor] + chunk).split(b"\n")
@@ -148,7 +149,7 @@ class _Watch:
         if len(self.got) > self.asked:
             self.asked = len(self.got)
             if self.asked == 1:
-                self.say("asking all hosts to end; once more makes them")
+                self.say("asking all hosts to end; Ctrl-C again forces them to")
                 _ask(self.nodes)
             else:
                 _end(self.nodes)
@@ -161,7 +162,7 @@ class _Watch:
                 _ask(self.nodes)
 
 
-def _ask(nodes: Sequence[_Node]) -> None:
+def _ask(nodes: Sequence[_Host]) -> None:
     for node in nodes:
         stream = node.process.stdin
         if stream is not None and not stream.closed:
@@ -169,7 +170,7 @@ def _ask(nodes: Sequence[_Node]) -> None:
                 stream.write(b"end\n")
 
 
-def _end(nodes: Sequence[_Node]) -> None:
+def _end(nodes: Sequence[_Host]) -> None:
     for node in nodes:
         if node.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -177,9 +178,9 @@ def _end(nodes: Sequence[_Node]) -> None:
 
 
 @contextlib.contextmanager
-def _started(remote: Sequence[tuple[str, str]]) -> Iterator[list[_Node]]:
-    """The running ssh of each host; ended, with what they have started, on the way out."""
-    nodes: list[_Node] = []
+def _started(remote: Sequence[tuple[str, str]]) -> Iterator[list[_Host]]:
+    """The running ssh of each host; on exit, they and everything that they started end."""
+    nodes: list[_Host] = []
     try:
         for host, text in remote:
             process = subprocess.Popen(
@@ -188,10 +189,10 @@ def _started(remote: Sequence[tuple[str, str]]) -> Iterator[list[_Node]]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                # Not to be ended by the terminal's Ctrl-C: that is passed on in good order.
+                # The terminal's Ctrl-C must not end it; `_FanOutLoop` passes it on.
                 start_new_session=True,
             )
-            nodes.append(_Node(host=host, process=process))
+            nodes.append(_Host(host=host, process=process))
         yield nodes
     finally:
         _end(nodes)
@@ -209,7 +210,7 @@ def _started(remote: Sequence[tuple[str, str]]) -> Iterator[list[_Node]]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[list[int], int]]:
-    """The stop signals that have come, and a descriptor that can be read when one does."""
+    """The stop signals that arrived, and a descriptor that becomes readable with each."""
     got: list[int] = []
     reader, writer = os.pipe()
     for descriptor in (reader, writer):

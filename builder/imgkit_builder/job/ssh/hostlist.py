@@ -1,4 +1,4 @@
-"""The hosts of systems without a scheduler, from a flag or a file."""
+"""The hosts of a system without a scheduler, from a flag or a file."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 from imgkit_entrypoints.errors import UsageError
 
-# No word may begin with "-": ssh and mpirun would take it for an option.
+# No word can begin with "-": ssh and mpirun would read it as an option.
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def read(text: str, file: Path | None) -> tuple[str, ...]:
-    """Hosts in their order, the head first: ``a,b``, or a file with one a line (``#`` begins a comment).
+    """Hosts in order, the head first: ``a,b``, or a file with one host per line (``#`` begins a comment).
 
     Raises
     ------
-    UsageError : both are given, the file cannot be read, or what is there is no host or is there twice.
+    UsageError : both are given, the file cannot be read, or a word is not a host or occurs twice.
     """
     if text and file is not None:
-        raise UsageError("--hosts and --hostfile", where="--hostfile", hint="one of the two")
+        raise UsageError("--hosts and --hostfile", where="--hostfile", hint="give only one of them")
     places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
     if file is not None:
         places = _in_file(file)
@@ -32,15 +32,15 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
             raise UsageError(
                 f"{host!r} is not a host",
                 where=where,
-                hint="a name or an address, with USER@ before it for ssh; --gpus says how many ranks",
+                hint="a name or an address, for ssh also USER@HOST; --gpus sets the number of ranks",
             )
         if hosts.count(host) > 1:
-            raise UsageError(f"{host} is there twice", where=where, hint="each node once")
+            raise UsageError(f"{host} occurs twice", where=where, hint="name each node once")
     return hosts
 
 
 def is_here(host: str) -> bool:
-    """Whether `host` is this machine: its name is known here and one of its addresses can be bound to."""
+    """Whether `host` is this machine: one of its addresses can be bound here."""
     try:
         found = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -59,12 +59,14 @@ def _in_file(file: Path) -> list[tuple[str, str]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(file), hint="one host a line") from None
-    # Open MPI's own files carry "slots=N" behind the name.
+        raise UsageError(
+            f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"
+        ) from None
+    # Files for Open MPI have "slots=N" after the name.
     rows = ((number, text.partition("#")[0].split()) for number, text in enumerate(lines, 1))
     places = [(f"{file}:{number}", row[0]) for number, row in rows if row]
     if not places:
-        raise UsageError("no host in it", where=str(file), hint="one host a line")
+        raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
     return places
 
 

@@ -1,6 +1,6 @@
 """Kubeflow: the same job as a PyTorchJob (Training Operator v1) or a TrainJob (Trainer v2), for ``kubectl``.
 
-The recipe's words are those of RunAI's client; each that is used here has its place in a document.
+The recipe has options of RunAI's client; each of them becomes a part of the document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
 SCHEDULER = "runai-scheduler"
 PORT = 23456
-"""Where elastic pods meet, at the first of them: the operator's own default (pytorchjob_types.go)."""
+"""Port of the rendezvous of elastic pods, on the first pod: the operator's default (pytorchjob_types.go)."""
 
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
@@ -30,7 +30,7 @@ class Kubeflow(pods.Pods):
     """Kubeflow: documents that kubectl creates. RunAI hands jobs to it; no recipe names it."""
 
     def script(self, job: Job) -> Script:
-        """What ``kubectl create`` reads."""
+        """The document for ``kubectl create``."""
         pods.refuse_conversion(job)
         document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
         text = _yaml(document)
@@ -47,7 +47,7 @@ class Kubeflow(pods.Pods):
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def job_id(self, output: str) -> str:
-        """Kind and name, of ``pytorchjob.kubeflow.org/NAME created``: both are needed to find it again."""
+        """Kind and name in ``pytorchjob.kubeflow.org/NAME created``; kubectl needs both to find the job."""
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
 
@@ -73,9 +73,9 @@ SYSTEM = Kubeflow()
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
-    """The document, with quotes around whatever another reader of YAML could take for a number or a truth.
+    """The document, with quotes around text that another YAML reader could take for a number or a boolean.
 
-    kubectl's reads 1e-4 as a number, where PyYAML sees a text that needs no quotes; a number is no argument.
+    kubectl reads 1e-4 as a number, PyYAML as text that needs no quotes. A number cannot be an argument.
     """
     import yaml
 
@@ -91,7 +91,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The recipe's and the user's words for RunAI's client, as what they mean."""
+    """The meaning of the options for RunAI's client, from the recipe and the user."""
 
     annotations: Mapping[str, str]
     resources: Mapping[str, str]
@@ -112,10 +112,10 @@ def _asked(job: Job) -> _Asked:
         name, given, text = (value if equals else words.pop(0) if words else "").partition("=")
         if into is None or not given:
             raise UsageError(
-                f"{flag} has no place in a {pods.format_of(job)}",
+                f"{flag} cannot be part of a {pods.format_of(job)}",
                 where="--option",
                 hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
-                "what imgkit job prints",
+                "the output of imgkit job",
             )
         into[name] = text
     return _Asked(annotations=annotations, resources=resources, large_shm=large_shm)
@@ -123,13 +123,13 @@ def _asked(job: Job) -> _Asked:
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
     if job.elastic:
-        # Workers only: all are alike, and the first of them keeps the rendezvous.
+        # Workers only: all are alike, and the first one holds the rendezvous.
         replicas = {"Worker": (job.nodes, "OnFailure")}
     else:
         replicas = {"Master": (1, "Never"), "Worker": (job.nodes - 1, "Never")}
     policy = {"rdzvBackend": "c10d", "rdzvPort": PORT, "minReplicas": job.min_nodes, "maxReplicas": job.nodes}
     spec = {
-        "runPolicy": {"cleanPodPolicy": "None"},  # pods that have ended stay, and with them their logs
+        "runPolicy": {"cleanPodPolicy": "None"},  # pods that have ended stay, and so do their logs
         **({"elasticPolicy": policy} if job.elastic else {}),
         "pytorchReplicaSpecs": {
             role: {"replicas": count, "restartPolicy": restart, "template": _pod(job)}
@@ -143,9 +143,9 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
 def _pod(job: Job) -> dict[str, Any]:
     asked, folder = _asked(job), pods.directory(job)
     container = {
-        "name": "pytorch",  # the operator gives its variables to the container of this name only
+        "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.image,
-        # args, not command: the image's entry point stays, as under runai.
+        # args, not command: keeps the image's entry point, as runai does.
         "args": _command(job),
         **({"workingDir": str(folder)} if folder else {}),
         "env": _env(job),
@@ -162,15 +162,18 @@ def _pod(job: Job) -> dict[str, Any]:
 def _trainjob(job: Job) -> dict[str, Any]:
     if job.elastic:
         raise UsageError(
-            f"--nodes {job.min_nodes}:{job.nodes}, and a TrainJob has no range of nodes (since Trainer 2.2)",
+            f"--nodes {job.min_nodes}:{job.nodes}, but a TrainJob has no range of nodes (since Trainer 2.2)",
             where="--format",
             hint="--format pytorchjob, or --nodes N",
         )
     asked, folder = _asked(job), pods.directory(job)
     trainer = {
         "image": job.image,
-        # command, not args: a runtime may have one of its own, torchrun for example.
-        "command": [*(("env", f"--chdir={folder}") if folder else ()), *_command(job)],  # no workingDir here
+        # command, not args: a runtime can have a command of its own, for example torchrun.
+        "command": [
+            *(("env", f"--chdir={folder}") if folder else ()),
+            *_command(job),
+        ],  # a trainer has no workingDir
         "numNodes": job.nodes,
         "env": _env(job),
         **_resources("resourcesPerNode", job, asked),
@@ -178,7 +181,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
     mounts = _mounts(job, asked)
     containers = {"containers": [{"name": "node", **mounts}]} if mounts else {}
     pod = {**_annotated(asked), "spec": {**containers, **_volumes(job, asked)}}
-    # Trainer 2.2 and later; in its place earlier ones had `podTemplateOverrides`.
+    # Trainer 2.2 and later; earlier versions had `podTemplateOverrides` instead.
     patch = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
     patches = [{"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": patch}}}]
     return {
@@ -201,7 +204,7 @@ def _metadata(job: Job) -> dict[str, Any]:
 
 
 def _namespace(project: str) -> str:
-    """Of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
+    """The namespace of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
     return f"runai-{project}"
 
 
@@ -215,7 +218,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
         {"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items()
     ]
     if job.elastic:
-        # The operator numbers elastic pods in a label alone.
+        # The operator numbers elastic pods only in a label.
         label = "metadata.labels['training.kubeflow.org/replica-index']"
         given.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": label}}})
     return given
@@ -239,7 +242,7 @@ def _mounts(job: Job, asked: _Asked) -> dict[str, Any]:
 def _volumes(job: Job, asked: _Asked) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = []
     if asked.large_shm:
-        # Workers hand tensors to each other there; a container gets 64 MiB of it by itself.
+        # Workers pass tensors to each other there; the default size in a container is 64 MiB.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     for index, claim in enumerate(pods.claims(job)):
         volumes.append({"name": f"volume{index}", "persistentVolumeClaim": {"claimName": claim.name}})

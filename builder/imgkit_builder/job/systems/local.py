@@ -1,4 +1,4 @@
-"""One machine without a scheduler: the container is started here and now."""
+"""One machine without a scheduler: the container starts at once."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Local(ForegroundSystem):
     """One machine without a scheduler."""
 
     def script(self, job: Job) -> Script:
-        """The one command."""
+        """The command that starts the container."""
         if job.nodes > 1:
             raise UsageError(
-                f"{job.nodes} nodes, and this is one machine",
+                f"{job.nodes} nodes, but this is one machine",
                 where="--nodes",
-                hint="a recipe with a scheduler: imgkit list",
+                hint="use a recipe with a scheduler: imgkit list",
             )
         refuse_conversion(job)
         _check_gpus(job)
         words = container.start(job, job.command) if job.command else container.shell(job)
         if job.run_by == "docker" and job.request.interactive:
-            # Only where one is asked for: docker refuses to make a terminal of a pipe.
+            # Only on request: docker refuses to use a pipe as a terminal.
             words = with_options(job, words, "--interactive", "--tty")
         words = with_settings(job, with_options(job, words, *map(fields.option, job.request.options)))
         return Script(text=line(words) + "\n", submit=words, foreground=True)
@@ -50,38 +50,42 @@ SYSTEM = Local()
 
 
 def with_options(job: Job, words: tuple[str, ...], *options: str) -> tuple[str, ...]:
-    """`words`, which start the job's container, with further options of the runtime."""
+    """`words`, which start the job's container, with further options for the runtime."""
     if options and job.run_by == "host":
         raise UsageError(
-            f"{options[0]}, and there is no container to give it to", where="--option", hint="leave it out"
+            f"{options[0]} is an option for a container, but --runtime host has none",
+            where="--option",
+            hint="leave it out",
         )
     return (*words[:2], *options, *words[2:])
 
 
 def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
-    """`words` under the variables that a job script would export; docker's words have them already."""
+    """`words` with the variables that a job script would export; docker's words have them already."""
     if job.run_by == "docker":
         return words
     system = job.recipe.system
     if system.runtime.host_libs:
-        # A path that goes before what is there where it runs: only a shell of that place knows.
+        # The path is put in front of the node's own value, which only a shell on that node knows.
         return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *words)
-    # Without an image there is no system.json that the launcher would read.
+    # There is no image, so the launcher has no system.json to read.
     given = {**job.settings, **(system.env if job.run_by == "host" else {})}
     return ("env", *(f"{name}={value}" for name, value in given.items()), *words) if given else words
 
 
 def refuse_conversion(job: Job) -> None:
-    """Raise UsageError for ``--sif``, which is a job of its own on other systems."""
+    """Raise UsageError for ``--sif``: only a scheduler has jobs that convert."""
     if job.request.archive is not None:
-        raise UsageError("there is no scheduler to convert by", where="--sif", hint="imgkit sif ARCHIVE")
+        raise UsageError(
+            "there is no scheduler to submit a conversion to", where="--sif", hint="imgkit sif ARCHIVE"
+        )
 
 
 def _check_gpus(job: Job) -> None:
     if job.gpus and job.run_by != "host" and not set(container.options(job)) & set(container.GPU_OPTIONS):
         name = job.recipe.name
         raise UsageError(
-            f"--gpus {job.gpus}, and {name} starts its container without GPUs",
+            f"--gpus {job.gpus}, but {name} starts its container without GPUs",
             where=job.recipe.where("system", "runtime"),
-            hint=f"a recipe that extends {name} with system.runtime.options: [--gpus=all]",
+            hint=f"use a recipe that extends {name} with system.runtime.options: [--gpus=all]",
         )

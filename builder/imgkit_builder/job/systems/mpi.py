@@ -1,4 +1,4 @@
-"""Hosts without a scheduler: mpirun over ssh, or a command a host, typed or fanned out by ``submit``."""
+"""Hosts without a scheduler: mpirun, or one ssh command per host, which ``submit`` runs all at once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import manual, openmpi
 
 MASTER_PORT = 29500
-"""torchrun's own; for programs of the user's. What imgkit starts agrees on a free one."""
+"""torchrun's default, for the user's own programs. Launchers of imgkit agree on a free port."""
 FORWARD = (
     *(*openmpi.FIELDS.rank, *openmpi.FIELDS.world_size),
     *(*openmpi.FIELDS.local_rank, *openmpi.FIELDS.local_world_size, *openmpi.FIELDS.job_id),
     *("IMGKIT_NODES", "MASTER_ADDR", "MASTER_PORT"),
 )
-"""What docker hands into the container; the other runtimes hand on all that mpirun has set."""
+"""Variables that docker passes into the container; other runtimes pass all of mpirun's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Mpi(local.ForegroundSystem):
     where = "over ssh"
 
     def default_nodes(self, flags: MpiFlags) -> int:
-        """As many as there are hosts."""
+        """One node for each host."""
         return len(flags.names) or 1
 
     def doubts(self, job: Job) -> Iterator[str]:
@@ -86,41 +86,41 @@ def _check(job: Job) -> None:
     local.refuse_conversion(job)
     if job.elastic:
         raise UsageError(
-            "nodes that come and go, and mpirun starts all or none",
+            "mpirun starts all nodes or none, so --nodes cannot be a range",
             where="--nodes",
-            hint=f"--nodes {job.nodes}; or by hand on each host, when it comes: dist-run --nnodes "
+            hint=f"--nodes {job.nodes}; or on each host, when it joins: dist-run --nnodes "
             f"{job.min_nodes}:{job.nodes} --node-rank RANK --head HOST",
         )
     if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.flags(MpiFlags).ssh):
         raise UsageError(
-            f"{job.nodes} nodes, and {len(hosts)} hosts" + (f": {', '.join(hosts)}" if hosts else ""),
+            f"{job.nodes} nodes, but {len(hosts)} hosts" + (f": {', '.join(hosts)}" if hosts else ""),
             where="--hosts",
-            hint="leave --nodes out, it is as many as there are hosts"
+            hint="leave --nodes out: it is the number of hosts"
             if hosts
             else "--hosts A,B, the head first, or --hostfile FILE",
         )
     if job.flags(MpiFlags).direct and job.flags(MpiFlags).ssh:
         raise UsageError(
-            "--direct and --ssh", where="--direct", hint="ranks are started by mpirun: without --ssh"
+            "--direct and --ssh", where="--direct", hint="mpirun starts the ranks: leave --ssh out"
         )
     odd = [host for host in hosts if {"@", ":"} & set(host)]
     if odd and not job.flags(MpiFlags).ssh:
         raise UsageError(
-            f"mpirun takes no {odd[0]!r}: behind a colon it expects slots, and it has no word for a user",
+            f"mpirun cannot use {odd[0]!r}: it reads slots after a colon, and has no syntax for a user",
             where="--hosts",
-            hint="give it a name in ~/.ssh/config and /etc/hosts, or start by --ssh",
+            hint="give it a name in ~/.ssh/config and /etc/hosts, or use --ssh",
         )
 
 
 def _check_order(hosts: Sequence[str]) -> None:
-    # Open MPI 4.1 puts the host that it runs on before all others, wherever it stands in -H or a hostfile.
+    # Open MPI 4.1 puts its own host first, wherever that stands in -H or in a hostfile.
     here = next((host for host in hosts if hostlist.is_here(host)), "")
     if here and here != hosts[0]:
         own_first = ",".join((here, *(host for host in hosts if host != here)))
         raise UsageError(
-            f"this is {here}, and mpirun gives rank 0 to its own host, not to {hosts[0]}",
+            f"this is {here}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
             where="--hosts",
-            hint=f"--hosts {own_first}; or start it on {hosts[0]}",
+            hint=f"--hosts {own_first}, or start it on {hosts[0]}",
         )
 
 
@@ -129,7 +129,7 @@ def _by_mpirun(job: Job) -> Script:
     forward = _forward(job)
     more = (*job.recipe.system.queue.options, *map(fields.option, job.request.options))
     if job.run_by == "host":
-        more = ("-x", "PATH", *more)  # ssh gives the remote end another one, without a venv's
+        more = ("-x", "PATH", *more)  # ssh sets another one on the other hosts, without the venv
     command = local.with_settings(job, container.start(job, job.command, forward=FORWARD))
     if job.flags(MpiFlags).direct:
         ranks = _ranks(job)
@@ -147,15 +147,13 @@ def _by_mpirun(job: Job) -> Script:
         if job.nodes > 1
         else ""
     )
-    if (
-        job.run_by != "singularity"
-    ):  # a signal would also reach what serves the image's files to ordinary users
+    if job.run_by != "singularity":  # a signal would also end the process that serves the image's files
         notes += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
     return Script(text=notes + line(words) + "\n", submit=words, foreground=True)
 
 
 def _forward(job: Job) -> Mapping[str, str]:
-    """Variables that mpirun sets on all nodes; the user's own values win."""
+    """Variables that mpirun sets on all nodes; the user's own values override them."""
     hosts = _hosts(job) or ("127.0.0.1",)
     if job.nodes == 1 and not job.flags(MpiFlags).direct:
         return {}
@@ -187,7 +185,7 @@ def _by_ssh(job: Job) -> Script:
 
 
 def _node_command(job: Job, rank: int) -> tuple[str, ...]:
-    """The command with its place as flags; as variables where it is not one of ours."""
+    """The command with its place in flags, or in variables if it is the user's own program."""
     hosts = _hosts(job)
     if len(hosts) == 1:
         return job.command
@@ -207,7 +205,7 @@ def _started(job: Job, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
-    """What the fan-out starts: the guard is innermost, so that it ends with a container's own input."""
+    """The words for `fanout`. The guard is innermost: it ends when the container's input does."""
     if job.run_by == "host":
         return fanout.guarded(_started(job, command))
     words = container.start(job, fanout.guarded(command))
@@ -217,14 +215,14 @@ def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _remote(job: Job, words: Sequence[str]) -> str:
-    """One line for the shell of a host: ssh joins words with blanks."""
+    """One line for the shell of a host, because ssh joins words with blanks."""
     if job.run_by == "docker":
         return shlex.join(words)
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(words)}"
 
 
 def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
-    """The program as ``torch.distributed.launch`` takes it; empty where that is not known."""
+    """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
     from imgkit_entrypoints.cli import options  # imports the whole launcher
 
     name, *words = command
@@ -232,7 +230,7 @@ def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
     if known is None or {"-h", "--help", "--version"} & set(words):
         return ()
     if known.app is None:
-        # dist-run's own options before the program are not torch's.
+        # Options of dist-run before the program mean nothing to torch.
         return tuple(words) if name == "dist-run" and words and not words[0].startswith("-") else ()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -256,7 +254,7 @@ def _shell(job: Job) -> Script:
         return local.SYSTEM.script(job)
     if job.nodes > 1:
         raise UsageError(
-            f"a shell on {job.nodes} hosts", where="--interactive", hint="one host, or a command for all"
+            f"a shell on {job.nodes} hosts", where="--interactive", hint="name one host, or a command for all"
         )
     shell = container.shell(job)
     if job.run_by == "docker":

@@ -1,7 +1,8 @@
-"""PBS: a batch script, or the line that allocates nodes for work by hand.
+"""PBS: a batch script, or the line that allocates nodes for interactive work.
 
-PALS' mpiexec is the default start: it hands the environment on and returns the exit code, and on Slingshot it
-sets up what libfabric's cxi provider asks for (SLINGSHOT_*). pbsdsh and ssh are for systems without it.
+The default start is the mpiexec of PALS: it passes the environment on and returns the exit code. On Slingshot
+it sets the SLINGSHOT_* variables that libfabric's cxi provider needs. pbsdsh and ssh are for systems without
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Pbs(System):
     aliases = ("torque",)
 
     def script(self, job: Job) -> Script:
-        """What ``qsub`` reads, or the ``qsub -I`` line of an interactive job."""
+        """The script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
         if job.request.archive is not None:
             return _conversion(job, str(job.request.archive.absolute()))
         if job.request.interactive:
@@ -62,11 +63,11 @@ class Pbs(System):
         return output.strip().splitlines()[-1]
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job: with the server's comment, and the expected start while it waits."""
+        """Words that show the job with the server's comment, and its expected start while it waits."""
         return ("qstat", "-s", "-T", "-w", record.id)
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow the job's output; most systems bring it when the job ends, hence by name."""
+        """Words that follow the job's output, by name: most systems copy it there when the job ends."""
         path = record.directory / f"{record.name}.o{record.id.partition('.')[0]}"
         return ("tail", "-n", "+1", "-F", str(path))
 
@@ -75,7 +76,7 @@ class Pbs(System):
         return ("qdel", record.id)
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show what may be submitted to; the first program that exists is taken."""
+        """Words that show the queues; the first program that exists is used."""
         return (("qstat", "-Q"),)
 
 
@@ -83,12 +84,12 @@ SYSTEM = Pbs()
 
 
 def _asked(job: Job) -> tuple[str, ...]:
-    """What is asked of PBS; the same words in directives and for ``qsub -I``."""
+    """The resources to request; directives and ``qsub -I`` take the same words."""
     queue = job.recipe.system.queue
     chunk = (
         *((f"ncpus={job.cpus}",) if job.cpus else ()),
         *((f"ngpus={job.gpus}",) if job.gpus else ()),
-        # One line a chunk in the node file, and one process a chunk: that one starts the others.
+        # One line per chunk in the node file, and one process per chunk: it starts the others.
         "mpiprocs=1",
         *map(fields.option, queue.chunk),
     )
@@ -109,7 +110,7 @@ def _common(job: Job, name: str) -> tuple[str, ...]:
 
 
 def _lines(words: Sequence[str]) -> list[str]:
-    """Words as directives: each option with its value is one."""
+    """Words as directives: one for each option with its value."""
     rows: list[str] = []
     for word in words:
         if word.startswith("-") or not rows:
@@ -120,7 +121,7 @@ def _lines(words: Sequence[str]) -> list[str]:
 
 
 def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
-    """The words that run the command: on this node, or by mpiexec on all."""
+    """The words that run the command on this node, or by mpiexec on all nodes."""
     by_pals = job.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     known = pals.FIELDS.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR))
@@ -140,26 +141,26 @@ def _remote(by_task: str) -> tuple[str, ...]:
 def _interactive(job: Job) -> Script:
     if job.command:
         raise UsageError(
-            f"PBS takes no command for an interactive job, and there is {job.command[0]}",
+            f"PBS takes no command for an interactive job, but {job.command[0]} was given",
             where="--interactive",
-            hint="imgkit job ... > job.sh without --interactive; then `bash job.sh` in the shell of the job",
+            hint="imgkit job ... > job.sh without --interactive, then `bash job.sh` in the job's shell",
         )
     words = ("qsub", "-I", *_asked(job))
-    told = (
+    comments = (
         "# In the shell that it gives, on one of the nodes:",
         *(f"#   module load {name}" for name in container.modules(job)),
         *(f"#   {text}" for text in container.exports(job)),
         *(f"#   {text}" for text in line(container.shell(job)).split("\n")),
         "# A command on all nodes: bash job.sh, with what imgkit job prints without --interactive as job.sh.",
     )
-    return Script(text="\n".join((*told, line(words), "")), submit=words, foreground=True)
+    return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)
 
 
 def _conversion(job: Job, archive: str) -> Script:
     queue = job.recipe.system.queue
     if not queue.sif:
         raise UsageError(
-            f"{job.recipe.name} does not say which nodes convert an archive",
+            f"the recipe {job.recipe.name} does not name the nodes that convert an archive",
             where=job.recipe.where("system", "queue"),
             hint=f"imgkit sif {archive} -o {job.image} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",

@@ -1,4 +1,4 @@
-"""What a job in pods is, whichever way it is written: its name, its volumes, its variables, its doubts."""
+"""Jobs in pods, for RunAI and Kubeflow alike: flags, names, volumes, variables and warnings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import UsageError
 
 ASLEEP = ("sleep", "infinity")
-"""What the pods of an interactive job run."""
+"""The command of the pods of an interactive job."""
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 NAME_LIMIT = 50
-"""Operators append ``-worker-123`` and the like, and the whole may have 63 letters (RFC 1123)."""
+"""Operators append text like ``-worker-123``, and the whole can have 63 letters (RFC 1123)."""
 
 
 KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
@@ -66,7 +66,7 @@ class Pods(System):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A persistent volume claim, and where the pods see it."""
+    """A persistent volume claim, and its path in the pods."""
 
     name: str
     path: PurePosixPath
@@ -82,17 +82,17 @@ def format_of(job: Job) -> KubernetesFormat:
 
 
 def check_name(job: Job) -> str:
-    """The job's name where Kubernetes takes it: it is the job's id, and part of its pods' host names.
+    """The job's name, if Kubernetes accepts it: it is the job's id, and part of its pods' host names.
 
     Raises
     ------
-    UsageError : it does not.
+    UsageError : it does not accept the name.
     """
     name = job.name
     if not re.fullmatch(_LABEL, name) or len(name) > NAME_LIMIT:
         better = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:NAME_LIMIT].rstrip("-")
         raise UsageError(
-            f"{name!r} cannot name pods: up to {NAME_LIMIT} of a-z, 0-9 and - inside, no _, no capital",
+            f"{name!r} cannot name pods: up to {NAME_LIMIT} of a-z, 0-9, and - inside; no _, no capitals",
             where="--name",
             hint=f"--name {better or 'run1'}",
         )
@@ -104,33 +104,37 @@ def claims(job: Job) -> tuple[Claim, ...]:
 
     Raises
     ------
-    UsageError : one is no ``CLAIM:/PATH[:ro]``, or two are at one place.
+    UsageError : one is not ``CLAIM:/PATH[:ro]``, or two have the same path.
     """
     found: list[Claim] = []
     for text in job.flags(PodFlags).pvcs:
         match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*):(/[A-Za-z0-9._/-]+)(:ro)?", text)
         if match is None:
-            raise UsageError(f"{text!r} is no volume", where="--pvc", hint="CLAIM:/PATH, or CLAIM:/PATH:ro")
+            raise UsageError(
+                f"{text!r} is not a volume", where="--pvc", hint="CLAIM:/PATH, or CLAIM:/PATH:ro"
+            )
         claim = Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
         if claim.path in (other.path for other in found):
-            raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="each at a path of its own")
+            raise UsageError(
+                f"two volumes at {claim.path}", where="--pvc", hint="give each a path of its own"
+            )
         found.append(claim)
     return tuple(found)
 
 
 def directory(job: Job) -> PurePosixPath | None:
-    """Where the pods work: ``--directory``, which must be on a volume; None is the image's own choice.
+    """The folder in which pods work: ``--directory``, which must be on a volume; None: the image's own.
 
     Raises
     ------
-    UsageError : no volume holds it.
+    UsageError : it is not on a volume.
     """
     if job.request.directory == Request().directory:
         return None
     path = PurePosixPath(job.request.directory)
     if not any(path.is_relative_to(claim.path) for claim in claims(job)):
         raise UsageError(
-            f"{path} is on no volume of the pods",
+            f"{path} is not on a volume of the pods",
             where="--directory",
             hint=f"--pvc CLAIM:{path}, or a folder below one of the volumes",
         )
@@ -138,9 +142,9 @@ def directory(job: Job) -> PurePosixPath | None:
 
 
 def variables(job: Job) -> Mapping[str, str]:
-    """Of each pod: where output and state are kept, the launcher's settings, the user's own; these win.
+    """Variables of each pod: folders for output and state, the launcher's settings, the user's (these win).
 
-    The job's name is its id here, so the folder is found again without asking anything of the cluster.
+    The job's name is its id, so the folder is known without a question to the cluster.
     """
     kept: dict[str, str] = {}
     folder, writable = directory(job), [claim.path for claim in claims(job) if not claim.read_only]
@@ -152,12 +156,12 @@ def variables(job: Job) -> Mapping[str, str]:
 
 
 def literal(text: str) -> str:
-    """`text` so that Kubernetes hands it on as it is: it replaces ``$(NAME)``, and ``$$`` is its ``$``."""
+    """`text`, escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def entered(job: Job, ways: Sequence[str], end: str) -> tuple[str, ...]:
-    """Comment lines on an interactive job: how to get into each pod, what to do there, how to `end` it."""
+    """Comment lines for an interactive job: how to enter each pod, what to type there, how to `end` it."""
     typed = " ".join(map(quote, job.command)) or "dist-hello"
     several = job.nodes > 1
     return (
@@ -174,7 +178,7 @@ def refuse_conversion(job: Job) -> None:
     """Raise UsageError for ``--sif``: pods pull images."""
     if job.request.archive is not None:
         raise UsageError(
-            "pods pull their image from a registry, there is no .sif to make",
+            "pods pull their image from a registry; a .sif is of no use to them",
             where="--sif",
             hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
         )

@@ -1,7 +1,7 @@
-"""RunAI: the one command that submits a job, by the client's v1 form (``runai submit-dist pytorch``).
+"""RunAI: the one command that submits a job, in the client's v1 form (``runai submit-dist pytorch``).
 
-Flags as in docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch. The command after ``--`` is
-``dist-...`` alone: no shell stands between, so there is nothing to quote twice.
+The flags are those of docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch. The ``dist-...``
+command alone follows ``--``: no shell reads it again, so nothing is quoted twice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class RunAI(pods.Pods):
         return "" if flags.format == "runai" else "kubeflow"
 
     def script(self, job: Job) -> Script:
-        """The command; before it, for an interactive job, how to work in its pods, as comments."""
+        """The command. For an interactive job, comments above it explain how to work in its pods."""
         pods.refuse_conversion(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
         folder = pods.directory(job)
         words = (
-            # One pod is a job of the plain kind: workers are the pods beside the first.
+            # One pod is a plain job; workers are the pods after the first.
             *(("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")),
             *("--name", name),
             *(("--project", job.queue) if job.queue else ()),
@@ -61,7 +61,7 @@ class RunAI(pods.Pods):
         return ("runai", "describe", "job", record.name, *_project(record))
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow the output of the first pod; all of it is in the job's folder on the volume."""
+        """Words that follow the output of the first pod; the volume has the output of all pods."""
         return ("runai", "logs", record.name, "--follow", *_project(record))
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class RunAI(pods.Pods):
         return ("runai", "delete", "job", record.name, *_project(record))
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the projects and what is left of their GPUs."""
+        """Words that show the projects and their free GPUs."""
         return (("runai", "list", "projects"),)
 
 
@@ -77,7 +77,7 @@ SYSTEM = RunAI()
 
 
 def _rows(words: Sequence[str]) -> str:
-    """The command with each option and its value on a line of their own."""
+    """The command, with one line for each option and its value."""
     end = words.index("--")
     rows = [[words[0]]]
     for index, word in enumerate(words[1:], 1):

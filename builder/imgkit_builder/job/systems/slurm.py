@@ -1,4 +1,4 @@
-"""Slurm: a batch script, or the line that allocates nodes for work by hand."""
+"""Slurm: a batch script, or the line that allocates nodes for interactive work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Slurm(System):
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
 
     def script(self, job: Job) -> Script:
-        """What ``sbatch`` reads, or the ``salloc`` line of an interactive job."""
+        """The script for ``sbatch``, or the ``salloc`` line of an interactive job."""
         if job.request.interactive:
             words = ("salloc", *_asked(job), "bash", "-lc", _typed(job))
             return Script(text=line(words) + "\n", submit=words, foreground=True)
@@ -34,8 +34,8 @@ class Slurm(System):
                 *_place(job),
                 *_asked(job),
                 *(
-                    # B: to the script alone. A step's signal reaches every process of it: also the one that
-                    # serves the image's files to ordinary users, and the run would die of a bus error.
+                    # B: the signal goes to the script alone. A step's signal reaches every process of it. For
+                    # ordinary users one of them serves the image's files; the run would die of a bus error.
                     (f"--signal=B:USR1@{job.stop_before_s}", "--requeue", "--open-mode=append")
                     if job.stop_before_s
                     else ()
@@ -46,11 +46,11 @@ class Slurm(System):
         return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
 
     def job_id(self, output: str) -> str:
-        """The id in what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER``."""
+        """The id in the output of ``sbatch --parsable``: ``ID``, or ``ID;CLUSTER``."""
         return output.strip().splitlines()[-1].partition(";")[0]
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job; %S is the start, the expected one while it waits."""
+        """Words that show the job; %S is its start, or its expected start while it waits."""
         return ("squeue", f"--jobs={record.id}", "--format=%.12i %.10P %.20j %.10T %.10M %.6D %.20S %R")
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class Slurm(System):
         return ("scancel", record.id)
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show what may be submitted to; the first program that exists is taken."""
+        """Words that show the queues; the first program that exists is used."""
         return (("bsc_queues",), ("sinfo",))
 
 
@@ -70,13 +70,13 @@ SYSTEM = Slurm()
 
 
 def _place(job: Job) -> tuple[str, str]:
-    """Where a script runs, and where its output goes."""
+    """The folder in which a script runs, and the file of its output."""
     folder = str(job.directory)
     return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", "--output=%x-%j.out"
 
 
 def _asked(job: Job) -> tuple[str, ...]:
-    """What is asked of Slurm; the same words in directives and for salloc."""
+    """The resources to request; directives and salloc take the same words."""
     nodes = f"{job.min_nodes}-{job.nodes}" if job.elastic else str(job.nodes)
     return (
         f"--nodes={nodes}",
@@ -93,10 +93,10 @@ def _asked(job: Job) -> tuple[str, ...]:
 
 
 def _start(job: Job, command: Sequence[str]) -> tuple[str, ...]:
-    # srun takes no --network from the script's directives.
+    # srun does not read --network from the script's directives.
     network = tuple(word for word in job.recipe.system.queue.options if word.startswith("--network="))
-    # srun does not inherit --cpus-per-task from 22.05 to 23.02; written as the variable, a changed
-    # directive needs no second change here.
+    # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive when
+    # somebody edits the script.
     cpus = (Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'),) if job.cpus else ()
     return slurm.start_argv(
         container.start(job, command),
@@ -106,7 +106,7 @@ def _start(job: Job, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _typed(job: Job) -> str:
-    """What runs inside the allocation: the command on all nodes, or a shell in the container on the first."""
+    """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
     words = (

@@ -1,4 +1,4 @@
-"""A request held against the recipe's system: limits, duties, and flags that mean nothing there."""
+"""A request on a recipe's system: limits, required fields, and flags that the system does not have."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_absent_image_fails() -> None:
     absent = changed("sha256:0123456789abcdef", "! Error: No such image: lambda:latest")
     assert examined({"a": absent, "b": ALIKE})["image"].hint.startswith("on b: docker save")
     found = examined({"a": absent, "b": absent})["image"]
-    assert (found.verdict, found.found) == ("fail", "on none of them: Error: No such image: lambda:latest")
+    assert (found.verdict, found.found) == ("fail", "no host has it: Error: No such image: lambda:latest")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_unlike_hosts_warn(old: str, new: str, name: str, told: str) -> None:
 
 def test_unknown_head_fails() -> None:
     found = examined({"a": ALIKE, "b": changed("head 10.0.0.1", "")})["head"]
-    assert (found.verdict, found.found) == ("fail", "a is no known name on b")
+    assert (found.verdict, found.found) == ("fail", "the name a is unknown on b")
 
 
 def test_without_containers_no_image_is_looked_for() -> None:

@@ -45,7 +45,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 def test_repeated_host_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\nb\na\n")
-    with pytest.raises(UsageError, match="a is there twice") as caught:
+    with pytest.raises(UsageError, match="a occurs twice") as caught:
         hostlist.read("", file)
     assert caught.value.where == f"{file}:1"
 

@@ -1,4 +1,4 @@
-"""PyTorchJob and TrainJob: held against Kubeflow's own models, in which an unknown key is an error here."""
+"""PyTorchJob and TrainJob: compared with Kubeflow's own models; an unknown key is an error here."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ def test_options_go_to_the_runtime() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"nodes": "2"}, "2 nodes, and this is one machine"),
-        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to convert by"),
+        ({"nodes": "2"}, "2 nodes, but this is one machine"),
+        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to submit a conversion to"),
         ({"gpus": 1}, "starts its container without GPUs"),
-        ({"options": ("--x",), "runtime": "host"}, "no container to give it to"),
+        ({"options": ("--x",), "runtime": "host"}, "an option for a container"),
         ({"options": ("a b",)}, "cannot stand in a directive"),
     ],
 )

@@ -57,7 +57,7 @@ def test_as_many_nodes_as_hosts() -> None:
 @pytest.mark.parametrize("ssh", [False, True])
 @pytest.mark.parametrize(("nodes", "hosts"), [("1", ("a", "b")), ("3", ("a", "b")), ("2", ())])
 def test_other_number_of_hosts_is_refused(nodes: str, hosts: tuple[str, ...], ssh: bool) -> None:
-    with pytest.raises(UsageError, match=f"{nodes} nodes, and {len(hosts)} hosts"):
+    with pytest.raises(UsageError, match=f"{nodes} nodes, but {len(hosts)} hosts"):
         script(changed(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
 
 
@@ -151,11 +151,11 @@ def test_shell_is_for_one_host() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"nodes": "1:2"}, "nodes that come and go"),
+        ({"nodes": "1:2"}, "mpirun starts all nodes or none"),
         ({"direct": True, "ssh": True}, "--direct and --ssh"),
-        ({"hosts": ("me@node1", "node2")}, "mpirun takes no 'me@node1'"),
-        ({"hosts": ("node1", "fd00::7")}, "mpirun takes no 'fd00::7'"),
-        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to convert by"),
+        ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
+        ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),
+        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to submit a conversion to"),
         ({"options": ("--mca a b",)}, "cannot stand in a directive"),
     ],
 )

@@ -125,7 +125,7 @@ def test_task_that_was_not_started_is_told(tmp_path: Path) -> None:
     script = text(pbs_start="pbsdsh", directory=tmp_path).replace("pbsdsh -v", "echo spawn failed; exit; ")
     done = run(script, tmp_path)
     assert done.returncode == 1
-    assert "says nothing of how line 1 of the hosts ended: spawn failed" in done.stderr
+    assert "did not report how line 1 of the hosts ended: spawn failed" in done.stderr
 
 
 def test_script_asks_for_the_network_option_that_mpiexec_has(tmp_path: Path) -> None:
