@@ -58,7 +58,8 @@ def test_every_directive_is_one_line_before_the_first_command() -> None:
 def test_only_long_jobs_are_requeued() -> None:
     assert "scontrol requeue" in text(time="10m")
     assert "--signal=B:USR1@120" in text(time="10m")
-    assert "requeue" not in text(time="5m")
+    assert "--requeue" not in text(time="5m")
+    assert "scontrol requeue" not in text(time="5m")
     assert "--signal" not in text(time="5m")
 
 
