@@ -63,13 +63,13 @@ def main() -> None:
     print(f"drawn by {seed}", flush=True)
     for number in range(count):
         run, log = start(command, number)
-        until(lambda log=log: "loss" in log.read_text(), 60)
+        until(lambda log=log: "loss" in log.read_text(), 300)
         time.sleep(draw.uniform(0, LATEST_S))
         victim, line = draw.choice(sorted(processes().items()))
         os.kill(victim, signal.SIGKILL)
         step = re.findall(r"step +(\d+)/", log.read_text())[-1]
         print(f"killed {kind(line)} after step {step}", flush=True)
-        until(lambda: not processes(), 60)
+        until(lambda: not processes(), 300)
         print(log.read_text(), "exit code", run.wait(), flush=True)
     run, log = start(command, count)
     code = run.wait()

@@ -203,7 +203,7 @@ def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None
     once = f"cd '{pbs.work}'; singularity exec {pbs.sif} dist-hello --device cpu --nproc 2"
     code, refused = pbs.script(*TUTORIAL, once)
     assert code == 5, refused
-    (exported,) = re.findall(r"export IMGKIT_NODES=.*\"(?=, and hand)", refused)
+    (exported,) = re.findall(r"export IMGKIT_NODES=.*\"(?=, and pass)", refused)
     code, refused = pbs.script(*TUTORIAL, exported, once)
     assert code == 5, refused
     assert "the job has 2 hosts (node1, node2), but this is the job script's process" in refused
