@@ -25,7 +25,7 @@ _LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedImage:
-    """What was saved, as the engine shows it."""
+    """The saved image, as the engine shows it."""
 
     id: str
     """``sha256:...``"""
@@ -54,17 +54,17 @@ class Sidecar:
     image: SavedImage
     archive: SavedArchive
     system: SystemFacts | None
-    """What the image bakes; None for an image that imgkit did not build."""
+    """The facts baked into the image; None for an image that imgkit did not build."""
     manifest: Manifest | None
 
 
 def sha256_path(archive: Path) -> Path:
-    """Where the checksum of `archive` stands, in ``sha256sum``'s format."""
+    """The checksum file of `archive`, in ``sha256sum``'s format."""
     return archive.with_name(archive.name + ".sha256")
 
 
 def json_path(archive: Path) -> Path:
-    """Where the manifest of `archive` stands."""
+    """The manifest file of `archive`."""
     return archive.with_name(archive.name + ".manifest.json")
 
 
@@ -98,7 +98,7 @@ def from_json(text: str, *, where: str) -> Sidecar:
     try:
         data: dict[str, Any] = json.loads(text)
         if data["schema"] != SCHEMA:
-            raise UsageError("the sidecar is of a later imgkit", where=where, hint="use that version")
+            raise UsageError("a later imgkit wrote this sidecar", where=where, hint="use that version")
         image = dict(data["image"])
         image["diff_ids"] = tuple(image["diff_ids"])
         system, manifest = data["system"], data["manifest"]
@@ -113,7 +113,7 @@ def from_json(text: str, *, where: str) -> Sidecar:
 
 
 def read(archive: Path) -> Sidecar | None:
-    """The manifest beside `archive`; None where there is none.
+    """The manifest beside `archive`; None if there is none.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def read(archive: Path) -> Sidecar | None:
 
 
 def read_sha256(archive: Path) -> str | None:
-    """The digest that ``X.sha256`` states for `archive`; None where there is no such file.
+    """The digest that ``X.sha256`` states for `archive`; None if there is no such file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Read a tar stream once, forward only, in bounded memory, keeping raw headers so that they can be passed on.
+"""Read a tar stream once, forward only, in bounded memory, and keep raw headers to pass them on.
 
 Python's tarfile cannot hand headers through unchanged, and costs several times more per member.
 """
@@ -25,12 +25,12 @@ _NO_PAX: Mapping[str, bytes] = types.MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One member's headers, raw and read."""
+    """One member's headers, raw and parsed."""
 
     kind: bytes
     """Type flag; ``REGULAR`` for every regular file."""
     name: str
-    """Without a leading ``./`` or trailing slash; undecodable bytes are surrogates."""
+    """Path without a leading ``./`` or trailing slash; undecodable bytes are surrogates."""
     link: str
     size_bytes: int
     mtime_s: int
@@ -44,7 +44,7 @@ class Member:
 
 
 class TarStream:
-    """Iterate over the members of a tar that comes in `chunks`; a body that is not read is skipped.
+    """Iterate over the members of a tar that comes in `chunks`; it skips a body that nobody reads.
 
     Raises
     ------
@@ -97,7 +97,7 @@ class TarStream:
         return self.body()
 
     def drain(self) -> None:
-        """Read what follows the end: a sender that nobody listens to would fail."""
+        """Read what follows the end: a sender fails if nobody reads its last bytes."""
         for _ in self._chunks:
             pass
 
@@ -106,7 +106,7 @@ class TarStream:
             pass
 
     def _some(self, most: int) -> memoryview:
-        """Between 1 and `most` bytes."""
+        """Return the next bytes, between 1 and `most`."""
         while not self._pending:
             chunk = next(self._chunks, None)
             if chunk is None:

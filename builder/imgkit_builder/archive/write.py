@@ -1,6 +1,6 @@
-"""From the engine's stream to a checked archive on disk, in one pass. Standard library only.
+"""Write the engine's stream to a checked archive on disk, in one pass. Standard library only.
 
-Memory stays small whatever the image's size: chunks are hashed, compressed and written as they come.
+Memory stays small for any image size: each chunk is hashed, compressed and written as it arrives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """An archive that is whole, on disk and named."""
+    """A whole archive on disk."""
 
     path: Path
     sha256: str
@@ -55,7 +55,7 @@ def save(
 ) -> Saved:
     """Write a tar stream to `target`: checksummed on the way, complete or absent.
 
-    `chunks` raises where the stream is cut short; nothing is kept then. `expected_bytes` is the size of the
+    `chunks` raises if the stream is cut short; then nothing is kept. `expected_bytes` is the size of the
     uncompressed stream, for the free-space check and the time left.
 
     Raises
@@ -68,11 +68,11 @@ def save(
     preflight(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
     digest, size_bytes = hashlib.sha256(), 0
-    told = _told(chunks, target=target, expected_bytes=expected_bytes, report=report)
+    reported = _reported(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
         with files.writing(target) as stream, _early_flush(stream) as flush:
             _lock(stream)
-            for chunk in _compressed(told, compress):
+            for chunk in _compressed(reported, compress):
                 digest.update(chunk)
                 stream.write(chunk)
                 size_bytes += len(chunk)
@@ -89,20 +89,20 @@ def save(
 
 
 def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
-    """Refuse at once what would fail after minutes; raises as `save` does."""
+    """Refuse now a save that would fail after minutes; raises as `save` does."""
     if "\n" in target.name or "\\" in target.name:
         raise UsageError("sha256sum cannot list a name with a newline or backslash", where=str(target))
     if target.is_dir():
-        raise UsageError("is a folder", where=str(target), hint=f"-o {target / 'image.tar'}")
+        raise UsageError("the target is a folder", where=str(target), hint=f"-o {target / 'image.tar'}")
     if not target.parent.is_dir():
         raise UsageError(
-            "there is no such folder", where=str(target.parent), hint=f"mkdir -p {target.parent}"
+            "the folder does not exist", where=str(target.parent), hint=f"mkdir -p {target.parent}"
         )
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UsageError("the folder cannot be written to", where=str(target.parent), hint="-o ELSEWHERE.tar")
+        raise UsageError("the folder is not writable", where=str(target.parent), hint="-o ELSEWHERE.tar")
     if compress == "zstd" and shutil.which("zstd") is None:
         raise ToolMissing("the program 'zstd' is not on PATH", hint=ZSTD_HINT)
-    # PyTorch images compress to 0.3-0.45 of their size; half is the honest demand.
+    # PyTorch images compress to 0.3-0.45 of their size; half leaves a margin.
     needed = (expected_bytes or 0) // (1 if compress == "none" else 2)
     free = shutil.disk_usage(target.parent).free
     if free < needed:
@@ -114,7 +114,7 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what killed runs left of the same target; a run that still writes keeps its file."""
+    """Remove files of killed runs for the same target; a run that still writes keeps its file."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.part")  # files.temporary_name
     for leftover in target.parent.iterdir():
         if not name.fullmatch(leftover.name):
@@ -130,16 +130,16 @@ def _lock(stream: BinaryIO) -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _told(
+def _reported(
     chunks: Iterable[bytes], *, target: Path, expected_bytes: int | None, report: Reporter
 ) -> Iterator[bytes]:
-    """Pass `chunks` on and tell the progress."""
+    """Pass `chunks` on and report progress."""
     done_bytes = 0
     for chunk in chunks:
         if not done_bytes:
             report.stage(f"save {target.name}")
         done_bytes += len(chunk)
-        # A tar is a little larger than its layers: never tell more than everything.
+        # A tar is a little larger than its layers: never report more than 100 %.
         report.advance(done_bytes, max(expected_bytes, done_bytes) if expected_bytes else None)
         yield chunk
 
@@ -154,7 +154,7 @@ def _early_flush(stream: BinaryIO) -> Iterator[Callable[[int], None]]:
             wanted.clear()
             if over.is_set():
                 return
-            # What is wrong with the disk shows in the writes and the last fsync.
+            # A fault of the disk shows in the writes and the last fsync.
             with contextlib.suppress(OSError):
                 os.fdatasync(stream.fileno())
 

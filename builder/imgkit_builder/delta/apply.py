@@ -1,7 +1,7 @@
-"""A delta into a .sif: a new file, which is checked and run before it gets its name.
+"""Put a delta into a copy of a .sif, which is checked and run before it gets its name.
 
-The overlay partition bears the group of the root partition: a runtime passes over one of another group,
-without a word. A .sif mounts each of its deltas at every start, so beyond `MOST` they become one.
+The overlay partition has the group of the root partition: a runtime silently ignores one of another group.
+A .sif mounts each of its deltas at every start, so more than `MOST` are merged into one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 MOST = 4
-"""Deltas that a .sif holds one by one; each costs 25 ms at every start."""
+"""Largest number of deltas in a .sif; each costs 25 ms at every start."""
 _CLONE = 0x40049409
 """The FICLONE request of Linux: both files share their blocks until one is written."""
 
@@ -42,7 +42,7 @@ class Applied:
     size_bytes: int
     deltas: tuple[Delta, ...]
     merged: bool
-    """The deltas became one."""
+    """Whether the deltas were merged into one."""
     stages: tuple[Stage, ...]
 
 
@@ -51,9 +51,9 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
 
     Raises
     ------
-    UsageError : the delta is in it already, or the target is a file of another kind.
-    CheckFailed : the delta lies over something else or is damaged; `base` is signed or damaged; the new file
-        runs without the delta.
+    UsageError : the .sif already has the delta, or the target is another kind of file.
+    CheckFailed : the delta has another base or is damaged; `base` is signed or damaged; the runtime ignores
+        the delta in the new file.
     ToolMissing, ToolFailed : no runtime that edits .sif files, or it failed.
     """
     base, target = base.absolute(), target.absolute()
@@ -63,7 +63,8 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
     if not tool.capabilities.edits_sif:
         raise ToolMissing(
-            f"{tool} has no `sif add`", hint=f"without it: singularity exec --overlay {delta_file}:ro {base}"
+            f"{tool} has no `sif add`",
+            hint=f"mount the delta instead: singularity exec --overlay {delta_file}:ro {base}",
         )
     compression = write_squashfs.compression_of(stack.sif, tool)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
@@ -98,7 +99,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
 
 
 def clone(original: Path, copy: Path) -> None:
-    """Copy a file; at once where the file system shares blocks."""
+    """Copy a file, immediately if the file system can share blocks."""
     with original.open("rb") as reading, copy.open("wb") as writing, contextlib.suppress(OSError):
         fcntl.ioctl(writing, _CLONE, reading.fileno())
         return
@@ -106,16 +107,16 @@ def clone(original: Path, copy: Path) -> None:
 
 
 def refuse_signed(stack: Stack) -> None:
-    """Raise CheckFailed where the .sif is signed: a change of it breaks the signature."""
+    """Raise CheckFailed if the .sif is signed: a change breaks the signature."""
     path = stack.sif.path
     signatures = [one.id for one in stack.sif.descriptors if one.datatype == image.DataType.SIGNATURE]
     if signatures:
         unsign = " && ".join(f"singularity sif del {number} COPY.sif" for number in signatures)
         raise CheckFailed(
-            "it is signed, and what is signed must not change",
+            "it is signed, and a change would break the signature",
             where=str(path),
-            hint=f"take the signature off a copy, and sign the result: cp {path.name} COPY.sif && {unsign}; "
-            "then the same with COPY.sif; then: singularity sign NEW.sif",
+            hint=f"remove the signature from a copy: cp {path.name} COPY.sif && {unsign}; "
+            "repeat the command with COPY.sif; then sign the result: singularity sign NEW.sif",
         )
 
 
@@ -123,30 +124,36 @@ def _check(delta: Delta, path: Path, stack: Stack) -> None:
     refuse_signed(stack)
     if delta.image_id == stack.base.image_id:
         raise UsageError(
-            f"{path.name} is in it already", where=str(stack.sif.path), hint="imgkit show says what is in it"
+            f"it already has {path.name}",
+            where=str(stack.sif.path),
+            hint="list its deltas: imgkit show FILE.sif",
         )
     if delta.base != stack.base:
         raise CheckFailed(
             f"the delta lies over {delta.base}; {stack.sif.path.name} is {stack.base}",
             where=str(path),
-            hint="deltas go on in the order in which they were made; or make one for this .sif: "
+            hint="apply deltas in the order in which they were made, or make one for this .sif: "
             f"imgkit delta {delta.source} --base {stack.sif.path.name}",
         )
 
 
 def _check_digests(delta: Delta, path: Path, stack: Stack, report: Reporter) -> None:
     if descriptor.sha256(path, delta) != delta.sha256:
-        raise CheckFailed("damaged: its squashfs has another sha256", where=str(path), hint="copy it again")
+        raise CheckFailed(
+            "the delta is damaged: its squashfs has another sha256 than recorded",
+            where=str(path),
+            hint="copy it again",
+        )
     if image.root_sha256(stack.sif.path, advance=report.advance) != stack.base.root_sha256:
         raise CheckFailed(
-            "damaged: its root partition has another sha256 than recorded",
+            "the .sif is damaged: its root partition has another sha256 than recorded",
             where=str(stack.sif.path),
             hint="copy it again, or convert it again",
         )
 
 
 def _merge(job: ConversionJob, delta: Delta, top: SquashfsLayer, stack: Stack, target: Path) -> Delta:
-    """The deltas of `stack` and `delta` as one over the root partition alone."""
+    """Merge the deltas of `stack` and `delta` into one over the root partition alone."""
     record = stack.sif.record
     assert record is not None  # noqa: S101 - for the type checker: a stack has one
     mounted = source.mounted(stack)
@@ -160,7 +167,7 @@ def _merge(job: ConversionJob, delta: Delta, top: SquashfsLayer, stack: Stack, t
 
 
 def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, merged: bool) -> None:
-    """Put the delta into the part file and into its record; `merged`: instead of those that are there."""
+    """Put the delta into the part file and its record; if `merged`, it replaces the deltas there."""
     part, root, record = job.work.part, stack.sif.root, stack.sif.record
     assert root is not None  # noqa: S101 - for the type checker: a stack has both
     assert record is not None  # noqa: S101
@@ -174,11 +181,11 @@ def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, me
     deltas = (delta.sha256,) if merged else (*record.deltas, delta.sha256)
     put_record(job, dataclasses.replace(record, deltas=deltas))
     if descriptor.stack(part).base.deltas != deltas:
-        raise CheckFailed(f"{job.tool} sif add did not write what it was given", where=str(part))
+        raise CheckFailed(f"{job.tool} sif add wrote other data than it got", where=str(part))
 
 
 def put_record(job: ConversionJob, record: ImgkitRecord) -> None:
-    """Make `record` the one of the part file."""
+    """Replace the record of the part file by `record`."""
     part = job.work.part
     for one in image.read(part).descriptors:
         if one.name == image.IMGKIT_OBJECT:

@@ -1,7 +1,15 @@
-"""What a delta file says of itself, and what a .sif says of the deltas in it.
+"""Read and write the description in a delta file, and list the deltas in a .sif.
 
-A delta file is a squashfs, so that a runtime mounts it as it is, then a JSON object, then 16 bytes: the
-object's length and a mark. Whoever mounts it never looks behind the squashfs.
+A delta file is a squashfs that a runtime can mount as it is; a mount ignores the bytes behind it::
+
+    +---------------------+  byte 0
+    | squashfs            |  the changed files, and whiteouts
+    +---------------------+
+    | JSON object         |  `Delta`
+    +---------------------+
+    | length of the JSON  |  8 bytes, little-endian
+    | mark ``IMGDELTA``   |  8 bytes
+    +---------------------+
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from imgkit_entrypoints.launch import delta_check
 
 SCHEMA = 1
 INSIDE = delta_check.DELTA_JSON.lstrip("/")
-"""In the tree of a delta: by it the commands of the image see that the delta is there."""
+"""A file in the delta's tree, by which the commands of the image see that the delta is there."""
 _MARK = b"IMGDELTA"
 _END = struct.Struct("<Q8s")
 _MAX_BYTES = 1 << 20
@@ -31,13 +39,13 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSif:
-    """What a delta lies on: told by its content, never by the whole file's digest."""
+    """The .sif below a delta, identified by its content and never by the whole file's digest."""
 
     image_id: str
     root_sha256: str
-    """Hex, of the root partition."""
+    """Hex digest of the root partition."""
     deltas: tuple[str, ...]
-    """Hex sha256 of the deltas on it, lowest first."""
+    """Hex sha256 of the deltas in it, lowest first."""
 
     def __str__(self) -> str:
         image = self.image_id.removeprefix("sha256:")[:12]
@@ -46,21 +54,21 @@ class BaseSif:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """One delta."""
+    """Description of one delta."""
 
     image_id: str
-    """``sha256:...`` of the image that base and delta are together."""
+    """``sha256:...`` of the image that base and delta form together."""
     diff_ids: tuple[str, ...]
-    """Its layers, lowest first."""
+    """``sha256:...`` of the image's layers, lowest first."""
     arch: str
     created: str
     source: str
     """Name of the image, for people."""
     base: BaseSif
     sha256: str
-    """Hex, of the squashfs."""
+    """Hex digest of the squashfs."""
     size_bytes: int
-    """Of the squashfs."""
+    """Size of the squashfs."""
     imgkit: str
     """Version of imgkit."""
 
@@ -72,11 +80,11 @@ class Stack:
     sif: SifImage
     deltas: tuple[Delta, ...]
     partitions: tuple[Descriptor, ...]
-    """Of the deltas."""
+    """The deltas' partitions."""
     base: BaseSif
-    """What a further delta lies on."""
+    """The base of a further delta."""
     diff_ids: tuple[str, ...]
-    """Of the image that all of it is together."""
+    """Layers of the image that all of it forms."""
 
 
 def inside(image_id: str) -> bytes:
@@ -85,7 +93,7 @@ def inside(image_id: str) -> bytes:
 
 
 def with_sha256(delta: Delta, path: Path) -> Delta:
-    """`delta` with the digest of its squashfs, which is `path`."""
+    """Return `delta` with the digest of its squashfs `path`."""
     return dataclasses.replace(delta, sha256=sha256(path, delta))
 
 
@@ -97,11 +105,12 @@ def append(path: Path, delta: Delta) -> None:
 
 
 def read(path: Path) -> Delta:
-    """What the delta file `path` says of itself.
+    """Read the description in the delta file `path`.
 
     Raises
     ------
-    UsageError : there is none. CheckFailed : it is no delta, or cut short.
+    UsageError : there is no such file.
+    CheckFailed : it is no delta, or cut short.
     """
     try:
         return _read(path, 0, path.stat().st_size)
@@ -112,7 +121,7 @@ def read(path: Path) -> Delta:
 
 
 def is_delta(path: Path) -> bool:
-    """Whether the file ends like a delta; False also where it cannot be read."""
+    """Whether the file ends like a delta; False also if it cannot be read."""
     try:
         with path.open("rb") as stream:
             stream.seek(-len(_MARK), 2)
@@ -124,7 +133,7 @@ def is_delta(path: Path) -> bool:
 def sha256(
     path: Path, delta: Delta, *, start: int = 0, advance: Callable[[int, int | None], None] = lambda *_: None
 ) -> str:
-    """Hex digest of the squashfs of `delta`, as it lies in `path` from byte `start` on."""
+    """Hex digest of the squashfs of `delta`, which starts at byte `start` of `path`."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as stream:
         stream.seek(start)
@@ -136,17 +145,17 @@ def sha256(
 
 
 def stack(path: Path) -> Stack:
-    """The .sif `path` and the deltas in it, as its record says.
+    """Read the .sif `path` and the deltas in its record.
 
     Raises
     ------
-    CheckFailed : no .sif, no record in it, or other deltas than recorded.
+    CheckFailed : no .sif, no record in it, or deltas that differ from the record.
     """
     sif = image.read(path)
     record, root = sif.record, sif.root
     if root is None or record is None or not record.image_id:
         raise CheckFailed(
-            "no record of imgkit in it: which image and layers it is of, nobody knows",
+            "it has no record of imgkit, so its image and layers are unknown",
             where=str(path),
             hint=f"convert the image with imgkit: imgkit sif IMAGE -o {path.name}; a full transfer of about "
             f"{sif.size_bytes / 1e6:.1f} MB once, deltas from then on",
@@ -155,8 +164,8 @@ def stack(path: Path) -> Stack:
     deltas = tuple(_read(path, one.offset, one.size_bytes) for one in partitions)
     if tuple(delta.sha256 for delta in deltas) != record.deltas:
         raise CheckFailed(
-            f"{len(record.deltas)} deltas are recorded in it, and {len(deltas)} others would be mounted: "
-            "a runtime passes over an overlay that is not of the root partition's group, without a word",
+            f"its record lists {len(record.deltas)} deltas, a runtime would mount {len(deltas)} others: "
+            "it silently ignores an overlay outside the root partition's group",
             where=str(path),
             hint="apply the deltas to the base again: imgkit apply X.imgdelta BASE.sif -o NEW.sif",
         )
@@ -176,13 +185,15 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         tail = stream.read(_END.size)
         length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
         if mark != _MARK or not 0 < length <= min(_MAX_BYTES, size_bytes - _END.size):
-            raise CheckFailed("no delta of imgkit, or cut short", where=str(path), hint="copy it again")
+            raise CheckFailed(
+                "it is no delta of imgkit, or is cut short", where=str(path), hint="copy it again"
+            )
         stream.seek(start + size_bytes - _END.size - length)
         text = stream.read(length)
     try:
         values: dict[str, Any] = json.loads(text)
         if values.pop("schema") != SCHEMA:
-            raise CheckFailed("a delta of a later imgkit", where=str(path), hint="update imgkit")
+            raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
         base = values.pop("base")
         found = Delta(
             base=BaseSif(**{**base, "deltas": tuple(base["deltas"])}),

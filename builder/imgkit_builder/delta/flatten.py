@@ -1,4 +1,4 @@
-"""A .sif with deltas to one without: all of it as one root file system."""
+"""Convert a .sif with deltas to one without: everything in one root file system."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Flattened:
     size_bytes: int
     record: ImgkitRecord
     folded: int
-    """Deltas that were in it."""
+    """Number of deltas that were in it."""
     stages: tuple[Stage, ...]
 
 
@@ -38,7 +38,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
 
     Raises
     ------
-    UsageError : there is no delta in it, or the target is a file of another kind.
+    UsageError : the .sif has no delta, or the target is another kind of file.
     CheckFailed : no record in it, signed, or damaged.
     ToolMissing, ToolFailed : no mksquashfs, no runtime that edits .sif files, or one of them failed.
     """
@@ -47,10 +47,12 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     stack = descriptor.stack(path)
     apply.refuse_signed(stack)
     if not stack.deltas:
-        raise UsageError("there is no delta in it", where=str(path), hint="imgkit apply puts one in")
+        raise UsageError("the .sif has no delta", where=str(path), hint="imgkit apply adds one")
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
     if not tool.capabilities.edits_sif:
-        raise ToolMissing(f"{tool} has no `sif new` and `sif add`", hint="imgkit flatten where one has")
+        raise ToolMissing(
+            f"{tool} has no `sif new` and `sif add`", hint="run imgkit flatten with a newer runtime"
+        )
     compression = write_squashfs.compression_of(stack.sif, tool)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
@@ -61,7 +63,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
         root = work.folder / "root.sqfs"
         write_squashfs.make(job, root, _entries(stack), created=stack.deltas[-1].created)
         clock.stage("assemble")
-        # Not the base's JSON objects: a runtime would show the base's labels and environment from them.
+        # Without the base's JSON objects: a runtime would show the base's labels and environment from them.
         export.assemble(job, stack.sif, root, stack.sif.arch, kinds=(image.DataType.DEFFILE,))
         root.unlink()
         record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))

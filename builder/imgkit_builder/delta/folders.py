@@ -1,4 +1,4 @@
-"""An overlay2 folder of the engine as a layer: the files as they lie on its disk, for root only."""
+"""Read an overlay2 folder of the engine as a layer: the files on its disk, for root only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Folder:
 
     Raises
     ------
-    ToolFailed : while reading, where an entry is only half here (overlayfs with redirect_dir or metacopy).
+    ToolFailed : while reading, if part of an entry lies elsewhere (overlayfs with redirect_dir or metacopy).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Folder:
         self._links: dict[int, list[str]] | None = None
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """Entries of the folder `path`, which must be in here: an empty answer would delete what is below."""
+        """Entries of the folder `path`, which must exist: an empty answer would delete the content below."""
         if path not in self._listed:
             names = os.listdir(self.root / path)  # noqa: PTH208 - Path.iterdir makes a Path of each
             found = {name: self._entry(join(path, name)) for name in names}
@@ -49,7 +49,7 @@ class Folder:
         return self._listed[path]
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
-        """Bytes of a file."""
+        """The bytes of a file."""
         with (self.root / str(entry.place)).open("rb", buffering=0) as stream:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk

@@ -1,4 +1,4 @@
-"""One folder of an image over what a .sif shows: all that changes where layers only copy into that folder."""
+"""Lay one folder of an image over a .sif: the whole change if the layers only copy into that folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from imgkit_builder.delta.tree import TreeEntry, join
 
 
 class Graft:
-    """The layer that has the tar's only tree at `path`, instead of what is there; without a tar, nothing."""
+    """The layer that replaces `path` by the only tree in `tar`, or deletes it if there is no tar."""
 
     def __init__(self, path: str, tar: Path | None) -> None:
         self._folder, _, self._name = path.rpartition("/")
@@ -30,8 +30,8 @@ class Graft:
         return {}
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
-        """Bytes of a file."""
-        assert self._tar is not None  # noqa: S101 - for the type checker: without it there is no file
+        """The bytes of a file."""
+        assert self._tar is not None  # noqa: S101 - for the type checker: no tar, no file
         return self._tar.content(entry)
 
     def names(self, group: int) -> Collection[str]:

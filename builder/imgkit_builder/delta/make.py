@@ -1,4 +1,4 @@
-"""An image and an older .sif to a delta file: the order of the steps."""
+"""Make a delta file from an image and an older .sif: the order of the steps."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class Made:
     size_bytes: int
     delta: Delta
     changed: int
-    """Entries that are new or different; folders and the runtime's own files are not counted."""
+    """Number of new or different entries, without folders and the runtime's own files."""
     deleted: int
-    """Whiteouts."""
+    """Number of whiteouts."""
     way: str
-    """``overlay2``, ``copy`` or ``save``: where the layers were read."""
+    """Source of the layers: ``overlay2``, ``copy`` or ``save``."""
     stages: tuple[Stage, ...]
 
 
 class Memory:
-    """A layer of files whose content is at hand."""
+    """A layer of files in memory."""
 
     def __init__(self, contents: Mapping[str, bytes]) -> None:
         self._contents = contents
 
     def entry(self, path: str) -> TreeEntry:
-        """A file of root's that all may read."""
+        """A file that root owns and everybody may read."""
         return TreeEntry(
             layer=self, kind="file", mode=0o644, size_bytes=len(self._contents[path]), place=path
         )
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """Not asked for: its entries are taken one by one."""
+        """Empty: nobody lists this layer, its entries are taken one by one."""
         return {}
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
@@ -60,17 +60,17 @@ class Memory:
         yield self._contents[str(entry.place)]
 
     def names(self, group: int) -> tuple[str, ...]:
-        """No file has two."""
+        """Empty: no file has two names."""
         return ()
 
 
 def make(image: EngineImage, base: Path, target: Path, options: Options, report: Reporter) -> Made:
-    """Write what `image` changes over the .sif `base` to the delta `target`, which is whole or absent.
+    """Write the changes of `image` over the .sif `base` to the delta `target`, which is whole or absent.
 
     Raises
     ------
-    UsageError : a target of another kind, or `base` is of this very image.
-    CheckFailed : `base` has no record, another architecture or no common layer, or the delta does not show.
+    UsageError : the target is another kind of file, or `base` holds this very image.
+    CheckFailed : `base` has no record, another architecture or no common layer, or the delta is ignored.
     ToolMissing, ToolFailed : as in a conversion.
     """
     target = target.absolute()
@@ -112,23 +112,26 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
 
 
 def check_target(target: Path) -> None:
-    """Raise UsageError where a delta cannot be written to `target`."""
+    """Raise UsageError if a delta cannot be written to `target`."""
     if not target.parent.is_dir():
-        raise UsageError(f"no folder {target.parent}", where="--output", hint=f"mkdir -p {target.parent}")
+        raise UsageError(
+            f"the folder {target.parent} does not exist", where="--output", hint=f"mkdir -p {target.parent}"
+        )
     if target.exists() and not descriptor.is_delta(target):
         raise UsageError(
-            "the target exists and is no delta; an older delta would be replaced",
+            "the target exists and is no delta; imgkit replaces only a delta",
             where=str(target),
             hint="another name with -o",
         )
 
 
 def see(job: ConversionJob, sif: Path, delta: Delta, *, overlay: Path | None = None) -> None:
-    """Run a program in `sif` as the calling user and see that `delta` shows.
+    """Run a program in `sif` as the calling user, and check that `delta` shows.
 
     Raises
     ------
-    ToolFailed : nothing runs. CheckFailed : it runs, without the delta.
+    ToolFailed : no program runs.
+    CheckFailed : a program runs, but without the delta.
     """
     words = exec_arguments(sif, ("cat", f"/{descriptor.INSIDE}"))
     if overlay:
@@ -142,20 +145,22 @@ def see(job: ConversionJob, sif: Path, delta: Delta, *, overlay: Path | None = N
         output = ""
     if mark not in output:
         raise CheckFailed(
-            f"{job.tool} runs it without the delta, and says nothing",
+            f"{job.tool} silently ignored the delta",
             where=str(overlay or sif),
-            hint="`enable overlay` in its configuration is `no`: only an admin can change that; until then: "
-            "imgkit sif of the whole image",
+            hint="its configuration has `enable overlay = no`, which only an admin can change; until then "
+            "convert the whole image: imgkit sif",
         )
 
 
 def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
     where = str(stack.sif.path)
     if image.config.arch != stack.sif.arch:
-        raise CheckFailed(f"it is for {stack.sif.arch}, {image.name} for {image.config.arch}", where=where)
+        raise CheckFailed(
+            f"it is for {stack.sif.arch}, but {image.name} is for {image.config.arch}", where=where
+        )
     if image.config.image_id == stack.base.image_id:
         raise UsageError(
-            f"it is of this very image ({image.name}): there is no difference",
+            f"it holds this very image ({image.name}): there is no difference",
             where=where,
             hint="build the changed image first: imgkit build RECIPE",
         )
@@ -164,7 +169,7 @@ def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
 def _runtimes(job: ConversionJob, image: EngineImage, stack: descriptor.Stack, new: tree.Stack) -> Changes:
     """Environment, runscript and labels of `image` as the runtime writes them, over those of `stack`.
 
-    What `new` has in the same folder stays, as in a conversion.
+    Files of `new` in the same folder stay, as in a conversion.
     """
     job.clock.stage("the runtime's own files")
     box = Folder(export.runtime_files(job, image), owner=(0, 0), mtime_s=epoch(image.config.created))
@@ -174,7 +179,7 @@ def _runtimes(job: ConversionJob, image: EngineImage, stack: descriptor.Stack, n
         found[name] = shown[name].entry
         found |= dict(tree.everything(shown[name].layers, name))
     for path, _ in tree.everything(_below(source.mounted(stack)), export.META):
-        # Of another version of the runtime: it would be sourced.
+        # Another version of the runtime wrote it, and this one would source it.
         if path not in found and found.get(path.rpartition("/")[0]) is not None:
             found[path] = None
     return found
@@ -193,7 +198,7 @@ def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
         path = "/".join(folders[:count])
         node = tree.find(new, path)
         if node and node.entry.kind != "dir":
-            raise CheckFailed(f"/{path} is no folder in the image, and a delta needs /{descriptor.INSIDE}")
+            raise CheckFailed(f"/{path} in the image is no folder, but a delta needs /{descriptor.INSIDE}")
         found[path] = node.entry if node else TreeEntry(layer=mark, kind="dir", mode=0o755)
     found[descriptor.INSIDE] = mark.entry(descriptor.INSIDE)
 

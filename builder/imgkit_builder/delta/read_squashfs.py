@@ -1,7 +1,7 @@
-"""Read a squashfs: as a layer, in plain Python, with nothing mounted and nothing unpacked.
+"""Read a squashfs as a layer, in plain Python, without mounting or unpacking it.
 
-So an ordinary user of a cluster can compare and fold deltas with their true owners, devices and attributes,
-which neither a mount nor ``unsquashfs`` shows to him. The format is that of the kernel's
+An ordinary user of a cluster can thus compare and merge deltas with their true owners, devices and
+attributes, which neither a mount nor ``unsquashfs`` shows. The format is that of the kernel's
 Documentation/filesystems/squashfs.rst. Whiteouts are character devices 0/0, as overlayfs has them.
 """
 
@@ -25,7 +25,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
 _MAGIC = b"hsqs"
 _BLOCK_BYTES = 8192
-"""Of metadata."""
+"""Size of a metadata block."""
 _NONE = 0xFFFFFFFF
 _XATTR_PREFIXES = ("user.", "trusted.", "security.")
 _OUT_OF_LINE = 0x100
@@ -35,7 +35,7 @@ _KINDS: Mapping[int, Kind] = {
     **{1: "dir", 2: "file", 3: "symlink", 4: "block", 5: "char", 6: "fifo"},
     **{8: "dir", 9: "file", 10: "symlink", 11: "block", 12: "char", 13: "fifo"},
 }
-"""By number of inode type; sockets, 7 and 14, are no part of an image."""
+"""Kind for each number of an inode type; images have no sockets (7 and 14)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,19 @@ class _Inode:
     xattr: int = _NONE
     blocks: tuple[int, ...] = ()
     start: int = 0
-    """Of the blocks of a file, or of a folder's list in the directory table."""
+    """Start of a file's blocks, or of a folder's list in the directory table."""
     offset: int = 0
-    """Within the fragment, or within the block of the list."""
+    """Offset within the fragment, or within the block of the list."""
     fragment: int = _NONE
 
 
 class SquashfsLayer:
-    """A layer in `path`, from byte `offset` on.
+    """The layer in `path` that starts at byte `offset`.
 
     Raises
     ------
-    CheckFailed : no squashfs 4.0, or damaged. ToolMissing : a compression that this machine cannot undo.
+    CheckFailed : no squashfs 4.0, or damaged.
+    ToolMissing : this machine cannot unpack its compression.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -77,7 +78,7 @@ class SquashfsLayer:
         ]
         id_table, xattr_table, self._inodes, self._folders, fragment_table, _ = fields[13:]
         if magic != _MAGIC or major != 4:
-            raise CheckFailed("no squashfs", where=str(path))
+            raise CheckFailed("it is no squashfs", where=str(path))
         self._unpack = _unpacker(COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown", path)
         self._metadata = functools.lru_cache(_CACHED_BLOCKS)(self._read_metadata)
         self._ids = struct.unpack(f"<{ids}I", self._table(id_table, ids * 4))
@@ -95,7 +96,7 @@ class SquashfsLayer:
         return self._entry(self._known[""], "", "dir")
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """Entries of the folder `path`; none where it is not in here."""
+        """Entries of the folder `path`; empty if it is not in this layer."""
         if path not in self._listed:
             inode = self._at(path)
             found = {}
@@ -108,14 +109,14 @@ class SquashfsLayer:
         return self._listed[path]
 
     def names(self, group: int) -> Collection[str]:
-        """Paths of the inode `group`; reads the list of every folder once."""
+        """Paths of the inode `group`; lists every folder once."""
         if self._links is None:
             self._links = {}
             self._walk("")
         return self._links.get(group, ())
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
-        """Bytes of a file, a block at a time."""
+        """The bytes of a file, a block at a time."""
         inode = self._known[str(entry.place)]
         left, at = inode.size_bytes, inode.start
         for word in inode.blocks:
@@ -207,7 +208,7 @@ class SquashfsLayer:
         )  # fmt: skip
 
     def _list(self, inode: _Inode) -> Iterator[tuple[str, int]]:
-        """Names in a folder with the references of their inodes."""
+        """Names in a folder, and references to their inodes."""
         left = inode.size_bytes - 3  # "." and "..", which are not stored
         if left <= 0:
             return
@@ -244,13 +245,13 @@ class SquashfsLayer:
         return tuple(struct.iter_unpack("<QII", self._table(start + 16, count * 16))), values
 
     def _table(self, start: int, size: int) -> bytes:
-        """A table of `size` bytes, from its list of metadata blocks."""
+        """Read a table of `size` bytes by its list of metadata blocks."""
         blocks = -(-size // _BLOCK_BYTES)
         places = struct.unpack(f"<{blocks}Q", self._raw(start, blocks * 8))
         return b"".join(self._metadata(place)[0] for place in places)[:size]
 
     def _reader(self, table: int, block: int, offset: int) -> Callable[[int], bytes]:
-        """A function that gives the next N bytes of a run of metadata blocks."""
+        """A function that returns the next N bytes of a run of metadata blocks."""
         place, at = table + block, offset
 
         def read(count: int) -> bytes:
@@ -269,7 +270,7 @@ class SquashfsLayer:
         return read
 
     def _read_metadata(self, place: int) -> tuple[bytes, int]:
-        """A metadata block, and where the next one begins."""
+        """Read a metadata block; also returns where the next one begins."""
         (header,) = struct.unpack("<H", self._raw(place, 2))
         size = header & 0x7FFF
         data = self._raw(place + 2, size)
@@ -296,7 +297,9 @@ class SquashfsLayer:
         return data
 
     def _damaged(self) -> CheckFailed:
-        return CheckFailed("a damaged squashfs", where=str(self.path), hint="copy it again, or make it again")
+        return CheckFailed(
+            "the squashfs is damaged", where=str(self.path), hint="copy the file again, or write it again"
+        )
 
 
 def _unpacker(name: str, path: Path) -> Callable[[bytes, int], bytes]:
@@ -306,14 +309,16 @@ def _unpacker(name: str, path: Path) -> Callable[[bytes, int], bytes]:
         return lambda data, most: lzma.decompress(data)
     if name != "zstd":
         raise ToolMissing(
-            f"compressed with {name}; gzip, xz and zstd are read", where=str(path), hint="imgkit sif again"
+            f"the squashfs is compressed with {name}; imgkit reads gzip, xz and zstd",
+            where=str(path),
+            hint="convert the image again: imgkit sif",
         )
     try:
-        # The standard library has zstd from Python 3.14 on; the runtimes' own tools bring this.
+        # The standard library has zstd from Python 3.14 on; the runtimes' tools bring this library.
         library = ctypes.CDLL("libzstd.so.1")
     except OSError as error:
         raise ToolMissing(
-            "compressed with zstd, and there is no libzstd.so.1 here",
+            "the squashfs is compressed with zstd, and libzstd.so.1 is not on this machine",
             where=str(path),
             hint="apt install libzstd1, or: imgkit sif --compression gzip",
         ) from error

@@ -1,4 +1,4 @@
-"""The facts of a .sif and of a delta, for ``imgkit show FILE``; `singularity inspect` shows the base."""
+"""Facts about a .sif or delta, for ``imgkit show FILE``; `singularity inspect` shows only the base."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MB, _KB = 1e6, 1e3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """What is in a .sif (`record`, and `deltas` lowest first), or a delta alone (no `record`)."""
+    """Content of a .sif (`record`, and `deltas` lowest first), or a delta alone (no `record`)."""
 
     path: str
     size_bytes: int
@@ -56,7 +56,7 @@ class FileFacts:
 
 
 def is_file(name: str) -> bool:
-    """Whether `name` is a .sif or a delta that is here."""
+    """Whether the file `name` exists and is a .sif or delta."""
     path = Path(name)
     return image.is_sif(path) or descriptor.is_delta(path)
 
@@ -66,7 +66,7 @@ def file_facts(name: str) -> FileFacts:
 
     Raises
     ------
-    CheckFailed : a .sif without a record, damaged, or with other deltas than recorded.
+    CheckFailed : the .sif has no record, is damaged, or has other deltas than recorded.
     """
     path = Path(name)
     if image.is_sif(path):

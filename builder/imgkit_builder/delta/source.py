@@ -1,4 +1,4 @@
-"""Where the layers of both trees come from: the fastest place that can be read, and what that costs."""
+"""Choose where to read the layers of both trees: the fastest place that is readable."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import CheckFailed
 
 OWN = frozenset({export.META, ".exec", ".run", ".shell", ".test", "environment", "singularity"})
-"""What a runtime adds to every image; a delta gets it from the runtime, not from layers."""
+"""Paths that a runtime adds to every image; a delta gets them from the runtime, not from layers."""
 _ENGINES = frozenset({"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"})
-"""What an export of the engine has otherwise than the layers (docs/sif.md)."""
+"""Paths that differ between an export of the engine and the layers (docs/sif.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """What is there and what shall be."""
+    """The tree that exists, and the tree to reach."""
 
     old: tree.Stack
     new: tree.Stack
@@ -36,25 +36,25 @@ class Trees:
 
 
 def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Reporter) -> Trees:
-    """The layers of `image` and those of `base`, with their common lower layers as the same objects.
+    """The layers of `image` and those of `base`, where common lower layers are the same objects.
 
     Raises
     ------
-    CheckFailed : they have no layer in common, or what was read is damaged.
+    CheckFailed : they have no layer in common, or a layer is damaged.
     """
     wanted, have = image.config.diff_ids, base.diff_ids
     shared = _common(wanted, have)
     if not shared:
         size = f"{image.size_bytes / 1e6:.1f} MB before compression"
         raise CheckFailed(
-            f"{image.name} has no layer in common with it: a delta would be the whole image",
+            f"{image.name} shares no layer with it: a delta would be the whole image",
             where=str(base.sif.path),
             hint=f"a full transfer, {size}: imgkit sif {image.name}",
         )
     folders = image.folders(wanted)
     new: list[tree.Layer]
     rest: list[tree.Layer] | None = []
-    """Layers of `base` above the common ones; None where nobody has them any more."""
+    """Layers of `base` above the common ones; None if the engine no longer has them."""
     if folders:
         new = [Folder(folder) for folder in folders]
         if shared < len(have):
@@ -63,7 +63,7 @@ def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Report
     elif copies := _copies(image, base, shared, work):
         return copies
     else:
-        report.note("the engine's layers cannot be read on its disk (root can): the whole image is read")
+        report.note("only root can read the engine's layers on its disk: imgkit reads the whole image")
         new = _saved(image, work / "new", report)
         if shared < len(have):
             other = image.other(base.base.image_id)
@@ -71,7 +71,7 @@ def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Report
     way = "overlay2" if folders else "save"
     if rest is None:
         report.note(
-            f"the engine no longer has the image of {base.sif.path.name}: every file of both is compared"
+            f"the engine no longer has the image of {base.sif.path.name}: imgkit compares every file of both"
         )
         skip = OWN | _ENGINES if base.sif.record and base.sif.record.route == "export" else OWN
         return Trees(old=mounted(base), new=tuple(reversed(new)), way=way, skip=skip)
@@ -79,7 +79,7 @@ def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Report
 
 
 def mounted(base: descriptor.Stack) -> tree.Stack:
-    """What a runtime mounts: the deltas of a .sif over its root partition."""
+    """The layers that a runtime mounts: the deltas of a .sif over its root partition."""
     root = base.sif.root
     assert root is not None  # noqa: S101 - for the type checker: a stack has one
     places = (root.offset, *(partition.offset for partition in base.partitions))
@@ -87,7 +87,7 @@ def mounted(base: descriptor.Stack) -> tree.Stack:
 
 
 def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path) -> Trees | None:
-    """The folders into which the layers above the common ones copy; None where these did anything else."""
+    """Trees of the folders into which the layers above the common ones copy; None if they do more."""
     targets = image.copied(len(image.config.diff_ids) - shared)
     if len(base.diff_ids) > shared and targets is not None:
         other = image.other(base.base.image_id)
@@ -113,7 +113,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 
 
 def _through_a_link(stack: tree.Stack, path: str) -> bool:
-    """Whether a folder above `path`, or it itself, is no folder: then what is copied lies elsewhere."""
+    """Whether `path` or a folder above it is a symlink: the copied files then lie elsewhere."""
     parts = path.split("/")
     nodes = (tree.find(stack, "/".join(parts[:count])) for count in range(1, len(parts) + 1))
     return any(node is not None and node.entry.kind == "symlink" for node in nodes)
@@ -130,5 +130,5 @@ def _saved(image: EngineImage, folder: Path, report: Reporter) -> list[tree.Laye
         laid = oci_folder.from_chunks(
             chunks, folder, name=image.name, report=report, expected_bytes=image.size_bytes
         )
-    # Equal layers are one file, and must stay one object each: where they lie in the stack differs.
+    # Equal layers are one file, but need one object each: their places in the stack differ.
     return [Tar(folder / "blobs/sha256" / one.removeprefix("sha256:")) for one in laid.config.diff_ids]

@@ -1,4 +1,4 @@
-"""A layer's tar, plain and on disk, as a layer."""
+"""Read a plain tar on disk as a layer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _KINDS: Mapping[bytes, Kind] = {
 
 
 class Tar:
-    """The layer in the tar `path`; its headers are read when something is first asked of it.
+    """The layer in the tar `path`; it reads the headers on first use.
 
     Raises
     ------
-    CheckFailed : damaged, or a hard link to what is not in it.
+    CheckFailed : damaged, or a hard link to a file that it does not contain.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,25 +39,25 @@ class Tar:
         self._groups: dict[int, list[str]] = {}
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """Entries of the folder `path`; none where it is not in here."""
+        """Entries of the folder `path`; empty if it is not in this layer."""
         if self._tree is None:
             self._tree = self._read()
         return self._tree.get(path, {})
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
-        """Bytes of a file."""
+        """The bytes of a file."""
         left = entry.size_bytes
         with self.path.open("rb", buffering=0) as stream:
             stream.seek(int(entry.place))
             while left:
                 chunk = stream.read(min(CHUNK_BYTES, left))
                 if not chunk:
-                    raise CheckFailed("a layer that is cut short", where=str(self.path))
+                    raise CheckFailed("the layer is cut short", where=str(self.path))
                 left -= len(chunk)
                 yield chunk
 
     def names(self, group: int) -> Collection[str]:
-        """Paths of the file whose content begins at `group`."""
+        """Paths of the file whose header is at `group`."""
         return self._groups.get(group, ())
 
     def _read(self) -> dict[str, dict[str, TreeEntry]]:
@@ -77,9 +77,9 @@ class Tar:
                     elif path != ".":
                         members[path] = member
         except (tarfile.TarError, OSError, ValueError) as error:
-            raise CheckFailed(f"a layer that cannot be read: {error}", where=str(self.path)) from error
+            raise CheckFailed(f"the layer cannot be read: {error}", where=str(self.path)) from error
         tree: dict[str, dict[str, TreeEntry]] = {"": {}}
-        # What this layer deletes is of the layers below: a name that it has as well is new.
+        # A whiteout deletes from the layers below: a name that this layer also has is new.
         for path in gone - members.keys():
             self._put(tree, path, TreeEntry(layer=self, kind="whiteout"))
         for path, entry in self._entries(members, opaque | gone).items():
@@ -130,7 +130,7 @@ class Tar:
         return found
 
     def _target(self, path: str, members: Mapping[str, tarfile.TarInfo]) -> str:
-        """The member with the content of the file `path`."""
+        """Name of the member with the content of the file `path`."""
         for _ in range(len(members)):
             member = members.get(path)
             if member is None:
@@ -138,7 +138,7 @@ class Tar:
             if not member.islnk():
                 return path
             path = posixpath.normpath(member.linkname.lstrip("/"))
-        raise CheckFailed(f"a hard link to {path}, which is not in its layer", where=str(self.path))
+        raise CheckFailed(f"a hard link leads to {path}, which is not in its layer", where=str(self.path))
 
     def _entry(self, member: tarfile.TarInfo, *, opaque: bool = False) -> TreeEntry:
         kind = _KINDS.get(member.type, "file")

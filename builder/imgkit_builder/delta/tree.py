@@ -1,11 +1,11 @@
-"""Layers to the tree that shows, and the difference of two such trees. Pure: nothing is written.
+"""Combine layers into the visible tree, and find the difference of two such trees. Pure: writes nothing.
 
-An image's tree is its layers laid over each other; so is that of a .sif with deltas. What a delta must hold
-is the difference of the two, entry by entry, with a whiteout for every entry that is gone. No opaque folders:
-the kernel ignores that mark when an ordinary user mounts (docs/delta.md).
+An image's tree is its layers laid over each other; so is that of a .sif with deltas. A delta holds the
+difference of the two, entry by entry, with a whiteout for every deleted entry. It has no opaque folders: the
+kernel ignores that mark when an ordinary user mounts (docs/delta.md).
 
-Both trees usually share their lower layers, as the very same objects. A folder to which the same layers
-contribute on both sides is the same on both sides, and is not looked into.
+Both trees usually share their lower layers as the same objects. A folder to which the same layers contribute
+on both sides is equal on both sides, so imgkit does not read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Layer(Protocol):
     """A tree that lies over others; paths are relative, the root is the empty text."""
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """What this layer holds in its folder `path`, by name; whiteouts are entries too."""
+        """Entries of this layer in its folder `path`, by name; whiteouts are entries too."""
         ...
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
@@ -31,7 +31,7 @@ class Layer(Protocol):
         ...
 
     def names(self, group: int) -> Collection[str]:
-        """All paths in this layer that are hard links of each other."""
+        """All paths in this layer that are hard links of the file `group`."""
         ...
 
 
@@ -47,25 +47,25 @@ class TreeEntry:
     gid: int = 0
     mtime_s: int = 0
     size_bytes: int = 0
-    """Of a file."""
+    """Size of a file; 0 for other kinds."""
     link: str = ""
     """Target of a symlink."""
     device: tuple[int, int] = (0, 0)
     """Major and minor number."""
     xattrs: Mapping[str, bytes] = field(default_factory=dict)
     opaque: bool = False
-    """A folder that hides those below it instead of adding to them."""
+    """The folder hides those below it and does not add to them."""
     implied: bool = False
-    """A folder without an entry of its own: what lies below says mode and owner."""
+    """The folder has no entry of its own: layers below set mode and owner."""
     group: int | None = None
-    """Of a file with several names: which of the layer's files it is."""
+    """Number of a file with several names within its layer."""
     place: int | str = 0
-    """Where its layer finds the content."""
+    """Place at which its layer finds the content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An entry that shows, and of a folder the layers that contribute to it, the uppermost first."""
+    """A visible entry, and for a folder the layers that contribute to it, the uppermost first."""
 
     entry: TreeEntry
     layers: tuple[Layer, ...] = ()
@@ -75,11 +75,11 @@ Stack = tuple[Layer, ...]
 """Layers, the uppermost first."""
 
 Changes = dict[str, TreeEntry | None]
-"""Path to what a delta holds there, None for a whiteout; a folder comes before what is in it."""
+"""Path to the entry of a delta, None for a whiteout; a folder comes before its content."""
 
 
 def children(layers: Stack, path: str) -> dict[str, Node]:
-    """What shows in the folder `path`, to which `layers` contribute."""
+    """Visible entries of the folder `path`, to which `layers` contribute."""
     tops: dict[str, TreeEntry] = {}
     implied: dict[str, TreeEntry] = {}
     below: dict[str, list[Layer]] = {}
@@ -95,7 +95,7 @@ def children(layers: Stack, path: str) -> dict[str, Node]:
                     closed.add(name)
                 continue
             closed.add(name)
-            # Below a folder a file or whiteout only ends what adds to it.
+            # A file or whiteout below a folder only ends the list of its layers.
             if name not in below and entry.kind != "whiteout":
                 tops[name] = entry
     shown = {**implied, **tops}
@@ -103,7 +103,7 @@ def children(layers: Stack, path: str) -> dict[str, Node]:
 
 
 def find(stack: Stack, path: str) -> Node | None:
-    """What shows at `path`."""
+    """The visible entry at `path`; None if there is none."""
     layers, above, node = stack, "", None
     for name in path.split("/"):
         node = children(layers, above).get(name)
@@ -119,18 +119,18 @@ def join(folder: str, name: str) -> str:
 
 
 def changes(old: Stack, new: Stack, *, skip: Collection[str] = ()) -> Changes:
-    """What must lie over `old` for `new` to show; paths of `skip` are left as they are."""
+    """Entries that must lie over `old` to show `new`; paths in `skip` stay unchanged."""
     found = dict(_changes(old, new, "", _Links(old), _Links(new), frozenset(skip)))
     for entry in tuple(found.values()):
         if entry is not None and entry.group is not None:
-            # Names of one file must lie in one layer to stay names of one file.
+            # Hard links stay hard links only within one layer.
             for name in _Links(new).of(entry) - found.keys():
                 _add(found, new, name)
     return {path: found[path] for path in sorted(found, key=order)}
 
 
 def everything(stack: Stack, path: str = "") -> Iterator[tuple[str, TreeEntry]]:
-    """Every entry of the tree that `stack` shows in the folder `path`."""
+    """Every visible entry of `stack` below the folder `path`."""
     for name, node in _sorted(children(stack, path)):
         inside = join(path, name)
         yield inside, node.entry
@@ -139,12 +139,12 @@ def everything(stack: Stack, path: str = "") -> Iterator[tuple[str, TreeEntry]]:
 
 
 def order(path: str) -> list[bytes]:
-    """Sorts folders before what is in them, independent of the locale."""
+    """Sort key that puts a folder before its content, in any locale."""
     return [os.fsencode(part) for part in path.split("/")]
 
 
 class _Links:
-    """The names that show of files with several names."""
+    """The visible names of files with several names."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -201,7 +201,7 @@ def _differ(one: TreeEntry, other: TreeEntry) -> bool:
 
 
 def _about(entry: TreeEntry) -> tuple[object, ...]:
-    # Folders: engines and runtimes change their times when they make mount points in them.
+    # Engines and runtimes change the times of folders when they create mount points in them.
     time = entry.mtime_s if entry.kind == "file" else 0
     return entry.kind, entry.mode, entry.uid, entry.gid, time, entry.link, entry.device
 

@@ -1,4 +1,4 @@
-"""A tree to a squashfs: the same tree gives the same bytes."""
+"""Write a tree to a squashfs: the same tree gives the same bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TYPES: Mapping[Kind, bytes] = {
 
 
 def compression_of(base: SifImage, tool: RuntimeTool) -> Compression:
-    """That of `base`: where one was mounted the other can be."""
+    """The compression of `base`: a machine that mounts one mounts the other."""
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
     return compression.choose(tool.capabilities, wanted, direct=True)
@@ -39,7 +39,7 @@ def make(
 ) -> None:
     """Write `entries` to `target`, folders first; None is a whiteout.
 
-    `created` is the time of the squashfs and its root, in RFC 3339; without it 1970.
+    `created` is the time of the squashfs and its root, in RFC 3339 (default: 1970).
     """
     argv = mksquashfs.squash_argv(target, job.compression.options, created)
     job.log.write(f"$ ... | {' '.join(argv)}\n")
@@ -50,7 +50,7 @@ def make(
 
 
 def tar(entries: Iterable[tuple[str, TreeEntry | None]]) -> Iterator[bytes]:
-    """The tar that mksquashfs reads; names of one file become hard links of the first of them."""
+    """Yield the tar that mksquashfs reads; several names of one file become hard links."""
     first: dict[tuple[int, int], str] = {}
     for path, entry in entries:
         if entry is None:
@@ -80,5 +80,5 @@ def _header(path: str, kind: Kind, entry: TreeEntry | None = None, *, hard_link:
         info.devmajor, info.devminor = entry.device
     if hard_link:
         info.type, info.linkname, info.size = tarfile.LNKTYPE, hard_link, 0
-    # GNU's form: it holds any name, and mksquashfs 4.5.1 cuts link targets that stand in a pax header.
+    # GNU's form holds any name; mksquashfs 4.5.1 cuts link targets in a pax header.
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""A new .sif is believed only after a look: runtimes have written 40 KB of nothing and said "complete"."""
+"""Check a new .sif: runtimes have written 40 KB of nothing and reported success."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from imgkit_builder.sif.runtime import exec_arguments
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
 EMPTY_IMAGE = "Architecture not recognized"
-"""The runtime's words for a root without programs; it goes on and exits 0."""
+"""The runtime prints this for a root without programs, and still exits 0."""
 _LEAST_SHARE = 200
-"""A root partition below 1/200 of its layers is no compression but loss (text packs to about 1/5)."""
+"""A root partition below 1/200 of its layers has lost files (text packs to about 1/5)."""
 
 
 def structure(
@@ -28,7 +28,7 @@ def structure(
 
     Raises
     ------
-    CheckFailed : with what is wrong.
+    CheckFailed : names the fault.
     """
     sif = image.read(path)
     root, superblock = sif.root, image.squashfs(sif)
@@ -41,22 +41,22 @@ def structure(
         )
     if layer_bytes is not None and root.size_bytes < layer_bytes // _LEAST_SHARE:
         raise CheckFailed(
-            f"its root partition has {root.size_bytes} bytes, the layers {layer_bytes}: files are missing",
+            f"files are missing: the root partition has {root.size_bytes} bytes, the layers {layer_bytes}",
             where=str(path),
             hint="the runtime did not read the image's layers; try a newer one, or --from daemon",
         )
     if config is not None and config.arch not in (sif.arch, root.arch):
-        raise CheckFailed(f"it is marked {sif.arch}, the image is {config.arch}", where=str(path))
+        raise CheckFailed(f"it is marked {sif.arch}, but the image is {config.arch}", where=str(path))
     return sif, superblock
 
 
 def content(job: ConversionJob, config: ImageConfig | None, *, execute: bool) -> None:
-    """Labels, the baked manifest, and that a program in the new .sif runs.
+    """Check labels and the baked manifest, and run a program in the new .sif.
 
     Raises
     ------
     CheckFailed : a label or the manifest is missing or differs.
-    ToolFailed : nothing can be executed in it.
+    ToolFailed : no program runs in it.
     """
     labels, path = dict(config.labels) if config else {}, job.work.part
     if labels:
@@ -80,7 +80,7 @@ def content(job: ConversionJob, config: ImageConfig | None, *, execute: bool) ->
 def _labels(job: ConversionJob, path: Path) -> dict[str, Any]:
     output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
-        # Warnings of the runtime come before, on the same stream.
+        # The runtime prints warnings before it, on the same stream.
         answer, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
         return dict(answer["data"]["attributes"]["labels"] or {})
     except (ValueError, KeyError, TypeError) as error:
@@ -91,9 +91,9 @@ def _check_labels(found: Mapping[str, Any], expected: Mapping[str, str], path: P
     for name, value in sorted(expected.items()):
         if str(found.get(name, "")) != value:
             raise CheckFailed(
-                f"its label {name} is {found.get(name)!r}, in the image {value!r}",
+                f"its label {name} is {found.get(name)!r}, but {value!r} in the image",
                 where=str(path),
-                hint="labels say what a .sif was made from; the runtime lost them",
+                hint="labels name the source of a .sif; the runtime lost them",
             )
 
 

@@ -14,15 +14,15 @@ from imgkit_entrypoints.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """A decision about the compressor."""
+    """The chosen compressor."""
 
     name: str
-    """``zstd``, ``gzip``, or ``runtime``: it compresses as it likes and nothing can be passed."""
+    """``zstd``, ``gzip``, or ``runtime``, which takes no options and compresses as it is configured."""
     level: int = 0
     options: tuple[str, ...] = ()
-    """For mksquashfs."""
+    """Options of mksquashfs."""
     note: str = ""
-    """What the user should know."""
+    """A sentence for the user."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.level}" if self.level else self.name
@@ -35,16 +35,16 @@ GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompressio
 
 
 def choose(capabilities: Capabilities, wanted: CompressionChoice, *, direct: bool) -> Compression:
-    """zstd where the runtime passes options on and this machine can make and mount it, else gzip.
+    """zstd if the runtime passes options on and this machine can write and mount it, else gzip.
 
     Raises
     ------
-    UsageError : zstd was asked for and cannot be had.
+    UsageError : zstd was requested and is not possible.
     """
     if not direct and not capabilities.mksquashfs_args:
         if wanted == "zstd":
             raise UsageError(
-                "this runtime has no --mksquashfs-args (Apptainer from 1.4 has): it cannot be asked for zstd",
+                "this runtime has no --mksquashfs-args (Apptainer from 1.4 has it), so it cannot use zstd",
                 where="--compression zstd",
                 hint="leave --compression out, or convert on the build host with --from daemon",
             )
@@ -63,7 +63,7 @@ def choose(capabilities: Capabilities, wanted: CompressionChoice, *, direct: boo
 
 def _zstd_obstacle() -> str:
     if not kernel_reads_zstd():
-        return f"this kernel ({os.uname().release}) cannot mount zstd squashfs, that needs 4.14"
+        return f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
     program = mksquashfs.find()
     if program is not None and not mksquashfs.knows(program, r"zstd\b"):
         return f"{program} was built without zstd"
@@ -71,12 +71,12 @@ def _zstd_obstacle() -> str:
 
 
 def arguments_for_runtime(compression: Compression, limits: Limits) -> str:
-    """The one word that goes after ``--mksquashfs-args``."""
+    """The value of ``--mksquashfs-args``, one word."""
     return " ".join((*compression.options, *limits.mksquashfs_options()))
 
 
 def kernel_reads_zstd(release: str | None = None) -> bool:
-    """Whether this kernel (4.14 and later) can mount zstd squashfs; True where the release cannot be read."""
+    """Whether this kernel (4.14 and later) can mount zstd squashfs; True if the release cannot be parsed."""
     words = (release or os.uname().release).split(".")
     try:
         return (int(words[0]), int(words[1])) >= (4, 14)

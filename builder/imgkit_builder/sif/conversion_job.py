@@ -1,4 +1,4 @@
-"""One conversion while it runs: what every step needs, handed down as one value."""
+"""One conversion while it runs: everything that its steps need, as one value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from imgkit_builder.sif.workspace import Workspace
 
 @dataclass(slots=True)
 class Clock:
-    """A reporter that passes everything on and keeps the seconds of each stage."""
+    """A reporter that passes everything on and records the seconds of each stage."""
 
     report: Reporter
     stages: list[Stage] = field(default_factory=list)
@@ -77,10 +77,10 @@ class ConversionJob:
 
 
 def cache_flags(tool: RuntimeTool) -> tuple[str, ...]:
-    """Without a cache the runtime keeps no second copy of every layer."""
+    """Flags that switch the runtime's cache off: it would keep a second copy of every layer."""
     return ("--disable-cache",) if tool.capabilities.disable_cache else ()
 
 
 def folder_name(image: str) -> str:
-    """A folder's name for `image`: the runtime writes it into the label of what the .sif was made from."""
+    """A folder name for `image`; the runtime writes it into the label that names the source of the .sif."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", image).strip("._-")[:100] or "image"

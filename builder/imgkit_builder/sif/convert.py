@@ -1,4 +1,4 @@
-"""Any source to a checked .sif at its final name: the order of the steps, whatever the way of the files."""
+"""Convert any source to a checked .sif at its final name: the order of the steps."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 SPACE_FACTOR = 3.3
-"""Peak of the temporary files over the image's size: layers, the runtime's copy of them, files, squashfs."""
+"""Peak of the temporary files per image byte: layers, the runtime's copy, files and squashfs."""
 PACKED_SHARE = 0.5
-"""A .sif over the image's size, generously: 0.26 to 0.4 was seen."""
+"""Size of a .sif per image byte, with a margin: measured 0.26 to 0.4."""
 _UNPACKED_FACTOR = 3.0
-"""Guess for a compressed archive."""
+"""Guessed ratio of a compressed archive."""
 _RECORD_WORDS = ("sif", "add", "--datatype", "6", "--filename", IMGKIT_OBJECT)
 _LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """What is known of the image once the part file is there."""
+    """Facts about the image once the part file exists."""
 
     name: str
     config: ImageConfig | None
@@ -50,10 +50,11 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
 
     Raises
     ------
-    UsageError : the target is a file of another kind, no temporary folder, an archive of several images.
-    ToolMissing : no runtime; for the fast way also mksquashfs 4.5; for zstd archives the zstd program.
+    UsageError : the target is another kind of file, the archive has several images, or there is no temporary
+        folder.
+    ToolMissing : no runtime; with ``direct``, no mksquashfs 4.5; for a zstd archive, no zstd program.
     ToolFailed : the runtime failed; quotes its last lines and names the log.
-    CheckFailed : no space, a damaged source, or a result that is not the image.
+    CheckFailed : no space, a damaged source, or a result that differs from the image.
     """
     target = target.absolute()
     check_target(target, force=options.force)
@@ -89,11 +90,11 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
 
 
 def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
-    """The commands that `convert` would run, for people; the temporary names are made up.
+    """The commands that `convert` would run, for people; temporary names are placeholders.
 
     Raises
     ------
-    UsageError, ToolMissing : as `convert`, as far as that shows before the work.
+    UsageError, ToolMissing : as in `convert`, as far as imgkit can tell before the work.
     """
     target = target.absolute()
     check_target(target, force=options.force)
@@ -118,7 +119,7 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
 
 
 def _lay_out(source: Archive | OciFolder | EngineImage, job: ConversionJob) -> _Made:
-    """An OCI folder in the workspace, under the name of the image."""
+    """Write an OCI folder into the workspace, under the name of the image."""
     folder, clock = job.work.folder / "layout", job.clock
     if isinstance(source, Archive):
         clock.stage(f"read {source.path.name}")
@@ -146,7 +147,7 @@ def _name(source: Archive | OciFolder | EngineImage, names: tuple[str, ...]) -> 
 def _build_words(
     tool: RuntimeTool, packing: Compression, part: Path, source: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Arguments of the runtime; the last word of `source` is the image, those before are options."""
+    """Arguments of the runtime; the last word of `source` is the image, the others are options."""
     options = list(cache_flags(tool))
     if packing.options:
         options += ["--mksquashfs-args", compression.arguments_for_runtime(packing, limits.gather())]
@@ -159,11 +160,11 @@ def _build(job: ConversionJob, source: tuple[str, ...]) -> None:
     output = job.run(*_build_words(job.tool, job.compression, job.work.part, source))
     if check.EMPTY_IMAGE in output:
         raise ToolFailed(
-            f"{job.tool} found no programs in the image ({check.EMPTY_IMAGE!r}): it did not read the layers",
+            f"{job.tool} did not read the layers: it found no programs in the image ({check.EMPTY_IMAGE!r})",
             hint=f"another version of it, or --from daemon on the build host; the full log: {job.log.name}",
         )
     if not job.work.part.exists():
-        raise ToolFailed(f"{job.tool} ended well and wrote no file", hint=f"the full log: {job.log.name}")
+        raise ToolFailed(f"{job.tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
 
 
 def _build_source(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tuple[str, ...]:
@@ -183,7 +184,7 @@ def _finish(job: ConversionJob, made: _Made, target: Path) -> Converted:
     if job.tool.capabilities.edits_sif:
         add_record(job, record)
     else:
-        clock.note(f"{job.tool} has no `sif add`: the file carries no record of its image id and layers")
+        clock.note(f"{job.tool} has no `sif add`: the file gets no record of its image id and layers")
     _check_content(job, made, sif)
     clock.stage("make durable")
     files.publish(part, target)
@@ -210,7 +211,7 @@ def add_record(job: ConversionJob, record: ImgkitRecord) -> None:
     data.write_text(json.dumps({"schema": 1, **asdict(record)}, indent=1, sort_keys=True), encoding="utf-8")
     job.run(*_RECORD_WORDS, job.work.part, data)
     if image.read(job.work.part).record != record:
-        raise ToolFailed(f"{job.tool} sif add did not write what it was given", hint="report this, please")
+        raise ToolFailed(f"{job.tool} sif add wrote other data than it got", hint="please report this")
 
 
 def _check_content(job: ConversionJob, made: _Made, sif: SifImage) -> None:
@@ -241,7 +242,7 @@ def _route(options: Options) -> str:
 def _up_to_date(
     target: Path, config: ImageConfig, tool: RuntimeTool, packing: Compression, options: Options
 ) -> Converted | None:
-    """The result without work, where `target` is already what would be made, down to its bytes."""
+    """The result without work, if `target` already has the right bytes."""
     if options.force or not image.is_sif(target):
         return None
     try:
@@ -270,23 +271,23 @@ def _up_to_date(
 
 
 def _known_config(source: Source) -> ImageConfig | None:
-    """The image configuration where it is to be had without reading layers."""
+    """The image configuration, if imgkit can get it without reading layers."""
     if isinstance(source, EngineImage):
         return source.config
     return oci_folder.peek(source.path) if isinstance(source, Archive) else None
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise UsageError where a .sif cannot be written to `target`."""
+    """Raise UsageError if a .sif cannot be written to `target`."""
     if target.is_dir():
         raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.sif")
     if not target.parent.is_dir():
         raise UsageError(
-            f"there is no folder {target.parent}", where=str(target), hint=f"mkdir -p {target.parent}"
+            f"the folder {target.parent} does not exist", where=str(target), hint=f"mkdir -p {target.parent}"
         )
     if target.exists() and not force and not image.is_sif(target):
         raise UsageError(
-            "the target exists and is no .sif; an older .sif would be replaced",
+            "the target exists and is no .sif; imgkit replaces only a .sif",
             where=str(target),
             hint="another name with -o, or --force",
         )
@@ -295,13 +296,12 @@ def check_target(target: Path, *, force: bool) -> None:
 def _tell_arch(config: ImageConfig, report: Reporter) -> None:
     if config.arch != host_arch():
         report.note(
-            f"the image is {config.arch}, this machine {host_arch()}: converted all the same, "
-            f"for a machine that is {config.arch}"
+            f"the image is {config.arch}, this machine {host_arch()}: the .sif runs on {config.arch} only"
         )
 
 
 def source_bytes(source: Source) -> int | None:
-    """Size of the uncompressed image, estimated where it is compressed; None where unknown."""
+    """Size of the uncompressed image, estimated if it is compressed; None if unknown."""
     if isinstance(source, EngineImage):
         return source.size_bytes
     if isinstance(source, OciFolder):
@@ -334,7 +334,7 @@ def _check_space(source: Source, target: Path, base: Path, *, direct: bool) -> N
 
 @contextlib.contextmanager
 def _no_space(base: Path) -> Iterator[None]:
-    """A full disk or quota as the error it is."""
+    """Turn a full disk or quota into a ToolFailed."""
     try:
         yield
     except OSError as error:

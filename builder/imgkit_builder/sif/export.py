@@ -1,13 +1,13 @@
-"""The way of ``--from daemon``: the engine's export stream into mksquashfs, no archive, no unpacking.
+"""Convert for ``--from daemon``: feed the engine's export stream to mksquashfs, without an archive.
 
-The stream is a container's file system, so three things are made right on the way. What a container has and
-an image has not (``.dockerenv``, empty ``etc/hosts``, ...) goes; the runtime's own files (``.singularity.d``,
-...) are added, taken from a build of an image with the same configuration and no files, which takes 0.1 s;
-and symlinks with a pax header are rewritten, because mksquashfs 4.5.1 drops the leading ``/``, ``./`` and
-``../`` of such targets.
+The stream is a container's file system, so imgkit corrects three things on the way. It removes the files
+that a container has and an image lacks (``.dockerenv``, empty ``etc/hosts``, ...). It adds the runtime's own
+files (``.singularity.d``, ...), from a build of an image with the same configuration and no files; that takes
+0.1 s. It rewrites symlinks with a pax header, because mksquashfs 4.5.1 drops the leading ``/``, ``./`` and
+``../`` of their targets.
 
-Docker makes its files whether the image has them or not, so the image's own content of those few is lost in
-the stream; docs/sif.md lists what can differ from the default way.
+Docker creates its files even if the image has its own, so the stream lacks the image's content of those few;
+docs/sif.md lists what can differ from the default way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make(job: ConversionJob, source: EngineImage) -> None:
 
     Raises
     ------
-    ToolMissing : no mksquashfs that reads a tar, or a runtime without ``sif new/add``.
+    ToolMissing : no mksquashfs reads a tar, or the runtime has no ``sif new/add``.
     ToolFailed : a step failed.
     """
     if not job.tool.capabilities.edits_sif:
@@ -90,7 +90,7 @@ def make(job: ConversionJob, source: EngineImage) -> None:
 
 
 def _prepare(job: ConversionJob, source: EngineImage) -> tuple[Path, Path]:
-    """The runtime's files for an image of this configuration: as a folder, and as the objects of a .sif."""
+    """The runtime's files for this configuration: as a folder, and as the objects of a .sif."""
     box, skeleton = runtime_files(job, source), job.work.folder / "skeleton.sif"
     place, name = _empty(job, source)
     job.run("build", "--force", *cache_flags(job.tool), skeleton, f"oci:{name}", folder=place)
@@ -98,11 +98,11 @@ def _prepare(job: ConversionJob, source: EngineImage) -> tuple[Path, Path]:
 
 
 def runtime_files(job: ConversionJob, source: EngineImage) -> Path:
-    """A folder with the files that the runtime adds to an image of this configuration.
+    """Make a folder with the files that the runtime adds to an image of this configuration.
 
     Raises
     ------
-    ToolFailed : it made none.
+    ToolFailed : the runtime added none.
     """
     place, name = _empty(job, source)
     oci_folder.empty(source.config, place / name)
@@ -110,21 +110,21 @@ def runtime_files(job: ConversionJob, source: EngineImage) -> Path:
     job.run("build", "--force", *cache_flags(job.tool), "--sandbox", box, f"oci:{name}", folder=place)
     if not (box / META).is_dir():
         raise ToolFailed(
-            f"{job.tool} made no {META} of an image without files", hint="leave out --from daemon"
+            f"{job.tool} added no {META} to an image without files", hint="leave out --from daemon"
         )
     _fix_labels(box / META / "labels.json", source)
     return box
 
 
 def _empty(job: ConversionJob, source: EngineImage) -> tuple[Path, str]:
-    """Where the image without files lies; its name as on the default way, it ends in a label."""
+    """Folder and name of the image without files; a label holds the name, as on the default way."""
     return job.work.folder / "empty", folder_name(source.name)
 
 
 def _fix_labels(path: Path, source: EngineImage) -> None:
-    # The image's own time instead of now: then the same image gives the same root partition, bit for bit.
+    # The image's own time, not the current one: the same image then gives the same bytes.
     when = datetime.datetime.fromtimestamp(epoch(source.config.created), tz=datetime.timezone.utc)
-    # As the runtimes write it: minutes and seconds without a leading zero.
+    # The runtimes write minutes and seconds without a leading zero.
     day = f"{_WEEKDAYS[when.weekday()]}_{when.day}_{_MONTHS[when.month - 1]}_{when.year}"
     date = rf'\g<1>"{day}_{when:%H}:{when.minute}:{when.second}_UTC"'
     text = path.read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ def rewrite(
     epoch: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Copy an export stream to `sink` without the engine's own files and with those of `box`.
+    """Copy an export stream to `sink`, without the engine's own files and with those of `box`.
 
     Raises
     ------
@@ -168,17 +168,17 @@ def rewrite(
 
 
 def _tree(box: Path) -> dict[str, Path]:
-    """Everything in `box` by name, parents first."""
+    """Every path in `box` by its name, parents first."""
     return {path.relative_to(box).as_posix(): path for path in sorted(box.rglob("*"))}
 
 
 def _near(member: Member, mark_s: int | None) -> bool:
-    """Made together with the container, by the time of its mark, the first member of every docker export."""
+    """Whether its time is that of the container's mark, the first member of every docker export."""
     return mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
 
 
 def _is_engines(member: Member, mark_s: int | None) -> bool:
-    """Whether the engine made it when it made the container."""
+    """Whether the engine created it together with the container."""
     if member.name == _MARK:
         return True
     if member.name in _EMPTY_FILES:
@@ -189,7 +189,7 @@ def _is_engines(member: Member, mark_s: int | None) -> bool:
 
 
 def _is_replaced(member: Member, own: Mapping[str, Path]) -> bool:
-    """A file of the runtime that the image holds already (it was made from a .sif): the new one is right."""
+    """Whether it is a runtime file in the image (made from a .sif) that the new one replaces."""
     return member.name.startswith(f"{META}/") and member.kind != DIRECTORY and member.name in own
 
 
@@ -234,7 +234,7 @@ def assemble(
     *,
     kinds: Collection[int] = (DataType.DEFFILE, DataType.JSON),
 ) -> None:
-    """Write the part file as the runtime would: data objects of `kinds` of `model` first, then `root`."""
+    """Write the part file as the runtime would: the data objects of `model` with `kinds`, then `root`."""
     part = job.work.part
     job.run("sif", "new", part)
     for number, descriptor in enumerate(model.descriptors):

@@ -1,7 +1,18 @@
-"""Read a .sif file: plain struct parsing, so that no singularity is needed to look into one.
+"""Read a .sif file by parsing its structs; this needs no singularity.
 
-The format is the one of https://github.com/apptainer/sif (pkg/sif): a 128-byte global header, a table of
-585-byte descriptors, then the data objects. All integers are little-endian.
+The format is that of https://github.com/apptainer/sif (pkg/sif). All integers are little-endian::
+
+    +-----------------------------+  byte 0
+    | launch script line, magic   |
+    | global header               |  128 bytes: architecture, UUID, place of the table
+    +-----------------------------+
+    | descriptor table            |  585 bytes per data object: kind, group, place, size, name
+    +-----------------------------+
+    | definition file, JSON, ...  |
+    | root partition (squashfs)   |
+    | overlay partitions (deltas) |
+    | JSON object "imgkit"        |  `ImgkitRecord`
+    +-----------------------------+
 """
 
 from __future__ import annotations
@@ -84,12 +95,12 @@ class Descriptor:
     partition: int = 0
     """A `PartitionType` number; 0 where the object is no partition."""
     arch: str = ""
-    """Of a partition."""
+    """Architecture of a partition; empty for other objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
-    """What the superblock of the root partition says."""
+    """Superblock of the root partition."""
 
     compressor: str
     block_bytes: int
@@ -100,20 +111,20 @@ class Superblock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImgkitRecord:
-    """The JSON object ``imgkit`` of a .sif: what it was made from and how."""
+    """The JSON object ``imgkit`` of a .sif: its source, and how it was converted."""
 
     image_id: str
-    """``sha256:...`` of the image configuration; empty where the source does not tell (a registry)."""
+    """``sha256:...`` of the image configuration; empty if the source does not state it (a registry)."""
     diff_ids: tuple[str, ...]
     """``sha256:...`` of each uncompressed layer, lowest first."""
     root_sha256: str
-    """Hex, of the root partition. The whole file's digest is no identity: headers hold times and a UUID."""
+    """Hex digest of the root partition. The whole file is no identity: its headers hold times and a UUID."""
     runtime: str
     """``apptainer 1.4.5``."""
     compression: str
-    """``zstd 3``, ``gzip 6``, or ``runtime`` where the runtime chose."""
+    """``zstd 3``, ``gzip 6``, or ``runtime`` if the runtime chose."""
     route: str
-    """``layers`` or ``export``: the way that the files took; ``flatten``: from a .sif with deltas."""
+    """Where the files came from: ``layers``, ``export``, or ``flatten`` for a .sif with deltas."""
     imgkit: str
     """Version of imgkit."""
     source: str = ""
@@ -145,7 +156,7 @@ class SifImage:
     def overlays(self) -> tuple[Descriptor, ...]:
         """The overlay partitions that a runtime lays over the root partition, lowest first.
 
-        It passes over those of another group, without a word.
+        It silently ignores those of another group.
         """
         root = self.root
         return tuple(
@@ -156,7 +167,7 @@ class SifImage:
 
 
 def is_sif(path: Path) -> bool:
-    """Whether the file starts like a .sif; False also where it cannot be read."""
+    """Whether the file starts like a .sif; False also if it cannot be read."""
     try:
         with path.open("rb") as stream:
             stream.seek(MAGIC_OFFSET)
@@ -170,7 +181,7 @@ def read(path: Path) -> SifImage:
 
     Raises
     ------
-    CheckFailed : not a .sif, cut short, or with a table that cannot be true.
+    CheckFailed : not a .sif, cut short, or with an impossible table.
     """
     try:
         with path.open("rb") as stream:
@@ -252,9 +263,7 @@ def _record(path: Path, raw: bytes) -> ImgkitRecord:
     try:
         values = json.loads(raw)
         if values.pop("schema") != 1:
-            raise CheckFailed(
-                "its imgkit object is of a later version", where=str(path), hint="update imgkit"
-            )
+            raise CheckFailed("a later imgkit wrote its imgkit object", where=str(path), hint="update imgkit")
         values["diff_ids"] = tuple(values["diff_ids"])
         values["deltas"] = tuple(values.get("deltas", ()))
         return ImgkitRecord(**values)
@@ -263,7 +272,7 @@ def _record(path: Path, raw: bytes) -> ImgkitRecord:
 
 
 def squashfs(image: SifImage) -> Superblock | None:
-    """Superblock of the root partition; None where there is none or it is no squashfs."""
+    """Superblock of the root partition; None if there is none or it is no squashfs."""
     root = image.root
     if root is None or root.size_bytes < _SQUASHFS.size:
         return None
@@ -284,7 +293,7 @@ def squashfs(image: SifImage) -> Superblock | None:
 
 
 def root_sha256(path: Path, *, advance: Callable[[int, int | None], None] | None = None) -> str:
-    """Hex digest of the root partition; `advance` is told bytes done and total.
+    """Hex digest of the root partition; `advance` gets bytes done and total.
 
     Raises
     ------
@@ -292,7 +301,7 @@ def root_sha256(path: Path, *, advance: Callable[[int, int | None], None] | None
     """
     root = read(path).root
     if root is None:
-        raise CheckFailed("has no root partition", where=str(path))
+        raise CheckFailed("the .sif has no root partition", where=str(path))
     digest, done = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as stream:
         stream.seek(root.offset)

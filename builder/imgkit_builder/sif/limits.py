@@ -1,7 +1,7 @@
-"""How many processors and how much memory a child may use: mksquashfs looks at the machine, not at the job.
+"""Processors and memory that a child may use: mksquashfs looks at the machine, not at the job.
 
 Inside a Slurm or PBS job, or a container, it starts a thread per processor of the whole node and takes a
-quarter of the node's memory, and is killed for it (apptainer issue 2601, singularity issues 5434 and 4397).
+quarter of the node's memory. The job is then killed (apptainer issue 2601, singularity issues 5434 and 4397).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _LEAST_MEMORY_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this process may use."""
+    """Resources that this process may use."""
 
     processors: int
     memory_bytes: int | None
-    """Of the control group; None where it sets no limit."""
+    """Limit of the control group; None if it sets none."""
 
     @property
     def mksquashfs_memory_mib(self) -> int | None:
-        """A quarter of the limit, the share mksquashfs takes of a machine by itself; in MiB."""
+        """A quarter of the limit, in MiB: the share of a machine that mksquashfs takes by default."""
         if self.memory_bytes is None:
             return None
         return max(self.memory_bytes // 4, _LEAST_MEMORY_BYTES) >> 20
@@ -57,7 +57,7 @@ def gather(root: Path = Path("/")) -> Limits:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of this process's groups and all their parents: a limit may be set at any level."""
+    """Folders of this process's groups and all their parents: any level may set a limit."""
     mounts = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -65,7 +65,7 @@ def _groups(root: Path) -> Iterator[Path]:
         base = mounts if number == "0" and not controllers else mounts / controllers
         if controllers and not ({"cpu", "memory"} & set(controllers.split(","))):
             continue
-        # Inside a container the path is the host's, or leads out of the mount: only its root is there.
+        # Inside a container the path is the host's, or leads out of the mount: only the root exists.
         group = base if ".." in Path(path).parts else base / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_dir():

@@ -34,7 +34,7 @@ def tar_reader() -> Path:
     program = find()
     if program is None:
         raise ToolMissing(
-            "mksquashfs is not here: the export of the engine goes straight into it", hint=_INSTALL
+            "mksquashfs is not here, and the engine's export goes straight into it", hint=_INSTALL
         )
     if not knows(program, r"-tar\b"):
         raise ToolMissing(f"{program} cannot read a tar (no -tar in its -help)", hint=_INSTALL)
@@ -54,28 +54,28 @@ def knows(program: Path, word: str) -> bool:
 
 
 def squash_argv(root: Path, options: Sequence[str], created: str) -> list[str]:
-    """The mksquashfs that reads the stream.
+    """The words of the mksquashfs that reads the stream.
 
     Raises
     ------
-    ToolMissing : none here that reads a tar.
+    ToolMissing : no mksquashfs here reads a tar.
     """
     created_s = str(epoch(created))
     return [
         *(str(tar_reader()), "-", str(root), "-tar", "-noappend", "-quiet", "-no-progress"),
         *options,
         *limits.gather().mksquashfs_options(),
-        # A tar has no entry for the root itself: without these / gets mode 0777 and the time of now.
+        # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
         *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
         *("-root-time", created_s, "-mkfs-time", created_s),
-        # Inodes as they are, for squashfs.set_root; costs 0.3 % of size.
+        # Uncompressed inodes, for root_inode.set_root; costs 0.3 % of size.
         "-noI",
     ]
 
 
 @contextlib.contextmanager
 def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None]) -> Iterator[IO[bytes]]:
-    """mksquashfs with its standard input open; on leaving it has ended well, or was ended.
+    """Run mksquashfs with its standard input open; on leaving, it has succeeded or was killed.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None
         except BaseException:
             process.kill()
             process.wait()
-            # Its buffer cannot be written any more, and closing would try to.
+            # Closing would try to write the rest of its buffer.
             with contextlib.suppress(OSError):
                 process.stdin.close()
             raise

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what it gives back."""
+"""Input and result of a conversion."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EngineImage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """An image in a registry that the runtime pulls by itself."""
+    """An image in a registry; the runtime pulls it."""
 
     reference: str
 
@@ -78,17 +78,17 @@ class Options:
     """How to convert."""
 
     runtime: str | None = None
-    """Command name or path; None looks for singularity, then apptainer."""
+    """Command name or path; None means singularity, else apptainer."""
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
     compression: CompressionChoice = "auto"
     direct: bool = False
-    """An `EngineImage` by its export stream (fast) instead of its layers."""
+    """Convert an `EngineImage` from its export stream (faster), not from its layers."""
     tmpdir: Path | None = None
     force: bool = False
-    """Convert even what is up to date; replace a target that is no .sif."""
+    """Convert even if the target is up to date; replace a target that is no .sif."""
     test: bool = True
-    """Execute ``true`` in the new .sif."""
+    """Run ``true`` in the new .sif."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,6 @@ class Converted:
     arch: str
     record: ImgkitRecord
     up_to_date: bool
-    """Nothing was done: the file that is there is of the same image, runtime and compression."""
+    """Nothing was done: the existing file has the same image, runtime and compression."""
     stages: tuple[Stage, ...]
     log: Path | None

@@ -1,4 +1,4 @@
-"""The few bytes of a squashfs that mksquashfs cannot be told to write."""
+"""Correct the root folder of a squashfs, which mksquashfs has no option for."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import BinaryIO
 _SUPERBLOCK = struct.Struct("<4s22xH4xQ8xQ8xQ")
 _MAGIC = b"hsqs"
 _BLOCK_BYTES = 8192
-"""Of metadata, uncompressed; each block has a two-byte header."""
+"""Size of an uncompressed metadata block; each has a two-byte header."""
 _UNCOMPRESSED = 0x8000
 _FOLDER_TYPES = (1, 8)
 _OWNERS_AT, _TIME_AT = 4, 8
-"""Of an inode: type, mode, uid and gid are two bytes each; the last two are places in the table of owners."""
+"""Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners."""
 
 
 def set_root(path: Path, mtime_s: int) -> bool:
-    """Set time and owner (root) of the root folder; False, and nothing done, where its inode is compressed.
+    """Set time and owner (root) of the root folder; return False, unchanged, if its inode is compressed.
 
     Notes
     -----
-    ``mksquashfs -tar`` of 4.5.1 takes the time of now and the calling user for the root, whatever
-    ``-root-time`` and ``-root-uid`` say; SOURCE_DATE_EPOCH would also lower the time of every newer file.
+    ``mksquashfs -tar`` of 4.5.1 gives the root the current time and the calling user, and ignores
+    ``-root-time`` and ``-root-uid``. SOURCE_DATE_EPOCH would also lower the time of every newer file.
     ``-noI`` stores inodes and owners as they are.
     """
     with path.open("r+b") as stream:
@@ -34,7 +34,7 @@ def set_root(path: Path, mtime_s: int) -> bool:
             return False
 
         def position(offset: int) -> int:
-            """In the file, of a byte at `offset` from the inode: it may lie in the next block."""
+            """Place in the file of the byte at `offset` from the inode, which may lie in the next block."""
             block, inside = divmod(at + offset, _BLOCK_BYTES)
             return int(start + block * (2 + _BLOCK_BYTES) + 2 + inside)
 
@@ -53,7 +53,7 @@ def set_root(path: Path, mtime_s: int) -> bool:
 
 
 def _place_of_root(stream: BinaryIO, table: int, count: int) -> int | None:
-    """Where the table of owners has root; None where it has not, or is compressed."""
+    """Index of root in the table of owners; None if it is absent or the table is compressed."""
     stream.seek(table)
     (block,) = struct.unpack("<Q", stream.read(8))
     stream.seek(block)

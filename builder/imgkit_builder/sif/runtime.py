@@ -49,7 +49,7 @@ _END_GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the runtime's own help says it can do."""
+    """Abilities that the runtime's own help lists."""
 
     mksquashfs_args: bool
     """``build --mksquashfs-args``: Apptainer from 1.4."""
@@ -61,7 +61,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeTool:
-    """A runtime that answered."""
+    """A runtime on this machine."""
 
     path: Path
     flavour: str
@@ -74,16 +74,16 @@ class RuntimeTool:
 
 
 def find_runtime(command: str | None = None, *, module_hint: str | None = None) -> RuntimeTool:
-    """The runtime `command`, or the first of `COMMANDS` on PATH, with its capabilities probed.
+    """Find the runtime `command`, or the first of `COMMANDS` on PATH, and probe its capabilities.
 
     Parameters
     ----------
-    command : a name or path; None looks for both names.
+    command : a name or path; None tries both names.
     module_hint : the line that provides the runtime on the system, for example ``module load singularity``.
 
     Raises
     ------
-    ToolMissing : nothing found, or what was found is not a Singularity or Apptainer.
+    ToolMissing : there is none, or the program is no Singularity or Apptainer.
     """
     names = (command,) if command else COMMANDS
     found = next(filter(None, map(shutil.which, names)), None)
@@ -93,7 +93,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
             hint=f"on a cluster: {load}\n     elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
-    # Not resolve(): an Apptainer may tell by its own name which files are its.
+    # Not resolve(): an Apptainer may find its own files by the name it is called.
     path = Path(found).absolute()
     answer = _ask(path, "--version")
     match = _FLAVOUR.match(answer.output.strip())
@@ -101,7 +101,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
         # Debian's package "singularity" is a game.
         first = (answer.output.strip().splitlines() or ["(no output)"])[0]
         raise ToolMissing(
-            f"{path} is no Singularity 3.x or Apptainer: its --version says {first!r}",
+            f"{path} is no Singularity 3.x or Apptainer: its --version prints {first!r}",
             hint=module_hint or "give the right command: --runtime COMMAND",
         )
     build_help, sif_help = _ask(path, "build", "--help").output, _ask(path, "sif", "--help").output
@@ -203,7 +203,7 @@ def _supervised(pid_file: Path, folder: Path, env: Mapping[str, str], argv: Sequ
 
 
 def _end(pid_file: Path) -> None:
-    """End the group that `supervisor` leads, and wait until it is gone."""
+    """End the process group of `supervisor`, and wait until it is gone."""
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):
@@ -222,7 +222,7 @@ def _end(pid_file: Path) -> None:
 
 
 def scratch_env(folder: Path) -> dict[str, str]:
-    """TMPDIR and CACHEDIR under both prefixes; equal values of both make no warning (Apptainer 1.0)."""
+    """TMPDIR and CACHEDIR under both prefixes, with equal values, or else Apptainer 1.0 warns."""
     temporary, cache = folder / "tmp", folder / "cache"
     temporary.mkdir(exist_ok=True)
     cache.mkdir(exist_ok=True)
@@ -246,13 +246,13 @@ def exec_argv(
 
 
 def exec_arguments(image: Path, argv: Sequence[str]) -> tuple[str, ...]:
-    """Like `exec_argv`, for `run`; the host's variables stay out and nothing but the image is looked at."""
+    """Like `exec_argv`, for `run`; the host's variables stay out, so that only the image counts."""
     return ("exec", "--cleanenv", str(image.absolute()), *argv)
 
 
 @contextlib.contextmanager
 def log_file(stem: str) -> Iterator[TextIO]:
-    """A fresh log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-PID.log``; in tmp without a usable HOME."""
+    """Open a new log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-PID.log``, or in tmp if HOME is not usable."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{os.getpid()}.log"
     try:
         folder = files.state_dir() / "sif"

@@ -1,7 +1,7 @@
-"""Where a conversion works: a folder in tmp and a name beside the target, gone afterwards, come what may.
+"""The workplace of a conversion: a temporary folder, and a name beside the target, both removed at the end.
 
-``kill -9`` leaves three dot-named things: the lock beside the target, the ``.part`` file and the folder in
-tmp. The next run for the same target gets the lock, knows from it that nobody uses them, and removes them.
+``kill -9`` leaves three names: the lock beside the target, the ``.part`` file and the temporary folder. The
+next run for the same target takes the lock, which proves that nobody uses them, and removes them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Valid while the context is."""
+    """Paths that exist inside `workspace`."""
 
     folder: Path
-    """In tmp; the runtime's own temporary files go there too."""
+    """Temporary folder, also for the runtime's own temporary files."""
     part: Path
-    """Beside the target, to be renamed to it."""
+    """File beside the target, which is renamed to it at the end."""
 
 
 def tmp_base(target: Path, chosen: Path | None) -> Path:
     """The folder for temporary files: `chosen`, the first variable that is set, or the target's own folder.
 
-    Not /tmp by itself: on many clusters that is memory, and an image needs several times its size.
+    Not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
     """
     if chosen is not None:
         base = chosen
@@ -60,11 +60,11 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
 
 @contextlib.contextmanager
 def workspace(target: Path, base: Path) -> Iterator[Workspace]:
-    """Lock `target`, clean what a killed run of it left, and give a fresh place to work.
+    """Lock `target`, remove what a killed run of it left, and yield a fresh workspace.
 
     Raises
     ------
-    UsageError : another process is making `target`, or its folder cannot be written.
+    UsageError : another process is writing `target`, or its folder is not writable.
     """
     key = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:12]
     token = secrets.token_hex(4)
@@ -109,7 +109,7 @@ def _open_lock(path: Path, target: Path) -> int:
 
 
 def _take(descriptor: int, path: Path, target: Path) -> bool:
-    """Lock; False where the file system has no locks (then nothing can be called stale)."""
+    """Lock; False if the file system has no locks (then nothing is known to be stale)."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -126,7 +126,7 @@ def _take(descriptor: int, path: Path, target: Path) -> bool:
     except FileNotFoundError:
         same = False
     if not same:
-        # The run that held it has just ended and removed the file that we opened.
+        # The run that held the lock has just ended and removed the file that we opened.
         raise UsageError("another imgkit has just made this file", where=str(target), hint="run it again")
     return True
 
@@ -140,7 +140,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _clean(target: Path, key: str, about: dict[str, Any]) -> None:
-    """Remove what a killed run left: only names of our making, of our user, the lock may be anybody's."""
+    """Remove what a killed run left, but only our names and files: anybody may have written the lock."""
     for part in target.parent.glob(f".{_glob_safe(target.name)}.*.part"):
         if re.fullmatch(r"[0-9a-f]{8}", part.name.split(".")[-2]) and _ours(part, stat.S_ISREG):
             part.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ def _ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove `folder`; folders in it without permissions, which images have, are opened first."""
+    """Remove `folder`, even with folders that deny access, as images have them."""
 
     def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
         with contextlib.suppress(OSError):

@@ -194,7 +194,7 @@ def test_undecodable_output_survives(archive: Path, tmp_path: Path, install: Ins
         ("no file", ToolFailed, "wrote no file"),
         ("empty", ToolFailed, "Architecture not recognized"),
         ("tiny", CheckFailed, "files are missing"),
-        ("wrong arch", CheckFailed, "marked arm64, the image is amd64"),
+        ("wrong arch", CheckFailed, "marked arm64, but the image is amd64"),
         ("no labels", CheckFailed, "its label org.opencontainers.image.title is None"),
         ("no exec", ToolFailed, "'true' does not run in the new .sif"),
     ],

@@ -441,7 +441,7 @@ def test_image_without_a_common_layer_refused(lab: Lab, replaced: Pair) -> None:
     output("docker", "import", lab.folder / "other.tar", tag)
     done = imgkit("delta", tag, "--base", replaced.base, folder=lab.folder)
     assert done.returncode == 1
-    assert re.search(r"no layer in common.*\n.*full transfer, \d+\.\d MB", done.stderr)
+    assert re.search(r"shares no layer with it.*\n.*full transfer, \d+\.\d MB", done.stderr)
 
 
 def test_signed_sif_refused_with_the_way_out(lab: Lab, replaced: Pair) -> None:

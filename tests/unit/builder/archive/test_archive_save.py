@@ -84,7 +84,7 @@ def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("absent/x.tar", "no such folder"), ("folder", "is a folder"), ("two\nlines.tar", "newline")],
+    [("absent/x.tar", "folder does not exist"), ("folder", "is a folder"), ("two\nlines.tar", "newline")],
 )
 def test_impossible_targets_are_refused(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "folder").mkdir()
