@@ -194,7 +194,8 @@ def _default(value: Schema) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text.replace("``", "`").replace("|", "\\|"))
+    line = re.sub(r"\s+", " ", text.replace("``", "`").replace("|", "\\|"))
+    return line[:1].upper() + line[1:]
 
 
 def _block(text: str) -> str:
