@@ -142,7 +142,7 @@ def named(name: str) -> System:
             where="system",
             hint=f"install the plug-in that adds it again; there are {', '.join(registry.words())}",
         ) from None
-    if name in registry.plugins():
+    if name not in registry.SHIPPED and name not in registry.HELPERS:
         _check_plugin(name, found)
     return cast(System, found)
 

@@ -278,7 +278,7 @@ from imgkit_builder.job.systems import SystemFault
 
 
 class Checked(Fakeq):
-    aliases = ("fakequeue",)
+    aliases = ("grid",)
 
     def check_recipe(self, facts):
         if facts.queue.name:
@@ -304,10 +304,11 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
     assert (problem.position.line, problem.position.column) == (5, 17)
 
 
-def test_alias_of_a_plugin_names_it(work: Path, plugins: Path) -> None:
+@pytest.mark.parametrize(("alias", "system"), [("Grid", "fakeq"), ("torque", "pbs"), ("OpenMPI", "mpi")])
+def test_alias_names_its_system(work: Path, plugins: Path, alias: str, system: str) -> None:
     plugin(plugins, WHOLE + CHECKED)
-    (work / "mine.yaml").write_text(RECIPE.replace("fakeq", "FakeQueue"))
-    with pytest.raises(RecipeErrors, match="did you mean fakeq"):
+    (work / "mine.yaml").write_text(RECIPE.replace("fakeq", alias))
+    with pytest.raises(RecipeErrors, match=f"did you mean {system}"):
         load(work / "mine.yaml")
 
 
