@@ -81,6 +81,7 @@ def test_all_that_stand_in_one_step_are_told(nodes: Any) -> None:
     hang = "if step == 8: time.sleep(1000) if rank == 1 else waits_for_the_others()"
     nodes.start(alone(worker(within=hang)), **SOON)
     nodes.said("no rank has moved from step 8 for ")
+    nodes.said(" waits_for_the_others\n")
     told = nodes.output()
     assert re.search(
         r"  rank 1 on host0 \(process \d+\): stack, innermost first:\n    <string>:\d+ <mod", told
