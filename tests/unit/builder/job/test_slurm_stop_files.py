@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -55,22 +56,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "job.text").write_text(done.stdout)
     (tmp_path / "job").write_text(MODULE)
     (tmp_path / "scontrol").write_text(f'{STUB}echo "$@" >> {tmp_path}/requeues\n')
+    # A disk on which two files never have the same time.
+    (tmp_path / "touch").write_text(f'{STUB}for file; do /usr/bin/touch "$file"; sleep 0.02; done\n')
     started: list[subprocess.Popen[str]] = []
 
     def run(file: str) -> subprocess.Popen[str]:
         (tmp_path / "srun").write_text(STUB + SAVES.format(file=file))
-        for name in ("srun", "scontrol"):
+        for name in ("srun", "scontrol", "touch"):
             (tmp_path / name).chmod(0o755)
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
         pipe = subprocess.PIPE
         argv = ["bash", str(tmp_path / "job")]
-        script = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)
+        script = subprocess.Popen(
+            argv, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         started.append(script)
         return script
 
     yield run
     for script in started:
-        script.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
         script.communicate()
 
 
