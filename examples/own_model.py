@@ -18,15 +18,15 @@ class Waves(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         frequency = 1 + index % 10
         wave = torch.sin(torch.linspace(0, 6.28 * frequency, 100))
-        # Random numbers follow from epoch and index: the same after a restart, on any number of ranks.
+        # imgkit seeds each sample by epoch and index: it is the same after a restart, on any number of ranks.
         return wave + 0.1 * torch.randn(100), torch.tensor(frequency - 1)
 
 
 def data(config, split: str) -> Waves:
-    """The samples, for `split` "train"."""
+    """Return the samples; `split` is "train" here."""
     return Waves()
 
 
 def model(config) -> nn.Module:
-    """What is trained; whole-number targets get cross entropy (another loss: --step)."""
+    """Return the model. Whole-number targets get cross entropy; --step names another loss."""
     return nn.Sequential(nn.Linear(100, 64), nn.ReLU(), nn.Linear(64, 10))
