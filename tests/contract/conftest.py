@@ -58,7 +58,7 @@ class Made:
         return f"sha256:{digest(self.config)}"
 
     def legacy_members(self) -> dict[str, bytes]:
-        """As docker before 25 writes it: v1 ids, manifest.json last."""
+        """The layout of docker before 25: v1 ids, manifest.json last."""
         config_name = f"{digest(self.config)}.json"
         members: dict[str, bytes] = {config_name: self.config}
         names = []
@@ -74,7 +74,7 @@ class Made:
         return members
 
     def modern_members(self, pack: Callable[[bytes], bytes] = bytes) -> dict[str, bytes]:
-        """As docker from 25 on writes it: an OCI folder and a manifest.json; `pack` compresses layers."""
+        """The layout of docker from 25 on: an OCI folder and a manifest.json; `pack` compresses layers."""
         packed = [pack(one) for one in self.layers]
         members = {f"blobs/sha256/{digest(data)}": data for data in (self.config, *packed)}
         manifest = json.dumps(
@@ -101,7 +101,7 @@ class Made:
         return members
 
     def oci_members(self, pack: Callable[[bytes], bytes] = bytes) -> dict[str, bytes]:
-        """As BuildKit writes it: no manifest.json, and an index in the index, with an attestation."""
+        """The layout of BuildKit: no manifest.json, and an index in the index, with an attestation."""
         members = self.modern_members(pack)
         del members["manifest.json"]
         (entry,) = json.loads(members["index.json"])["manifests"]

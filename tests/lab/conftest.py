@@ -79,7 +79,7 @@ def mn5_sif(mn5_image: str) -> Path:
 
 @pytest.fixture(scope="session")
 def user() -> Iterator[str]:
-    """An ordinary user of this machine: a new one where root runs the tests, else whoever does."""
+    """An ordinary user of this machine: a new one where root runs the tests, else the user who does."""
     if os.geteuid() != 0:
         yield pwd.getpwuid(os.geteuid()).pw_name
         return

@@ -1,4 +1,4 @@
-"""From an edit to a running container, by deltas and by the tutorial; prints tables for docs/benchmarks.md.
+"""Time the way from an edit to a running container, by deltas and by the tutorial; print tables.
 
     python tests/benchmarks/delta/bench.py [--base REF] [--repeat N] [--work DIR] [--user NAME] [PART ...]
 

@@ -303,7 +303,7 @@ def inside(layers: Stack) -> dict[str, Any]:
 
 
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
-    """With the one-file tool: owners and devices that no mount shows to him are in it all the same."""
+    """The one-file tool keeps owners and devices that no mount shows to an ordinary user."""
     imgkit_json("flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
     home = Path(pwd.getpwnam(user).pw_dir)
     assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0

@@ -91,7 +91,7 @@ class Nodes(Cluster):
         )
 
     def processes(self) -> list[str]:
-        """Of all nodes, those that belong to a job."""
+        """Processes of a job, on all nodes."""
         lines = self.ps("stat,args", "login", "node1", "node2")
         return [line for line in lines if str(self.folder) in line and not line.startswith("Z")]
 

@@ -75,7 +75,7 @@ class Pbs(Cluster):
         return self.end(done.stdout.strip())
 
     def processes(self) -> list[str]:
-        """Of all nodes, those of the jobs' user."""
+        """Processes of the jobs' user, on all nodes."""
         lines = self.ps("user:16,args", "node1", "node2")
         return [line for line in lines if line.startswith("researcher ")]
 
@@ -196,7 +196,7 @@ TUTORIAL = (
     "#PBS -l select=2:ncpus=288:mpiprocs=2:sales_op=blanca,walltime=3:00:00,place=scatter",
     "#PBS -q blanca",
 )
-"""Of the early access tutorial's job, which ends in RendezvousTimeoutError after ten minutes."""
+"""Timeout of the early access tutorial's job, which ends in RendezvousTimeoutError after ten minutes."""
 
 
 def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None:

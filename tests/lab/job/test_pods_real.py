@@ -51,7 +51,7 @@ class Pods(Cluster):
         return self.state / "volume"
 
     def resolve(self, name: str) -> None:
-        """From now on `name` is node1, on every node."""
+        """Make `name` resolve to node1 on every node."""
         for node in ("node1", "node2", "node3"):
             line = f"echo 10.42.0.11 {name} >> /etc/hosts"
             assert self("exec", node, "--", "sh", "-c", line).returncode == 0
@@ -119,7 +119,7 @@ def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, st
 
 
 def operator_v1(head: str, rank: int) -> dict[str, str]:
-    """As the RunAI tutorials know it: WORLD_SIZE counts pods."""
+    """The variables that the RunAI tutorials expect: WORLD_SIZE counts pods."""
     return {
         **{"PYTHONUNBUFFERED": "0", "RANK": str(rank), "WORLD_SIZE": "2"},
         **{"MASTER_ADDR": head, "MASTER_PORT": PORT},

@@ -35,7 +35,7 @@ class Site(Cluster):
         return self(*words, env=env)
 
     def imgkit(self, *words: str) -> Done:
-        """On the login node, in the jobs' folder."""
+        """Run imgkit on the login node, in the jobs' folder."""
         return self.cluster("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *words)
 
     def submit(self, *words: str) -> str:
@@ -60,7 +60,7 @@ class Site(Cluster):
         until(condition, told=lambda: self.told(job))
 
     def processes(self, *nodes: str) -> list[str]:
-        """Of a run, on these nodes."""
+        """Processes of a run, on these nodes."""
         lines = self.ps("args", *nodes)
         return [line for line in lines if re.search(r"imgkit_entrypoints|torch|save_and", line)]
 

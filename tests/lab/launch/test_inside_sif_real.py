@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Path]:
-    """A folder of Python files, each of which ends whoever imports it."""
+    """A folder of Python files; importing any of them ends the program."""
     folder = public_folder("hostile")
     (folder / "torch").mkdir()
     for name in ("json.py", "sitecustomize.py", "torch/__init__.py"):
@@ -30,7 +30,7 @@ def hostile() -> Iterator[Path]:
 
 @pytest.fixture(params=["root", "user"])
 def who(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """In front of a command: as which user of the host it runs."""
+    """Words in front of a command that choose the user of the host."""
     if request.param == "user" and os.geteuid() == 0:
         return ("runuser", "-u", request.getfixturevalue("user"), "--")
     if request.param == "root" and os.geteuid() != 0:

@@ -55,7 +55,7 @@ class Slurm(Cluster):
         return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *words)))
 
     def processes(self) -> list[str]:
-        """Of all nodes, those that belong to a job."""
+        """Processes of a job, on all nodes."""
         lines = self.ps("user:16,args", "node1", "node2")
         return [line for line in lines if line.startswith("researcher ")]
 
@@ -91,7 +91,7 @@ def test_start_without_srun_prints_what_works(slurm: Slurm) -> None:
 
 
 def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
-    # srun starts both tasks, of which one never gets to the container.
+    # srun starts both tasks; one of them never reaches the container.
     start = slurm.exec("dist-hello", *TWO, "--rollcall-timeout", "3")
     told = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
     assert "node 1 of 2 (node2) never called; 1/2 present after 3 s" in told, told

@@ -26,7 +26,7 @@ def member(
 
 
 def engines(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tuple[tarfile.TarInfo, bytes]:
-    """As the engine makes it beside a container."""
+    """A file that the engine adds to a container."""
     return member(name, kind, **{"mode": 0o755, "mtime": EXPORTED_S, **fields})
 
 
