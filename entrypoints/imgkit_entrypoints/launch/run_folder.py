@@ -2,7 +2,7 @@
 
 A person's request is ``touch RUN_DIR/stop``: the run saves and ends with 0, nobody requeues it, and it does
 not start again while the file is there. A job script touches ``stop-for-requeue`` before its time limit: the
-run saves and ends with 85, and the next start clears the file. Reasons: docs/adr/0007-one-stop-file.md.
+run saves and ends with 85, and the next start clears the file. Reasons: docs/adr/0009-one-stop-file.md.
 """
 
 from __future__ import annotations
