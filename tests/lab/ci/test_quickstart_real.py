@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,9 +40,11 @@ def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    time.sleep(1.0)
+    assert process.stdout is not None
+    begun = iter(process.stdout.readline, "")
+    assert any("ci/lab/venv" in line for line in begun)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert "interrupted" in output
 
@@ -58,7 +59,7 @@ def test_quickstart_trains_to_a_falling_loss(checkout: Path, tmp_path: Path, sta
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=600,
+            timeout=1200,
         )
     finally:
         if not had_image:
