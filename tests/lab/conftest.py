@@ -28,6 +28,7 @@ LONGEST_FIRST = (
 """Parts of test names, in the order in which workers take the tests: a long one never begins last."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> tuple[bool, bool, int]:
         places = [number for number, part in enumerate(LONGEST_FIRST) if part in item.nodeid]
