@@ -14,16 +14,17 @@ from labkit import imgkit_json, locked, ordinary_user, shared_folder
 LONGEST_FIRST = (
     "test_elastic_pod",
     "test_training_survives",
-    "test_submit_slurm",
-    "test_delta",
-    "test_mpi",
-    "test_pods",
-    "test_line",
-    "test_pbs",
-    "test_slurm_sif",
-    "test_train",
-    "test_sif",
-    "test_quickstart",
+    "test_submit_slurm_real",
+    "test_delta_real",
+    "test_mpi_job_real",
+    "test_pods_real",
+    "test_line_real",
+    "test_pbs_real",
+    "test_slurm_sif_real",
+    "test_train_real",
+    "test_train_faults_real",
+    "test_sif_real",
+    "test_quickstart_real",
 )
 """Parts of test names, in the order in which workers take the tests: a long one never begins last."""
 

@@ -163,7 +163,7 @@ words = "--model grown.py:model --data own.py:data --batch-size 4 --run-dir chan
 text = open("own.py").read()
 open("grown.py", "w").write(text)
 assert train(1, f"{words} --steps 2") == 0
-open("grown.py", "w").write(text.replace("64", "65"))
+open("grown.py", "w").write(text.replace("64", "65") + " ")  # another size, else old byte code counts
 assert train(1, f"{words} --steps 4") == 2
 """
     told = many(standin, runs, script)

@@ -237,10 +237,11 @@ def test_too_small_disk_is_refused_at_once(image: str, small_disk: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def sif(saved: tuple[Path, str]) -> Path:
-    done = imgkit("sif", saved[0], "-o", saved[0].parent / "mn5.sif")
+def sif(saved: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sif") / "mn5.sif"
+    done = imgkit("sif", saved[0], "-o", made)
     assert done.returncode == 0, done.stderr
-    return saved[0].parent / "mn5.sif"
+    return made
 
 
 @pytest.mark.singularity
