@@ -127,7 +127,7 @@ class _Gathering:
         for link in self.strangers:
             link.close()
         hosts = {rank: caller.host for rank, caller in self.callers.items()}
-        return HeadRoll(self.place, port, warnings, self.links, hosts, self.listener)
+        return HeadRoll(self.place, port, warnings, links=self.links, hosts=hosts, listener=self.listener)
 
     def refuse(self, error: NoPlan) -> None:
         """Send the reason to every node that has called."""
@@ -332,7 +332,9 @@ def _await_go(place: Place, link: Link, deadline: float, stopped: Callable[[], s
                 raise NoPlan(str(told["what"]), where=told["where"], hint=told["hint"])
             if "go" in message:
                 go = message["go"]
-                return MemberRoll(place, int(go["port"]), go["warnings"], link, messages[position + 1 :])
+                return MemberRoll(
+                    place, int(go["port"]), go["warnings"], link=link, unread=messages[position + 1 :]
+                )
         if time.monotonic() - link.sent >= session.BEAT_S:
             link.send({"beat": 1})
     return None

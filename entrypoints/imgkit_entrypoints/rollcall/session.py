@@ -175,6 +175,7 @@ class HeadRoll(Roll):
         place: Place,
         port: int,
         warnings: Sequence[str],
+        *,
         links: Mapping[int, Link],
         hosts: Mapping[int, str],
         listener: socket.socket,
@@ -279,6 +280,7 @@ class MemberRoll(Roll):
         place: Place,
         port: int,
         warnings: Sequence[str],
+        *,
         link: Link,
         unread: Sequence[Mapping[str, Any]],
     ) -> None:
