@@ -172,6 +172,7 @@ class _Supervisor:
             if not self.child.read():
                 return
             self._hear_the_others()
+            self._act_on_signals()
             self._look_for_the_stop_file()
             node.roll.span = node.hang_watch.span
             for text in node.hang_watch.look(node.roll.everyone):
@@ -230,6 +231,7 @@ class _Supervisor:
         while self.codes is None and not self.lost and not node.signals.again:
             self._wait(node.signals)
             self._hear_the_others()
+            self._act_on_signals()
             if self.end.due():
                 node.say("the other nodes are not done; leaving without them")
                 break
@@ -245,6 +247,8 @@ class _Supervisor:
     def _hear_the_others(self) -> None:
         for event in self.node.roll.tick():
             self._hear(event)
+
+    def _act_on_signals(self) -> None:
         signals = self.node.signals
         if signals.again and not self.end.begun:
             self.end.within(0.0, "a second signal")

@@ -344,6 +344,11 @@ train $words --run-dir filed & pid=$!
 until [ -s filed/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
 touch filed/STOP; wait $pid; echo "filed: $?"
 code train $words --run-dir filed
+export IMGKIT_RUN_DIR=shared; train $words & pid=$!
+until [ -s shared/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
+touch shared/stop; wait $pid; echo "shared: $?"
+code train $words
+unset IMGKIT_RUN_DIR
 code train $words --stop-after 0
 """
     told = launched(standin, runs, script)
@@ -356,8 +361,11 @@ code train $words --stop-after 0
     assert "filed/STOP: this file keeps the run from starting" in told
     assert "rm filed/STOP" in told
     assert "this start saved no state (no --run-dir)" in told
-    assert told.count("exit code 1\n") == told.count("exit code 2\n") == 1
-    for name in ("timed", "flagged", "filed"):
+    assert "shared/stop: asked the program to save" in told
+    assert "shared: 0" in told
+    assert "shared/stop: this file keeps the run from starting" in told
+    assert (told.count("exit code 1\n"), told.count("exit code 2\n")) == (1, 2)
+    for name in ("timed", "flagged", "filed", "shared"):
         summary = json.loads((runs / name / "summary.json").read_text())
         assert summary["saved_step"] == summary["step"] < summary["steps"]
 

@@ -110,6 +110,26 @@ def test_plan_imports_no_torch(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
+def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: Path):
+    for folder in ("torch", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run/stop").touch()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    code += "from imgkit_entrypoints.cli.main import main; main()"
+    rank = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    env = {f"OMPI_COMM_WORLD_{name}": "1" if "SIZE" in name else "0" for name in rank}
+    env |= {"PATH": "/usr/bin:/bin", "IMGKIT_DIRECT": "1", "IMGKIT_RUN_DIR": str(tmp_path / "run")}
+
+    def run(*words: str):
+        argv = [sys.executable, "-c", code, "dist-run", *words, "x.py"]
+        return subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
+
+    refused = run()
+    assert refused.returncode == 2
+    assert f"rm {tmp_path}/run/stop" in refused.stderr
+    assert json.loads(run("--plan").stdout)["mode"] == "direct"
+
+
 def test_hidden_torch_is_told(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     made = json.loads(command("dist-run", "--plan", "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
