@@ -21,6 +21,8 @@ project = "imgkit"
 copyright = "the imgkit authors, Apache-2.0"
 version = release = __version__
 
+# A block that names no language is commands or output, not Python.
+highlight_language = "text"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build", "_ext", "_static"]
 myst_heading_anchors = 3
