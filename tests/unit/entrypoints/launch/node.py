@@ -14,7 +14,7 @@ from imgkit_entrypoints.schedulers.placement import Placement
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
 forced_end.END_STEP_S, supervisor.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
-hang_watch.ANSWER_S = 1.0
+hang_watch.ANSWER_S = 2.0
 supervisor.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
 

@@ -64,7 +64,7 @@ def test_every_way_to_hang_is_told(nodes: Any) -> None:
     stack = r"stack, innermost first:\n    <string>:\d+ <lambda>\n    <string>:\d+ <module>"
     assert re.search(rf"  ranks 1, 2 on host0 \(process \d+, \d+\): {stack}", told), told
     assert re.search(r"  rank 3 .*: it is stopped \(SIGSTOP\); to continue it: kill -CONT \d+\n", told), told
-    assert re.search(r"  ranks 4, 5 .*: no stack: it did not answer signal 40 in 1 s\n", told), told
+    assert re.search(r"  ranks 4, 5 .*: no stack: it did not answer signal 40 in 2 s\n", told), told
     assert launcher.poll() is None
 
 
