@@ -116,6 +116,44 @@ def test_every_variable_of_the_code_is_in_the_table() -> None:
     assert table - used == for_developers
 
 
+def mentioned(page: Path) -> Iterator[tuple[str, str]]:
+    """Each command that a page shows, with each long option behind it; `--` begins the next command."""
+    text = page.read_text(encoding="utf-8")
+    shown = [*re.findall(r"^    (\S.*)$", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
+    for line in shown:
+        for part in re.split(r" -- | && | \| |; ", line.partition(" #")[0]):
+            words = part.split()
+            starts = [
+                number for number, word in enumerate(words) if re.fullmatch(r"imgkit|dist-[a-z]+", word)
+            ]
+            if not starts:
+                continue
+            words = words[starts[-1] :]
+            command = " ".join(words[:2]) if words[0] == "imgkit" else words[0]
+            if command == "dist-run":  # behind the script they are the script's own
+                words = words[: next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))]
+            if re.fullmatch(r"imgkit [a-z]+|dist-[a-z]+", command):
+                yield from ((command, word.partition("=")[0]) for word in words if word.startswith("--"))
+
+
+def test_options_on_the_pages_exist() -> None:
+    generated = load("generated")
+    helps: dict[str, str] = {}
+    for text in (generated.verbs_page(), generated.commands_page()):
+        for name, below in re.findall(r"^##+ (.*?)$(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            command = name if name.startswith("imgkit") else name.split()[0]  # dist-bench report: dist-bench
+            helps[command] = helps.get(command, "") + below
+    pages = [ROOT / "README.md", *(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)]
+    found = [(page, *pair) for page in pages for pair in mentioned(page)]
+    assert len(found) > 100
+    wrong = [
+        f"{page.relative_to(ROOT)}: {command} {option}"
+        for page, command, option in found
+        if not re.search(rf"{re.escape(option)}(?![\w-])", helps.get(command, ""))
+    ]
+    assert wrong == []
+
+
 def test_table_of_exit_codes_is_that_of_the_code() -> None:
     from imgkit_builder.cli.app import INTERRUPTED
     from imgkit_entrypoints import errors
