@@ -180,7 +180,7 @@ def test_image_for_another_processor_is_refused(pbs: Pbs) -> None:
     words = ("submit", "olivia-eap", "--time", "5m", "--image", pbs.sif, "--", "dist-hello")
     done = pbs.run(*IMGKIT, *words)
     assert done.returncode == 2
-    assert "the image is for amd64, the nodes are arm64" in done.stderr
+    assert "the image is for amd64, but the nodes are arm64" in done.stderr
 
 
 def test_chunks_on_one_host_are_refused(pbs: Pbs) -> None:
