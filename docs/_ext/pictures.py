@@ -101,7 +101,9 @@ def _picture(source: Path, target: Path) -> None:
 def _terminal(target: Path, command: str, output: str) -> None:
     """Draw what a terminal shows of `command` and its `output`."""
     # The picture is of any checkout, not of this one.
-    lines = output.replace(str(ROOT), "~/imgkit").rstrip().splitlines()
+    for place in (ROOT, Path(sys.prefix).parent):
+        output = output.replace(str(place), "~/imgkit")
+    lines = output.rstrip().splitlines()
     if len(lines) > LINES:
         lines = [*lines[:LINES], f"... ({len(lines) - LINES} more lines)"]
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)

@@ -1,0 +1,131 @@
+"""The pages of Start do what they promise: their commands, as a reader types them, in the pages' order.
+
+Two things differ from the pages. `imgkit build` takes the stand-in as its base, since no registry is asked.
+Jobs get `IMGKIT_DEVICE=cpu`, since the nodes have no GPUs. A command that waits, or that another test runs,
+is only rendered.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from labkit import IMGKIT, ROOT, Cluster, docker, output, run, until
+
+ON_CPU = ("--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=2")
+
+# One group with the test of ci/quickstart: both give images the names of shipped recipes.
+pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("quickstart")]
+
+
+def commands(page: str) -> list[str]:
+    """The lines of a page's blocks of commands."""
+    text = (ROOT / f"docs/start/{page}.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)  # recipes and outputs
+    lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+    assert lines
+    return [line.partition(" #")[0].strip() for line in lines]
+
+
+def take(lines: list[str], start: str) -> str:
+    """Remove the first of `lines`, which must begin with `start`."""
+    assert lines, f"the page has no more commands; expected: {start}"
+    assert lines[0].startswith(start)
+    return lines.pop(0)
+
+
+def shell(line: str, folder: Path, *more: str) -> str:
+    """What a line of a page prints when it is typed in `folder` with `more` words at its end."""
+    typed = re.sub(r"^imgkit ", " ".join(IMGKIT) + " ", " ".join((line, *more)))
+    return output("bash", "-c", typed, folder=folder, env={"XDG_STATE_HOME": str(folder / "state")})
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where the commands are typed; the images that they name are removed at the end."""
+    names = ("cpu:latest", "mn5:latest", "mine:latest")
+    before = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+    # Not pytest's own folder: jobs of the cluster's ordinary user run here.
+    made = Path(f"/tmp/imgkit-start-{os.getpid()}")
+    made.mkdir(mode=0o777)
+    yield made
+    shutil.rmtree(made)
+    run("docker", "rmi", *(name for name in names if name not in before))
+
+
+def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
+    lines = commands("laptop")
+    take(lines, "pip install imgkit-hpc")
+    shell(take(lines, "imgkit build cpu"), folder, "--base", standin)
+    train = take(lines, "imgkit submit cpu")
+    losses = re.search(r"loss (\S+) -> (\S+),", shell(train, folder))
+    assert losses is not None
+    assert float(losses[2]) < float(losses[1])
+    assert {"snapshots", "metrics.jsonl", "curves.svg"} <= {
+        path.name for path in (folder / "first").iterdir()
+    }
+    metrics = (folder / "first/metrics.jsonl").read_text()
+    shell(train, folder)  # typed again: it goes on from the last snapshot, which is the end
+    assert (folder / "first/metrics.jsonl").read_text() == metrics
+    assert "docker run" in shell(take(lines, "imgkit job cpu"), folder)
+    assert "docker" in shell(take(lines, "imgkit doctor cpu"), folder)
+    assert lines == []
+
+
+def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
+    lines = commands("edit-to-job")
+    page = (ROOT / "docs/start/edit-to-job.md").read_text(encoding="utf-8")
+    (folder / "mine.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    (folder / "src").mkdir()
+    (folder / "src/train.py").write_text('print("lr 1e-2")\n')
+    shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
+    # The fast way of the same verb: a conversion by the default way is in the test below.
+    shell(take(lines, "imgkit sif ./mine.yaml"), folder, "--from", "daemon")
+    shell(take(lines, "echo"), folder)
+    shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
+    shell(take(lines, "imgkit delta"), folder)
+    assert (folder / "mine.imgdelta").stat().st_size < 64 * 1024
+    assert "lr 1e-3" in shell(take(lines, "singularity exec --overlay"), folder)
+    job = shell(take(lines, "imgkit submit").replace("imgkit submit", "imgkit job"), folder)
+    assert "mine.imgdelta:ro" in job
+    assert lines == []
+
+
+@pytest.mark.cluster
+def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None:
+    lines = commands("cluster")
+    shell(take(lines, "imgkit build mn5"), folder, "--base", standin)
+    assert "rsync" in shell(take(lines, "imgkit save mn5"), folder)
+    shell(take(lines, "imgkit verify mn5.tar"), folder)
+    shell(take(lines, "imgkit sif mn5.tar"), folder)
+    convert = take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit job")
+    assert "mn5.tar" in shell(convert, folder)
+    assert "--nodes=2" in shell(take(lines, "imgkit job mn5"), folder)
+    cluster = Cluster(state=Path(f"/tmp/imgkit-start-cluster-{os.getpid()}"))
+    env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
+
+    def typed(line: str) -> str:
+        words = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").removeprefix("imgkit ").split()
+        done = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, *words, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    cluster.up(2, "--cpus", "80")
+    try:
+        job = typed(take(lines, "imgkit submit mn5"))
+        log = folder / f"mn5-{job}.out"
+        until(lambda: not cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+        assert "all_reduce of ones: 4" in log.read_text()
+        assert "--" in shell(take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit job"), folder)
+        job = typed(take(lines, "imgkit submit mn5"))
+        assert job in typed(take(lines, "imgkit status").replace("4711", job))
+        take(lines, "imgkit logs")  # it follows until Ctrl-C: tests/lab/job
+        typed(take(lines, "imgkit cancel").replace("4711", job))
+        until(lambda: not cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+        assert lines == []
+    finally:
+        cluster.down()
