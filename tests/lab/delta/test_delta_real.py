@@ -541,7 +541,9 @@ def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None
     starts += [(sys.executable, "-c", FAILING, name) for name in ("fsync", "replace")]
     for start in starts:
         call.target.write_bytes(call.old)
-        done = run(*start, *call.words, folder=lab.folder, env={"XDG_STATE_HOME": "/dev/null"})
+        # Without a state folder the runtime's log goes to TMPDIR.
+        env = {"XDG_STATE_HOME": "/dev/null", "TMPDIR": str(lab.folder)}
+        done = run(*start, *call.words, folder=lab.folder, env=env)
         assert done.returncode == 4, (start, done.stderr)
         assert "Traceback" not in done.stderr
         assert call.target.read_bytes() == call.old
