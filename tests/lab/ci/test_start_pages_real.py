@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def take(lines: list[str], start: str) -> str:
 
 def shell(line: str, folder: Path, *more: str) -> str:
     """What a line of a page prints when it is typed in `folder` with `more` words at its end."""
-    typed = re.sub(r"^imgkit ", " ".join(IMGKIT) + " ", " ".join((line, *more)))
+    typed = re.sub(r"^imgkit ", lambda _: shlex.join(IMGKIT) + " ", " ".join((line, *more)))
     return output("bash", "-c", typed, folder=folder, env={"XDG_STATE_HOME": str(folder / "state")})
 
 
