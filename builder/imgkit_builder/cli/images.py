@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import JSON, RECIPE_SUFFIXES, VERBOSE, image_name, show
+from imgkit_builder.cli.common import JSON, RECIPE_SUFFIXES, VERBOSE, image_name, module_line, show
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
@@ -74,7 +74,7 @@ def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
     target = _target_of(path)
-    tool = find_runtime(runtime, module_hint=(target.module_line or None) if target else None)
+    tool = find_runtime(runtime, module_hint=module_line(target.system if target else None))
     return smoke.check(
         lambda argv: process.run(exec_argv(tool, path, argv), check=False), arch=arch, manifest=None
     )
@@ -136,7 +136,7 @@ def _sif_shell(path: Path) -> list[str]:
 
     target = _target_of(path)
     runtime = target.system.runtime if target else None
-    tool = find_runtime(module_hint=(target.module_line or None) if target else None)
+    tool = find_runtime(module_hint=module_line(target.system if target else None))
     words = [str(tool.path), "shell", "--nv"]
     for option in runtime.options if runtime else ():
         if option not in words:
