@@ -6,8 +6,9 @@ Python's tarfile cannot hand headers through unchanged, and costs several times 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -20,6 +21,7 @@ _REGULAR_KINDS = (b"0", b"\0", b"7")
 _BODILESS_KINDS = (b"1", b"2", b"3", b"4", b"5", b"6")
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
 _MAX_EXTENDED_BYTES = 1 << 20
+_READ_BYTES = 16 << 10
 _NO_PAX: Mapping[str, bytes] = types.MappingProxyType({})
 
 
@@ -46,14 +48,19 @@ class Member:
 class TarStream:
     """Iterate over the members of a tar that comes in `chunks`; it skips a body that nobody reads.
 
+    `jump` passes over that many bytes of `chunks`; by default, they are read.
+
     Raises
     ------
     CheckFailed : (while iterating) not a tar, damaged, or cut short; `where` is `name`.
     """
 
-    def __init__(self, chunks: Iterator[bytes], *, name: str) -> None:
+    def __init__(
+        self, chunks: Iterator[bytes], *, name: str, jump: Callable[[int], object] | None = None
+    ) -> None:
         self._chunks = chunks
         self._name = name
+        self._jump = jump
         self._pending = memoryview(b"")
         self._left = 0
         self._padding = 0
@@ -68,6 +75,8 @@ class TarStream:
             if header == END[:BLOCK_BYTES]:
                 return
             self._verify(header)
+            if header[257:263] == b"ustar " and _is_name(header[345:500]):
+                raise self._damaged("a GNU header with a prefix, which some readers take for a folder")
             kind, size = header[156:157], self._number(header[124:136])
             if kind in (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK):
                 if size > _MAX_EXTENDED_BYTES:
@@ -102,6 +111,11 @@ class TarStream:
             pass
 
     def _skip(self) -> None:
+        beyond = self._left + self._padding - len(self._pending)
+        if self._jump is not None and beyond > 0:
+            self.position += self._left + self._padding
+            self._pending, self._left, self._padding = memoryview(b""), 0, 0
+            self._jump(beyond)
         for _ in self.padded_body():
             pass
 
@@ -135,8 +149,10 @@ class TarStream:
         pax: Mapping[str, bytes],
         long: Mapping[bytes, bytes],
     ) -> Member:
-        name = pax.get("path") or long.get(_GNU_NAME) or _ustar_name(header)
+        name = pax.get("GNU.sparse.name") or pax.get("path") or long.get(_GNU_NAME) or _ustar_name(header)
         link = pax.get("linkpath") or long.get(_GNU_LINK) or header[157:257].split(b"\0", 1)[0]
+        if ("path" in pax and _GNU_NAME in long) or ("linkpath" in pax and _GNU_LINK in long):
+            raise self._damaged("a member with two names: readers differ in the one that they take")
         try:
             size = int(pax.get("size", size))
             mtime = int(float(pax["mtime"])) if "mtime" in pax else self._number(header[136:148])
@@ -187,10 +203,27 @@ class TarStream:
         return CheckFailed(f"{what}, at byte {self.position}: not a whole tar archive", where=self._name)
 
 
+def headers(path: Path) -> Iterator[Member]:
+    """Yield the members of the plain tar `path`, without reading their content.
+
+    Raises
+    ------
+    CheckFailed : not a tar, damaged, or cut short.
+    """
+    with path.open("rb", buffering=0) as file:
+        chunks = iter(lambda: file.read(_READ_BYTES), b"")
+        yield from TarStream(chunks, name=str(path), jump=lambda count: file.seek(count, 1))
+
+
 def _ustar_name(header: bytes) -> bytes:
     name, prefix = header[:100].split(b"\0", 1)[0], header[345:500].split(b"\0", 1)[0]
     # GNU's variant of the format has times where POSIX has the prefix.
     return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
+
+
+def _is_name(prefix: bytes) -> bool:
+    """Whether `prefix`, where GNU's headers have times and sizes, holds text."""
+    return bool(prefix.strip(b"\0 01234567")) and prefix.isascii()
 
 
 def _text(raw: bytes) -> str:

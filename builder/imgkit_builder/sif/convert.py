@@ -17,7 +17,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif import check, compression, export, image, limits, mksquashfs
+from imgkit_builder.sif import check, compression, export, image, limits, links, mksquashfs
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob, cache_flags, folder_name
 from imgkit_builder.sif.image import IMGKIT_OBJECT, ImgkitRecord, SifImage
@@ -134,6 +134,8 @@ def _lay_out(source: Archive | OciFolder | EngineImage, job: ConversionJob) -> _
                 chunks, folder, name=source.name, report=clock, expected_bytes=source.size_bytes
             )
     name = _name(source, laid.names)
+    layers = (laid.folder / "blobs/sha256" / one.removeprefix("sha256:") for one in laid.config.diff_ids)
+    links.check(layers, where=name)
     folder.rename(job.work.folder / folder_name(name))
     return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
 

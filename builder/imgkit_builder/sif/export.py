@@ -33,13 +33,13 @@ from imgkit_builder.archive.tarstream import (
     ustar_header,
 )
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import image, mksquashfs, root_inode
+from imgkit_builder.sif import image, links, mksquashfs, root_inode
 from imgkit_builder.sif.conversion_job import ConversionJob, cache_flags, folder_name
 from imgkit_builder.sif.image import ARCHS, DataType, SifImage
 from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
-META = ".singularity.d"
+META = links.META
 """Folder of the runtime's own files."""
 _MARK = ".dockerenv"
 _EMPTY_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
@@ -81,6 +81,7 @@ def make(job: ConversionJob, source: EngineImage) -> None:
             sink,
             box,
             epoch=created_s,
+            name=source.name,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
     root_inode.set_root(root, created_s)
@@ -137,19 +138,23 @@ def rewrite(
     box: Path,
     *,
     epoch: int,
+    name: str = "docker export",
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Copy an export stream to `sink`, without the engine's own files and with those of `box`.
 
+    `name` is that of the image, for messages.
+
     Raises
     ------
-    CheckFailed : the stream is damaged or cut short.
+    CheckFailed : the stream is damaged or cut short, or a link of the image is where the files of `box` go.
     """
     own = _tree(box)
     seen: set[str] = set()
     mark_s: int | None = None
-    stream = TarStream(chunks, name="docker export")
-    for member in stream:
+    found = links.ImageLinks()
+    stream = TarStream(chunks, name=name)
+    for member in links.passing(stream, found):
         if member.name == _MARK:
             mark_s = member.mtime_s
         if _is_engines(member, mark_s) or _is_replaced(member, own):
@@ -161,9 +166,10 @@ def rewrite(
             sink.write(piece)
         advance(stream.position)
     stream.drain()
-    for name, path in own.items():
-        if name not in seen:
-            _append(sink, name, path, epoch)
+    found.refuse(name)
+    for path, file in own.items():
+        if path not in seen:
+            _append(sink, path, file, epoch)
     sink.write(END)
 
 

@@ -135,3 +135,8 @@ def test_cut_export_refused(tmp_path: Path) -> None:
     cut = info.tobuf() + data[:2000]
     with pytest.raises(CheckFailed, match="docker export: cut short"):
         rewrite(iter([cut]), io.BytesIO(), tmp_path / "box", epoch=0)
+
+
+def test_link_where_the_runtimes_files_go_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"/\.singularity\.d in the image is a link to '/home/me'"):
+        rewritten(tmp_path, MARK, member(".singularity.d", tarfile.SYMTYPE, linkname="/home/me"))
