@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import imgkit_json, locked, ordinary_user, shared_folder
+from labkit import PrivateEngine, imgkit_json, locked, ordinary_user, shared_folder
 
 LONGEST_FIRST = (
     "test_elastic_pod",
@@ -77,6 +77,16 @@ def mn5_sif(mn5_image: str) -> Path:
         if not sif.exists():
             imgkit_json("sif", mn5_image, "--from", "daemon", "-o", sif)
     return sif
+
+
+@pytest.fixture(scope="session")
+def containerd_engine() -> Iterator[PrivateEngine]:
+    """Debian's newest engine with containerd's store; tests that use it are in the group "containerd"."""
+    if os.geteuid() != 0:
+        pytest.skip("starting an engine needs root")
+    # Short: a socket's path is limited.
+    with PrivateEngine(folder=Path(f"/tmp/imgkit-containerd-{os.getpid()}")) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

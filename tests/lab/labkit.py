@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -130,6 +131,27 @@ def public_folder(name: str) -> Path:
     folder = Path("/tmp") / f"imgkit-{name}-{os.getpid()}"
     folder.mkdir(mode=0o755)
     return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateEngine:
+    """A second engine with the store of containerd; a ``with`` statement ends it."""
+
+    folder: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What makes programs use it."""
+        return {"DOCKER_HOST": f"unix://{self.folder}/docker.sock"}
+
+    def __enter__(self) -> PrivateEngine:
+        words = ("start", "--private", self.folder, "--debian", "sid", "--store", "containerd")
+        output(LAB / "engine", *words)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        run(LAB / "engine", "stop", "--private", self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,11 +85,13 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
         job = ConversionJob(
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        trees = source.trees(image, stack, work.folder, clock)
+        clock.stage("the runtime's own files")
+        box = Folder(export.runtime_files(job, image), owner=(0, 0), mtime_s=epoch(image.config.created))
+        trees = source.trees(image, stack, box, work.folder, clock)
         clock.stage(f"compare with {base.name}")
-        found = tree.changes(trees.old, trees.new, skip=trees.skip)
+        found = tree.changes(trees.old, trees.new, skip=source.NEVER)
         kinds = [entry.kind if entry else None for entry in found.values()]
-        found |= _runtimes(job, image, stack, trees.new)
+        found |= _runtimes(box, stack, trees.new)
         _mark(found, trees.new, image.config.image_id)
         clock.stage("squash")
         write_squashfs.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
@@ -166,13 +168,11 @@ def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
         )
 
 
-def _runtimes(job: ConversionJob, image: EngineImage, stack: descriptor.Stack, new: tree.Stack) -> Changes:
-    """Environment, runscript and labels of `image` as the runtime writes them, over those of `stack`.
+def _runtimes(box: Folder, stack: descriptor.Stack, new: tree.Stack) -> Changes:
+    """Environment, runscript and labels as the runtime wrote them to `box`, over those of `stack`.
 
     Files of `new` in the same folder stay, as in a conversion.
     """
-    job.clock.stage("the runtime's own files")
-    box = Folder(export.runtime_files(job, image), owner=(0, 0), mtime_s=epoch(image.config.created))
     shown = tree.children((box, *new), "")
     found: Changes = {}
     for name in source.OWN & shown.keys():

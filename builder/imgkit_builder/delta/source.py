@@ -20,8 +20,8 @@ from imgkit_entrypoints.errors import CheckFailed
 
 OWN = frozenset({export.META, ".exec", ".run", ".shell", ".test", "environment", "singularity"})
 """Paths that a runtime adds to every image; a delta gets them from the runtime, not from layers."""
-_ENGINES = frozenset({"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"})
-"""Paths that differ between an export of the engine and the layers (docs/sif.md)."""
+NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
+"""Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,15 @@ class Trees:
     new: tree.Stack
     way: str
     """``overlay2``, ``copy`` or ``save``."""
-    skip: frozenset[str] = OWN
 
 
-def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Reporter) -> Trees:
+def trees(
+    image: EngineImage, base: descriptor.Stack, added: tree.Layer, work: Path, report: Reporter
+) -> Trees:
     """The layers of `image` and those of `base`, where common lower layers are the same objects.
+
+    `added` is what a runtime adds to an image without files. It lies below the layers of both trees, as in a
+    .sif: what the runtime adds is never deleted.
 
     Raises
     ------
@@ -73,9 +77,8 @@ def trees(image: EngineImage, base: descriptor.Stack, work: Path, report: Report
         report.note(
             f"the engine no longer has the image of {base.sif.path.name}: imgkit compares every file of both"
         )
-        skip = OWN | _ENGINES if base.sif.record and base.sif.record.route == "export" else OWN
-        return Trees(old=mounted(base), new=tuple(reversed(new)), way=way, skip=skip)
-    return Trees(old=tuple(reversed([*new[:shared], *rest])), new=tuple(reversed(new)), way=way)
+        return Trees(old=mounted(base), new=(*reversed(new), added), way=way)
+    return Trees(old=(*reversed([*new[:shared], *rest]), added), new=(*reversed(new), added), way=way)
 
 
 def mounted(base: descriptor.Stack) -> tree.Stack:
@@ -101,7 +104,7 @@ def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path)
         return None
     tars = image.fetch([f"/{path}" for path in paths], work)
     new = (*(Graft(path, tar) for path, tar in zip(paths, tars, strict=True)), *old)
-    return Trees(old=old, new=new, way="copy", skip=OWN | _ENGINES)
+    return Trees(old=old, new=new, way="copy")
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Done, run
+from labkit import LAB, Done, output, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 
-def engine(verb: str, folder: Path) -> Done:
-    return run(LAB / "engine", verb, "--private", folder)
+def engine(verb: str, folder: Path, *options: str) -> Done:
+    return run(LAB / "engine", verb, "--private", folder, *options)
 
 
 def answers(folder: Path) -> bool:
@@ -71,6 +71,28 @@ def test_engine_starts_and_stops_cleanly(place: Path) -> None:
     assert not answers(place)
     assert processes(place) == []
     assert mounts(place) == []
+
+
+def test_newer_engine_keeps_images_in_containerd(place: Path) -> None:
+    started = engine("start", place, "--debian", "sid", "--store", "containerd")
+    assert started.returncode == 0, started.stderr
+    env = {"DOCKER_HOST": f"unix://{place}/docker.sock"}
+    assert "io.containerd.snapshotter" in output("docker", "info", "--format", "{{.DriverStatus}}", env=env)
+    assert engine("stop", place).returncode == 0
+    assert processes(place) == []
+    assert mounts(place) == []
+
+
+@pytest.mark.parametrize("words", [("--store", "btrfs"), ("--debian", "../x"), ("--debian",)])
+def test_unknown_store_or_release_refused(place: Path, words: tuple[str, ...]) -> None:
+    assert engine("start", place, *words).returncode != 0
+    assert not place.exists()
+
+
+def test_machines_own_engine_is_never_another_release() -> None:
+    done = run(LAB / "engine", "start", "--debian", "sid")
+    assert done.returncode == 2
+    assert "--private" in done.stderr
 
 
 def test_machines_own_engine_keeps_its_bridge(place: Path) -> None:

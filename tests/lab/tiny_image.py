@@ -1,0 +1,90 @@
+"""A base of 2 MB for tests of engines: busybox, packed as an archive for one or several architectures.
+
+The programs are this machine's in each of them: what an engine reports and chooses does not depend on that,
+and steps of a build run without an emulator. ``/bin/python3`` is a script that agrees to every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUSYBOX = Path("/bin/busybox")
+PROGRAMS = ("sh", "cat", "mkdir", "sed", "echo", "true", "rm", "chmod", "test", "ping")
+NO_PYTHON = "#!/bin/sh\n# No Python: a build lists packages with it and installs a wheel.\nexit 0\n"
+OCI = "application/vnd.oci.image"
+
+
+def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[str, str]:
+    """Write an OCI archive of the image `name`; returns the digest of each architecture's configuration."""
+    if not BUSYBOX.exists():
+        pytest.skip("busybox is missing: apt-get install busybox-static")
+    blobs: dict[str, bytes] = {}
+    entries, configs = [], {}
+    for arch in archs:
+        layer = _kept(blobs, _layer(arch), f"{OCI}.layer.v1.tar")
+        about = {
+            "created": "2024-01-01T00:00:00Z",
+            "architecture": arch,
+            "os": "linux",
+            "config": {"Env": ["PATH=/bin"], "Cmd": ["sh"]},
+            "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
+        }
+        config = _kept(blobs, _json(about), f"{OCI}.config.v1+json")
+        configs[arch] = str(config["digest"])
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": f"{OCI}.manifest.v1+json",
+            "config": config,
+            "layers": [layer],
+        }
+        entry = _kept(blobs, _json(manifest), f"{OCI}.manifest.v1+json")
+        entries.append({**entry, "platform": {"os": "linux", "architecture": arch}})
+    top: Mapping[str, Any] = entries[0]
+    if len(entries) > 1:
+        index = {"schemaVersion": 2, "mediaType": f"{OCI}.index.v1+json", "manifests": entries}
+        top = _kept(blobs, _json(index), f"{OCI}.index.v1+json")
+    named = {**top, "annotations": {"io.containerd.image.name": name}}
+    with tarfile.open(target, "w") as tar:
+        _add(tar, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+        _add(tar, "index.json", _json({"schemaVersion": 2, "manifests": [named]}))
+        for digest, data in blobs.items():
+            _add(tar, f"blobs/sha256/{digest}", data)
+    return configs
+
+
+def _kept(blobs: dict[str, bytes], data: bytes, kind: str) -> dict[str, Any]:
+    digest = hashlib.sha256(data).hexdigest()
+    blobs[digest] = data
+    return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(data)}
+
+
+def _json(values: object) -> bytes:
+    return json.dumps(values).encode()
+
+
+def _layer(arch: str) -> bytes:
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        _add(tar, "bin/busybox", BUSYBOX.read_bytes(), 0o755)
+        for program in PROGRAMS:
+            link = tarfile.TarInfo(f"bin/{program}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(link)
+        _add(tar, "bin/python3", NO_PYTHON.encode(), 0o755)
+        _add(tar, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
+        _add(tar, "etc/arch", arch.encode())
+    return layer.getvalue()
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(data), mode
+    tar.addfile(member, io.BytesIO(data))
