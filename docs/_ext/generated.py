@@ -140,13 +140,19 @@ def keys_page(schema: Schema) -> str:
 def _below(node: Schema, path: str, schema: Schema) -> Iterator[str]:
     """A section for every mapping and every list of mappings below `node`."""
     for name, value in node["properties"].items():
-        item = _resolve(value.get("items", value), schema)
-        if "properties" not in item:
+        # A list may allow a short form, a text, beside the mapping.
+        forms = (_resolve(one, schema) for one in (_forms(value["items"]) if "items" in value else (value,)))
+        item = next((form for form in forms if "properties" in form), None)
+        if item is None:
             continue
         listed = " (each item)" if "items" in value else ""
         yield f"### {path}.{name}{listed}"
         yield str(item.get("description", "")).replace("``", "`")
         yield _keys_table(item, "", schema)
+
+
+def _forms(value: Schema) -> tuple[Schema, ...]:
+    return tuple(value.get("anyOf", (value,)))
 
 
 def _keys_table(node: Schema, prefix: str, schema: Schema) -> str:
@@ -178,8 +184,9 @@ def _type(value: Schema, schema: Schema) -> str:
     resolved = _resolve(value, schema)
     kind = resolved.get("type")
     if kind == "array":
-        item = _resolve(resolved["items"], schema)
-        return "list of mappings" if "properties" in item else f"list of {_type(item, schema)}"
+        forms = [_resolve(form, schema) for form in _forms(resolved["items"])]
+        kinds = ("mappings" if "properties" in form else _type(form, schema) for form in forms)
+        return f"list of {' or '.join(dict.fromkeys(kinds))}"
     if kind == "object":
         return "mapping" if "properties" in resolved else "mapping of text"
     names = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}

@@ -66,6 +66,13 @@ def hint_for(text: str) -> str | None:
             "the engine's disk is full; see: docker system df; free space: docker image prune, "
             "docker builder prune; its folder: docker info -f '{{.DockerRootDir}}'"
         )
+    if "no module named pip" in low or re.search(r"\bpython3: (?:command )?not found", low):
+        return "the base has no pip, and imgkit needs it: add apt: [python3-pip] to the recipe's image"
+    if "certificate_verify_failed" in low:
+        return (
+            "the step met a certificate that it does not trust, often a proxy's: add the certificate of your "
+            "site's own authority to the recipe's image: ca: [FILE.crt]"
+        )
     if "exec format error" in low:
         return (
             "the program is for another architecture, and there is no emulator: "

@@ -111,6 +111,7 @@ def pack(recipe: Recipe, *, base: BaseImage, platform: str, revision: str) -> Bu
         _bytes(f"imgkit/{wheel.name}", wheel.data),
         _bytes("imgkit/system.json", system.to_json(recipe.system).encode()),
         _bytes("imgkit/manifest.json", manifests.to_json(manifest).encode()),
+        *_certificates(recipe),
         *_requirements(recipe),
     ]
     if recipe.image.copy:
@@ -154,6 +155,13 @@ def _bytes(name: str, data: bytes) -> TarMember:
 
 def _folder(name: str) -> TarMember:
     return TarMember(name=name, kind=tarfile.DIRTYPE, mode=0o755)
+
+
+def _certificates(recipe: Recipe) -> Iterator[TarMember]:
+    for number, file in enumerate(recipe.image.ca):
+        with _readable(file, recipe.where("image", "ca", number), "name another file"):
+            # A file without a last line end would spoil the bundle.
+            yield _bytes(layers.certificate_member(number), file.read_bytes().rstrip() + b"\n")
 
 
 def _requirements(recipe: Recipe) -> Iterator[TarMember]:

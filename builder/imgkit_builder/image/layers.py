@@ -2,9 +2,9 @@
 
 Notes
 -----
-Layers that change rarely come first: base, apt, pip, environment, run steps, the entry points, the user's
-code, facts and provenance, labels. The environment comes before the run steps, which need it, and after pip,
-so that a new value does not repeat the installation.
+Layers that change rarely come first: base, certificates, apt, pip, environment, run steps, the entry points,
+the user's code, run steps that need it, facts and provenance, labels. The environment comes before the run
+steps, which need it, and after pip, so that a new value does not repeat the installation.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]
 # not options: an old pip stops at an unknown option but ignores an unknown variable. pip writes no byte code
 # of its own: in a base without any, it would add 11 MB to each layer.
 PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
+
+CERTIFICATES = "/usr/local/share/ca-certificates"
+"""The folder of local authorities, which ``update-ca-certificates`` adds to `BUNDLE` (Debian, Ubuntu)."""
+BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
 
 NEXT = " \\\n    "
 """Continues a shell command or instruction on the next line."""
@@ -100,6 +106,16 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Authorities:
+    """Certificates, the command that makes the system trust them, and the variables for other programs."""
+
+    origin: str
+    files: tuple[ContextFile, ...]
+    install: str
+    env: tuple[KeyValue, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
     """An image as its layers, in order."""
 
@@ -109,6 +125,7 @@ class Layers:
     """The argument of ``imgkit render`` for this recipe."""
     platform: str
     base: Text
+    ca: Authorities | None
     apt: Text | None
     protect: str
     filtered_constraint: Text | None
@@ -119,6 +136,7 @@ class Layers:
     wheel: ContextFile
     install_wheel: str
     copy: tuple[Copy, ...]
+    run_after_copy: tuple[RunStep, ...]
     labels: Block
 
 
@@ -142,6 +160,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         reference=recipe.name if shipped else shlex.quote(recipe.file.name),
         platform=platform or image.platforms[0],
         base=_base(recipe, base),
+        ca=_ca(recipe),
         apt=_apt(recipe),
         # A run step may call pip too, and can then use the file.
         protect=_protect() if image.pip or image.run else "",
@@ -151,7 +170,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         workdir=Text(
             origin=_stated(recipe, "image", "workdir") or "imgkit: the default folder", text=image.workdir
         ),
-        run=tuple(_run(recipe, number, command) for number, command in enumerate(image.run)),
+        run=_run(recipe, "pip"),
         wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
         # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
         install_wheel=f"{PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
@@ -164,8 +183,14 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
             )
             for number, step in enumerate(image.copy)
         ),
+        run_after_copy=_run(recipe, "copy"),
         labels=_labels(recipe),
     )
+
+
+def certificate_member(number: int) -> str:
+    """Path of certificate `number` (from 0) in the build context."""
+    return f"imgkit/ca-{number}.crt"
 
 
 def requirements_member(number: int) -> str:
@@ -186,17 +211,19 @@ def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
     for number, package in enumerate(image.apt):
         yield package, ("image", "apt", number)
     for number, command in enumerate(image.run):
-        yield command.strip(), ("image", "run", number)
+        yield command.command.strip(), ("image", "run", number)
     for number, step in enumerate(image.pip):
         for key, words in (("options", step.options), ("packages", step.packages)):
             for place, word in enumerate(words):
                 yield word, ("image", "pip", number, key, place)
     for number, copy in enumerate(image.copy):
         yield copy.target, ("image", "copy", number, "target")
-    for kind, pairs in (("env", image.env), ("labels", image.labels)):
+    steps: Iterable[tuple[KeyPath, Mapping[str, str]]]
+    steps = ((("image", "pip", number, "env"), step.env) for number, step in enumerate(image.pip))
+    for where, pairs in (*steps, (("image", "env"), image.env), (("image", "labels"), image.labels)):
         for key, value in pairs.items():
-            yield key, ("image", kind, key)
-            yield value, ("image", kind, key)
+            yield key, (*where, key)
+            yield value, (*where, key)
 
 
 def _base(recipe: Recipe, override: str | None) -> Text:
@@ -204,6 +231,29 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     if override in (None, recipe.image.base):
         return Text(origin=stated, text=recipe.image.base)
     return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
+
+
+def _ca(recipe: Recipe) -> Authorities | None:
+    """The command that adds the certificates to the system's, before the first step that uses the network."""
+    if not recipe.image.ca:
+        return None
+    names = [posixpath.basename(certificate_member(number)) for number in range(len(recipe.image.ca))]
+    # A base that names a bundle for pip trusts what it holds: the variable set here must not lose that.
+    parts = (
+        f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
+        f'    cp -- "$PIP_CERT" {CERTIFICATES}/imgkit-base.crt; fi;',
+        "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
+        f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
+    )
+    return Authorities(
+        origin=_origins(recipe, [("image", "ca", number) for number in range(len(names))]),
+        files=tuple(
+            ContextFile(member=certificate_member(number), path=f"{CERTIFICATES}/imgkit-{name}")
+            for number, name in enumerate(names)
+        ),
+        install=NEXT.join(parts),
+        env=tuple(KeyValue(key=name, value=BUNDLE) for name in TRUST),
+    )
 
 
 def _apt(recipe: Recipe) -> Text | None:
@@ -259,6 +309,7 @@ def _pip(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
     # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
     # pip builds packages in, and those must be free to choose their torch.
     command = f"{PIP}{_base_constraint(recipe.image.constraints)}"
+    command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
     command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
     requirements = None
     if step.options:
@@ -281,7 +332,13 @@ def _base_constraint(constraints: Constraints) -> str:
             return f" PIP_CONSTRAINT={BASE_CONSTRAINT}"
 
 
-def _run(recipe: Recipe, number: int, command: str) -> RunStep:
+def _run(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
+    """The user's commands of one place."""
+    commands = enumerate(recipe.image.run)
+    return tuple(_command(recipe, number, one.command) for number, one in commands if one.after == after)
+
+
+def _command(recipe: Recipe, number: int, command: str) -> RunStep:
     text = command.strip()
     # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
     # newer engines read << as a heredoc; the exec form keeps all of them as text.

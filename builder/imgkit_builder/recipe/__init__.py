@@ -1,6 +1,6 @@
 """Recipes: ``load.load`` turns YAML into checked, frozen values."""
 
-from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Platform, Recipe
+from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Platform, Recipe, RunCommand
 from imgkit_builder.recipe.problems import Position, Problem, RecipeErrors
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "Problem",
     "Recipe",
     "RecipeErrors",
+    "RunCommand",
 ]

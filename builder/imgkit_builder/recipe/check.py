@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_builder.recipe import secrets, systems
+from imgkit_builder.recipe import named_files, secrets, systems
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
-from imgkit_builder.recipe.rules import ANY, KEY_RULES, PLATFORMS, TEXT_RULES, printable
+from imgkit_builder.recipe.rules import ANY, COMMANDS, KEY_RULES, PLATFORMS, TEXT_RULES, Fault, printable
 from imgkit_builder.recipe.yaml_tree import (
     Items,
     Scalar,
@@ -25,6 +25,7 @@ from imgkit_entrypoints.system import SystemFacts
 Checked = set[KeyPath]
 """Places with a reported problem: the type check does not report them again."""
 
+_USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _EXPOSED = "anybody who can pull the image can read it; pass it when the job starts"
 
 
@@ -134,7 +135,7 @@ def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
     if node.type != "text":
         return set()
     # Texts written with | or > end in a line break: imgkit strips it from these two and keeps it elsewhere.
-    ends_freely = path == ("description",) or _matches(path, ("image", "run", ANY))
+    ends_freely = path == ("description",) or any(_matches(path, place) for place in COMMANDS)
     faults = list(printable(node.text.rstrip("\n") if ends_freely else node.text))
     if not faults:
         faults = [
@@ -143,18 +144,38 @@ def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
     for what, hint in faults:
         found.error(node.position, path, what, hint)
     if not faults:
+        faults = list(_names_itself(path, node.text))
+        for what, hint in faults:
+            found.error(node.position, path, what, hint)
+    if not faults:
         _suspicious(path, node, found)
     return {path} if faults else set()
 
 
+def _names_itself(path: KeyPath, text: str) -> Iterator[Fault]:
+    """``PATH: /x:$PATH`` would hold the text ``$PATH``, and no command would be found."""
+    itself = re.compile(rf"\$(?:{re.escape(str(path[-1]))}\b|\{{{re.escape(str(path[-1]))}\}})")
+    if _is_variable(path) and itself.search(text):
+        name = path[-1]
+        whole = itself.sub(lambda _: _USUAL_PATH if name == "PATH" else "THE-BASES-VALUE", text)
+        yield (
+            f"variables are not expanded: {name} would hold {text!r} as it is written",
+            f"write the whole value, {name}: {whole!r}; the base's own: docker run --rm BASE printenv {name}",
+        )
+
+
+def _is_variable(path: KeyPath) -> bool:
+    return path[:-1] == ("image", "env") or _matches(path, ("image", "pip", ANY, "env", ANY))
+
+
 def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
-    in_env = path[:-1] in (("image", "env"), ("system", "env"), ("image", "labels"))
+    in_env = path[:-1] in (("system", "env"), ("image", "labels")) or _is_variable(path)
     holds = secrets.in_value(node.text)
     if holds:
         found.warn(node.position, path, f"this looks like {holds}", _EXPOSED)
     elif in_env and secrets.in_name(str(path[-1]), node.text):
         found.warn(node.position, path, "this looks like a secret", _EXPOSED)
-    if path[:-1] == ("image", "env") and re.search(r"\$\{?[A-Za-z_]", node.text):
+    if _is_variable(path) and re.search(r"\$\{?[A-Za-z_]", node.text):
         found.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
@@ -175,6 +196,10 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
                 _requirements(file, path, found)
+        elif _matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
+            file = _inside(path, node, found, folder_allowed=False, bad=bad)
+            if file is not None:
+                named_files.certificate(file, node.position, path, found)
 
 
 def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import Recipe, RunCommand
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
 
 SCHEMA = 1
@@ -38,6 +38,9 @@ def values(recipe: Recipe) -> tuple[Value, ...]:
 
 def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[Value]:
     parts: list[tuple[str | int, Any]] | None = None
+    if isinstance(content, RunCommand) and content.short is not None:
+        yield from _below(path, content.short, positions)
+        return
     if dataclasses.is_dataclass(content):
         parts = [(known.name, getattr(content, known.name)) for known in dataclasses.fields(content)]
     elif isinstance(content, Mapping):
@@ -48,8 +51,8 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
         for part, below in parts:
             if path == ("image", "constraints") and part == "drop" and not below:
                 continue
-            if isinstance(path[-1], int) and below in ((), None):
-                continue  # a pip step shows only the alternative that it has, and options only if it has some
+            if isinstance(path[-1], int) and below in ((), None, {}):
+                continue  # a step shows only what it has
             yield from _below((*path, part), below, positions)
         return
     value = None if parts is not None else str(content) if isinstance(content, Path) else content
@@ -65,6 +68,10 @@ def to_text(recipe: Recipe) -> str:
     lines = [head, f"file    {recipe.file}", f"sha256  {recipe.sha256}", ""]
     lines += [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
     return "\n".join(lines)
+
+
+def _run(command: RunCommand) -> str | dict[str, Any]:
+    return dataclasses.asdict(command) if command.short is None else command.short
 
 
 def _plain(value: str | int | None) -> str:
@@ -94,7 +101,7 @@ def to_json(recipe: Recipe) -> str:
         "description": recipe.description,
         "file": str(recipe.file),
         "sha256": recipe.sha256,
-        "image": dataclasses.asdict(recipe.image),
+        "image": {**dataclasses.asdict(recipe.image), "run": [_run(one) for one in recipe.image.run]},
         "system": dataclasses.asdict(recipe.system),
         "values": rows,
         "warnings": [str(warning) for warning in recipe.warnings],

@@ -86,14 +86,14 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
         dataclasses.replace(step, source=place(step.source, "image", "copy", index, "source"))
         for index, step in enumerate(image.copy)
     )
-    return dataclasses.replace(image, pip=pip, copy=copy)
+    ca = tuple(place(file, "image", "ca", index) for index, file in enumerate(image.ca))
+    return dataclasses.replace(image, ca=ca, pip=pip, copy=copy)
 
 
 def _sha256(name: str, document: Document, image: Image) -> str:
-    """Digest of the recipe's content: paths as written, and the bytes of requirements files."""
+    """Digest of the recipe's content: paths as written, the bytes of requirements files and certificates."""
     content = {"name": name, **dataclasses.asdict(document)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    for step in image.pip:
-        if step.requirements is not None:
-            digest.update(hashlib.sha256(step.requirements.read_bytes()).digest())
+    for file in (*image.ca, *(step.requirements for step in image.pip if step.requirements is not None)):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()

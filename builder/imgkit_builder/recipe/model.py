@@ -10,7 +10,17 @@ from typing import Any, ClassVar, Literal
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem
 from imgkit_entrypoints.system import SystemFacts
 
-__all__ = ["Constraints", "CopyStep", "Image", "KeyPath", "PipStep", "Platform", "Position", "Recipe"]
+__all__ = [
+    "Constraints",
+    "CopyStep",
+    "Image",
+    "KeyPath",
+    "PipStep",
+    "Platform",
+    "Position",
+    "Recipe",
+    "RunCommand",
+]
 
 STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
 """Settings for pydantic: unknown keys are errors, and no value is converted."""
@@ -30,6 +40,8 @@ class PipStep:
     """A requirements file, relative to the recipe's file; absolute after loading."""
     options: tuple[str, ...] = ()
     """Options of this ``pip install``, one word per item: ``--no-build-isolation``."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of this ``pip install`` alone: ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,23 @@ class CopyStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunCommand:
+    """A shell command; a text in the list is short for ``{command: TEXT}``."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    command: str
+    """One line for ``/bin/sh``; a layer of its own."""
+    after: Literal["pip", "copy"] = "pip"
+    """``pip``: before imgkit's own files and `copy`; ``copy``: after the user's code."""
+
+    @property
+    def short(self) -> str | None:
+        """The text that stands for this command; None where it states more."""
+        return self.command if self == RunCommand(command=self.command) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """The image part of a recipe."""
 
@@ -70,6 +99,8 @@ class Image:
     """The image to start from, with tag or digest."""
     platforms: tuple[Platform, ...] = ("linux/amd64",)
     """``platform`` in YAML, one or a list; default: the host's platform if listed, else the first."""
+    ca: tuple[Path, ...] = ()
+    """Certificates (PEM) of the site's own authority, trusted before the first step that uses the network."""
     apt: tuple[str, ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
     pip: tuple[PipStep, ...] = ()
@@ -80,8 +111,8 @@ class Image:
     """Variables stored in the image; network and thread tuning belongs in ``system.env``."""
     copy: tuple[CopyStep, ...] = ()
     """User code, copied into the last layers of the image."""
-    run: tuple[str, ...] = ()
-    """Shell commands, one layer each, after pip and before imgkit's own files and `copy`."""
+    run: tuple[RunCommand, ...] = ()
+    """Shell commands, one layer each: after pip and before imgkit's own files, or ``after: copy``."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels of the image, in addition to those that imgkit writes."""
     workdir: str = "/workspace"

@@ -38,6 +38,7 @@ _IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
 _TIME = re.compile(r"(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?")
 _PIP_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _BY_NAME = "name the package, and its index in `options`: [--index-url, URL]; or use `requirements`"
+_UNPROTECTED = ("would remove the protection of the base's torch", "use image.constraints")
 _PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
 
 
@@ -139,7 +140,14 @@ def image_env_name(text: str) -> Iterator[Fault]:
             f"move it to system.env: {{{text}: ...}}",
         )
     elif text == "PIP_CONSTRAINT":
-        yield "would remove the protection of the base's torch", "use image.constraints"
+        yield _UNPROTECTED
+
+
+def pip_env_name(text: str) -> Iterator[Fault]:
+    """The name of a variable of one pip step."""
+    yield from env_name(text)
+    if text == "PIP_CONSTRAINT":
+        yield _UNPROTECTED
 
 
 def env_name(text: str) -> Iterator[Fault]:
@@ -246,6 +254,9 @@ def not_empty(text: str) -> Iterator[Fault]:
 ANY = "*"
 """Any key or index in a pattern."""
 
+COMMANDS: tuple[tuple[str, ...], ...] = (("image", "run", ANY), ("image", "run", ANY, "command"))
+"""Places of shell commands: the short form and the mapping."""
+
 TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "base"), image_reference),
     (("image", "platforms", ANY), platform),
@@ -255,7 +266,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "constraints", "drop", ANY), pip_name),
     (("image", "copy", ANY, "target"), copy_target),
     (("image", "copy", ANY, "ignore", ANY), not_empty),
-    (("image", "run", ANY), shell_command),
+    *((place, shell_command) for place in COMMANDS),
     (("image", "workdir"), image_path),
     (("system", "scheduler"), scheduler),
     (("system", "runtime", "command"), word),
@@ -275,6 +286,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
 
 KEY_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "env", ANY), image_env_name),
+    (("image", "pip", ANY, "env", ANY), pip_env_name),
     (("image", "labels", ANY), label_name),
     (("system", "env", ANY), env_name),
 )

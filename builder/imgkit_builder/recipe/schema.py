@@ -66,6 +66,8 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
         "type": "string",
         "description": definitions["PipStep"]["properties"]["requirements"]["description"],
     }
+    commands = image["properties"]["run"]
+    commands["items"] = {"anyOf": [{"type": "string"}, commands["items"]]}
     definitions["Queue"]["properties"]["required"]["items"] = {"enum": list(JOB_FIELDS)}
     schema["properties"]["description"]["description"] = "One line about the recipe, for people."
     schema["properties"]["extends"] = {

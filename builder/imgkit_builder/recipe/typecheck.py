@@ -55,10 +55,10 @@ def typecheck(tree: Table, bad: Checked, found: Collector, *, whole: bool) -> Do
 
     # JSON mode is strict about text and numbers, but accepts lists for tuples and text for paths.
     try:
-        return _adapter().validate_json(json.dumps(_data(tree)))
+        return _adapter().validate_json(json.dumps(_long_forms(_data(tree))))
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            place = detail["loc"]
+            place = detail["loc"] = _as_written(tree, detail["loc"])
             if detail["type"] == "missing" and not whole:
                 continue
             if detail["type"] == "value_error" and any(path[: len(place)] == place for path in bad):
@@ -87,6 +87,21 @@ def _data(node: YamlNode) -> Any:
     if node.type == "integer" and _is_decimal(node.text):
         return int(node.text)
     return node.text.lower() in ("true", "yes", "on") if node.type == "boolean" else 0.5
+
+
+def _long_forms(data: Any) -> Any:
+    """Expand each command of ``image.run`` that is not a mapping to ``{command: TEXT}``."""
+    image = data.get("image")
+    commands = image.get("run") if isinstance(image, dict) else None
+    if isinstance(commands, list):
+        image["run"] = [one if isinstance(one, dict | list) else {"command": one} for one in commands]
+    return data
+
+
+def _as_written(tree: Table, path: KeyPath) -> KeyPath:
+    """`path`, or the place of the short form that has no such part."""
+    node, reached = deepest(tree, path)
+    return reached if isinstance(node, Scalar) and path[:2] == ("image", "run") else path
 
 
 def _is_decimal(text: str) -> bool:

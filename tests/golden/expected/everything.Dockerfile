@@ -4,7 +4,20 @@
 # base-of-everything.yaml:3
 FROM nvcr.io/nvidia/pytorch:25.05-py3
 
-# base-of-everything.yaml:5, everything.yaml:7-8
+# everything.yaml:6
+COPY ["imgkit/ca-0.crt", "/usr/local/share/ca-certificates/imgkit-ca-0.crt"]
+# everything.yaml:6
+RUN if [ -f "${PIP_CERT:-}" ] && [ "$PIP_CERT" != /etc/ssl/certs/ca-certificates.crt ]; then \
+        cp -- "$PIP_CERT" /usr/local/share/ca-certificates/imgkit-base.crt; fi; \
+    if command -v update-ca-certificates > /dev/null; then update-ca-certificates; \
+    else mkdir -p /etc/ssl/certs && cat /usr/local/share/ca-certificates/*.crt >> /etc/ssl/certs/ca-certificates.crt; fi
+# everything.yaml:6
+ENV CURL_CA_BUNDLE="/etc/ssl/certs/ca-certificates.crt" \
+    PIP_CERT="/etc/ssl/certs/ca-certificates.crt" \
+    REQUESTS_CA_BUNDLE="/etc/ssl/certs/ca-certificates.crt" \
+    SSL_CERT_FILE="/etc/ssl/certs/ca-certificates.crt"
+
+# base-of-everything.yaml:5, everything.yaml:8-9
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         git \
@@ -18,40 +31,42 @@ RUN mkdir -p /opt/imgkit \
     && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
     && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
 
-# everything.yaml:14
+# everything.yaml:16
 RUN if [ -n "${PIP_CONSTRAINT:-}" ]; then \
         sed -E '/^(flash[-_.]+attn|typing[-_.]+extensions)([^A-Za-z0-9._-]|$)/Id' "$PIP_CONSTRAINT" > /opt/imgkit/base-constraint.txt; \
     else : > /opt/imgkit/base-constraint.txt; fi
 
-# everything.yaml:10
+# everything.yaml:11
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    MAX_JOBS=8 \
+    CFLAGS='-O2 -DX='"'"'1'"'"'' \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         'numpy>=1.26,<3' \
         'accelerate[rich]'
 
-# everything.yaml:11
+# everything.yaml:13
 COPY ["imgkit/requirements-1.txt", "/opt/imgkit/requirements-1.txt"]
-# everything.yaml:11
+# everything.yaml:13
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-build-isolation \
         --requirement /opt/imgkit/requirements-1.txt
 
-# everything.yaml:16-17
+# everything.yaml:18-19
 ENV PYTHONNOUSERSITE="1" \
     GREETING="it's \"\$HOME\" \\ # grüße" \
     HF_HOME="/scratch/hf cache"
 
-# everything.yaml:22
+# everything.yaml:25
 WORKDIR "/workspace/code"
 
-# everything.yaml:19
+# everything.yaml:21
 RUN python3 -c 'print("hello")' > /dev/null
 
-# everything.yaml:20
+# everything.yaml:22
 RUN ["/bin/sh", "-c", "[ -n \"$HF_HOME\" ]"]
 
-# everything.yaml:21
+# everything.yaml:23
 RUN ["/bin/sh", "-c", "cat /etc/os-release > /dev/null # <<EOF"]
 
 # imgkit: the entry points, made of the imgkit that builds this image, so that both have the same version
@@ -61,16 +76,19 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
     python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
 
-# everything.yaml:24
+# everything.yaml:27
 COPY ["copy/0/", "/workspace/code/"]
 
-# everything.yaml:27
+# everything.yaml:30
 COPY ["copy/1/", "/opt/tools/"]
+
+# everything.yaml:24
+RUN python3 hello.py
 
 # imgkit: facts about the system and provenance; late, because they change with every commit
 COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
 
-# everything.yaml:30-31
+# everything.yaml:33-34
 LABEL org.opencontainers.image.title="everything" \
     org.opencontainers.image.version="VERSION" \
     org.opencontainers.image.description="every field of the image part" \

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.recipe.model import Image, Position, Recipe
+from imgkit_builder.recipe.model import Image, Position, Recipe, RunCommand
 from imgkit_entrypoints.system import SystemFacts
 
 MakeRecipe = Callable[..., Recipe]
@@ -20,6 +20,8 @@ def make_recipe() -> MakeRecipe:
 
     def make(*, lines: dict[tuple[str | int, ...], int] | None = None, **image: Any) -> Recipe:
         file = Path("/recipes/mine.yaml")
+        commands = image.pop("run", ())
+        image["run"] = tuple(RunCommand(command=one) if isinstance(one, str) else one for one in commands)
         return Recipe(
             name="mine",
             image=Image(**{"base": "example.org/base:1", **image}),

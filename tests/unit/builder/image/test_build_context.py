@@ -150,6 +150,16 @@ def test_requirements_go_in_as_they_are(make_recipe: MakeRecipe, tmp_path: Path)
     assert "imgkit/requirements-1.txt" in names(packed)
 
 
+def test_certificate_ends_in_a_line_end(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    file = tmp_path / "company.crt"
+    file.write_bytes(b"-----END CERTIFICATE-----")
+    packed = context.pack(
+        make_recipe(ca=(file,)), base=BaseImage(name="b"), platform="linux/amd64", revision=""
+    )
+    (member,) = (one for one in packed.members if one.name == "imgkit/ca-0.crt")
+    assert member.data == b"-----END CERTIFICATE-----\n"
+
+
 def test_links_inside_stay_links(pack: Pack, code: Path) -> None:
     (code / "pkg" / "up").symlink_to("../run.sh")
     (code / "dir").symlink_to("pkg")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import render
-from imgkit_builder.recipe.model import Constraints, CopyStep, PipStep, Recipe
+from imgkit_builder.recipe.model import Constraints, CopyStep, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.errors import UsageError
 
 MakeRecipe = Callable[..., Recipe]
@@ -155,3 +155,39 @@ def test_drop_of_a_pattern_refused(make_recipe: MakeRecipe) -> None:
     constraints = Constraints(policy="drop", drop=("torch/d;s/.*//e",))
     with pytest.raises(UsageError, match="is not the name of a distribution"):
         render.dockerfile(make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=constraints))
+
+
+def test_command_after_copy_stands_behind_it(make_recipe: MakeRecipe) -> None:
+    late = RunCommand(command="make -C /workspace", after="copy")
+    code = CopyStep(source=Path("/recipes/code"))
+    lines = {("image", "run", 0): 9, ("image", "run", 1): 10}
+    recipe = make_recipe(run=(late, "make"), copy=(code,), lines=lines)
+    found = instructions(render.dockerfile(recipe))
+    early, copied, last = (
+        found.index(x) for x in ("RUN make", 'COPY ["copy/0/", "/workspace/"]', f"RUN {late.command}")
+    )
+    assert early < copied < last
+    assert found[last + 1].startswith('COPY ["imgkit/system.json"')  # which changes with every commit
+    text = render.dockerfile(recipe)
+    assert render.origin(text, text.splitlines().index(f"RUN {late.command}") + 1) == "mine.yaml:9"
+
+
+def test_variables_of_a_pip_step_stay_there(make_recipe: MakeRecipe) -> None:
+    steps = (PipStep(packages=("a",), env={"MAX_JOBS": "8", "FLAGS": "-O2 $x"}), PipStep(packages=("b",)))
+    first, second = (
+        line
+        for line in instructions(render.dockerfile(make_recipe(pip=steps)))
+        if "pip install" in line and "--no-index" not in line
+    )
+    assert "MAX_JOBS=8 FLAGS='-O2 $x' python3 -m pip install" in first
+    assert "MAX_JOBS" not in second
+
+
+def test_authorities_come_before_the_network(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(ca=(Path("/recipes/a.crt"), Path("/recipes/b.crt")), apt=("git",))
+    kinds = [line.split()[0] for line in instructions(render.dockerfile(recipe))]
+    assert kinds[:6] == ["FROM", "COPY", "COPY", "RUN", "ENV", "RUN"]
+    post = render.definition(recipe).partition("%post")[2]
+    assert (
+        0 < post.index("update-ca-certificates") < post.index("export CURL_CA_BUNDLE") < post.index("apt-get")
+    )

@@ -202,7 +202,7 @@ def test_secret_in_run_and_options_is_a_warning(write: Write) -> None:
 
 
 def test_variable_in_env_is_a_warning(write: Write) -> None:
-    (warning,) = load(write("image: {base: 'python:3', env: {PATH: '/x:$PATH'}}\n")).warnings
+    (warning,) = load(write("image: {base: 'python:3', env: {PATHS: '/x:$PATH'}}\n")).warnings
     assert warning.what == "variables are not expanded: the $ stays"
 
 
@@ -323,4 +323,4 @@ def test_run_may_be_written_as_a_block(write: Write) -> None:
                   echo three
         """)
     )
-    assert [command.strip() for command in recipe.image.run] == ["echo one", "echo two && echo three"]
+    assert [one.command.strip() for one in recipe.image.run] == ["echo one", "echo two && echo three"]

@@ -71,6 +71,9 @@ HINTS = {
     "pip-bad-options": "write --index-url, https://x.org as separate items",
     "apt-bad": "package names are lower-case: git",
     "constraints-word": "allowed: keep, ignore, {drop: [NAME, ...]}",
+    "env-path": "write the whole value, PATH: '/x:/usr/local/sbin:/usr/local/bin:/usr/sbin:",
+    "ca-files": "openssl x509 -inform der -in run-mappings.yaml -out certificate.crt",
+    "run-mappings": "allowed: copy, pip",
     "pip-neither": "add packages: [NAME]",
 }
 

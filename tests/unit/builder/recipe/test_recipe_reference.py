@@ -31,6 +31,7 @@ def stated(value: object, *path: str) -> Iterator[tuple[str, ...]]:
 
 def test_reference_has_every_key() -> None:
     free = {("image", "env"), ("image", "labels"), ("system", "env"), ("system", "queue", "limits")}
+    free.add(("image", "pip", "env"))
     found = {place for place in stated(yaml.safe_load(BLOCKS[1])) if place[:-1] not in free}
     wanted = {tuple(part for part in place if isinstance(part, str)) for place in places()}
     wanted = {tuple("platform" if part == "platforms" else part for part in place) for place in wanted}
@@ -41,6 +42,7 @@ def test_example_with_every_key_loads(write: Write) -> None:
     file = write(BLOCKS[1])
     (file.parent / "src").mkdir()
     (file.parent / "requirements.txt").write_text("einops\n")
+    (file.parent / "company.crt").write_text("-----BEGIN CERTIFICATE-----\n")
     recipe = load(file)
     assert recipe.system.queue.chunk == ("sales_op=blanca",)
     assert recipe.image.constraints.drop == ("numpy",)

@@ -55,6 +55,7 @@ def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
         {"image": {"base": "python:3", "constraints": {"drop": ["numpy"]}}},
         {"extends": "mn5"},
         {"extends": "mn5", "image": {"pip": [{"packages": ["a"]}, {"requirements": "r.txt"}]}},
+        {"extends": "mn5", "image": {"run": ["make", {"command": "make", "after": "copy"}]}},
         {"image": {"base": "python:3"}, "system": {"node": {"gpus": 4, "cpus": 8}}},
     ],
 )
@@ -73,6 +74,7 @@ def test_schema_accepts_good_recipe(data: Any) -> None:
         {"image": {"base": "python:3", "constraints": {"policy": "keep"}}},
         {"image": {"base": "python:3", "pip": [{"packages": ["a"], "requirements": "r.txt"}]}},
         {"image": {"base": 24.1}},
+        {"image": {"base": "python:3", "run": [{"after": "copy"}]}},
         {"extends": "mn5", "foo": 1},
         {"extends": "mn5", "system": {"node": {"gpu": 4}}},
         {"extends": "mn5", "system": {"node": {"cpus": None}}},
@@ -98,7 +100,7 @@ def test_schema_refuses_what_has_a_wrong_type(case: Path) -> None:
 
 
 def test_every_field_is_described() -> None:
-    for name in ("Image", "PipStep", "CopyStep"):
+    for name in ("Image", "PipStep", "CopyStep", "RunCommand"):
         for field, about in SCHEMA["$defs"][name]["properties"].items():
             assert about.get("description"), f"{name}.{field}"
 

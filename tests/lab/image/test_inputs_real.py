@@ -1,0 +1,158 @@
+"""What a researcher puts into an image, on a real engine: a site's own authority, variables of a pip step,
+run steps after the code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import ipaddress
+import json
+import os
+import ssl
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from labkit import docker, imgkit, imgkit_json, output
+
+pytestmark = pytest.mark.docker
+
+NAME = f"imgkit-test-inputs-{os.getpid()}"
+TAG = f"{NAME}:latest"
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files and logs nothing."""
+
+    def log_message(self, *_: object) -> None:
+        """Ignore."""
+
+
+def wheel(folder: Path, name: str) -> Path:
+    """A package whose module states the name."""
+    file = folder / f"{name}-1.0-py3-none-any.whl"
+    about = f"{name}-1.0.dist-info"
+    members = {
+        f"{name}.py": f"NAME = {name!r}\n",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "",
+    }
+    with zipfile.ZipFile(file, "w") as archive:
+        for member, text in members.items():
+            archive.writestr(member, text)
+    return file
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A package index behind a private authority: its address as containers see it, and the certificate."""
+    address = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    ipaddress.ip_address(address)
+    folder = tmp_path_factory.mktemp("index")
+    key, certificate = folder / "key.pem", folder / "company.crt"
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=imgkit-test",
+    ]
+    output(*request, "-addext", f"subjectAltName=IP:{address}", "-keyout", key, "-out", certificate)
+    for name in ("imgkit_test_one", "imgkit_test_two"):
+        place = folder / "simple" / name.replace("_", "-")
+        place.mkdir(parents=True)
+        digest = hashlib.sha256(wheel(place, name).read_bytes()).hexdigest()
+        (file,) = place.glob("*.whl")
+        (place / "index.html").write_text(f'<a href="{file.name}#sha256={digest}">{file.name}</a>')
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer((address, 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"https://{address}:{server.server_port}/simple", certificate
+    server.shutdown()
+
+
+def recipe(folder: Path, text: str) -> Path:
+    file = folder / f"{NAME}.yaml"
+    file.write_text(text)
+    return file
+
+
+def inside(image: str, *words: str) -> str:
+    return output("docker", "run", "--rm", "--entrypoint", words[0], image, *words[1:])
+
+
+PIP = """
+  pip:
+    - packages: [imgkit-test-one]
+      options: [--index-url, "{url}", --retries, "0"]
+"""
+
+
+def test_private_authority_is_trusted(index: tuple[str, Path], standin_notorch: str, tmp_path: Path) -> None:
+    url, certificate = index
+    (tmp_path / "company.crt").write_bytes(certificate.read_bytes())
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "hello.txt").write_text("hello\n")
+    text = f"""
+image:
+  base: registry.invalid/base:1
+  ca: [company.crt]{PIP.format(url=url)}
+      env: {{MAX_JOBS: "3", PIP_REPORT: /opt/report.json}}
+  run:
+    - test ! -e /workspace/hello.txt && test -z "$MAX_JOBS"
+    - {{command: tr a-z A-Z < hello.txt > loud.txt, after: copy}}
+    - python3 -c "import urllib.request as u; u.urlopen('{url}/')"
+  copy: [{{source: code}}]
+"""
+    try:
+        imgkit_json("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
+        assert (
+            inside(TAG, "python3", "-c", "import imgkit_test_one as one; print(one.NAME)")
+            == "imgkit_test_one\n"
+        )
+        assert inside(TAG, "cat", "/workspace/loud.txt") == "HELLO\n"
+        assert json.loads(inside(TAG, "cat", "/opt/report.json"))["install"]
+        env = json.loads(docker("inspect", "--format", "{{json .Config.Env}}", TAG))
+        assert not any(entry.startswith(("MAX_JOBS=", "PIP_REPORT=")) for entry in env)
+        # The base's own authorities are still trusted.
+        count = "grep -c BEGIN /etc/ssl/certs/imgkit-machine.crt /etc/ssl/certs/ca-certificates.crt"
+        base, whole = (int(line.rpartition(":")[2]) for line in inside(TAG, "sh", "-c", count).splitlines())
+        assert whole > base
+    finally:
+        docker("image", "rm", "--force", TAG)
+
+
+def test_unknown_authority_names_the_remedy(
+    index: tuple[str, Path], standin_notorch: str, tmp_path: Path
+) -> None:
+    text = f"image:\n  base: registry.invalid/base:1{PIP.format(url=index[0])}"
+    done = imgkit("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
+    assert done.returncode == 4
+    assert "CERTIFICATE_VERIFY_FAILED" in done.stderr
+    assert "ca: [FILE.crt]" in done.stderr
+
+
+def test_base_without_pip_names_the_package(standin_notorch: str, tmp_path: Path) -> None:
+    bare = f"imgkit.local/{NAME}-bare:1"
+    dockerfile = f"FROM {standin_notorch}\nRUN rm -rf /usr/lib/python3/dist-packages/pip\n"
+    output("docker", "build", "--tag", bare, "-", given=dockerfile, env={"DOCKER_BUILDKIT": "0"})
+    try:
+        done = imgkit(
+            "build", recipe(tmp_path, "image: {base: 'registry.invalid/base:1'}"), "--base", bare, "--no-test"
+        )
+        assert done.returncode == 4
+        assert "add apt: [python3-pip]" in done.stderr
+    finally:
+        docker("image", "rm", "--force", bare)
