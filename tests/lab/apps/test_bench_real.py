@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 from labkit import AS_ROOT, Cluster, Done, cluster_marks, in_image
 
-from imgkit_entrypoints.apps.bench.measure.collectives import NAMES
+from imgkit_entrypoints.apps.bench.measure.collectives import NAMES, named
 from imgkit_entrypoints.apps.bench.record import json_schema, reader
 from imgkit_entrypoints.apps.bench.record.values import Run
 
@@ -52,7 +52,10 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     assert {result.op for result in found.results} == set(NAMES)
     assert {result.wrong for result in found.results if result.timing == "iteration"} == {0}
     assert all(len(result.times_us) == 20 for result in found.results if result.timing == "iteration")
-    assert "1023B" not in done.stdout, "three ranks share whole elements"
+    assert {one.size_bytes % 48 for one in found.results if named(one.op).parts} == {0}, (
+        "3 chunks of 16 bytes"
+    )
+    assert found.command[:4] == ("dist-bench", "--device", "cpu", "all"), "the whole command"
     assert "inside of one node" in found.sentences[0]
     assert not [text for text in found.fingerprint if "TOKEN" in text or "PATH" in text]
 
@@ -312,10 +315,12 @@ def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
 def test_matrix_names_the_slow_node(site: Site) -> None:
     site.rate(50_000)
     site("fault", "rate", "node2", 5_000)
-    told = site.bench(3, "--matrix", "--max", "128K", "--iters", "3").sentences
+    words = ("--matrix", "rails", "--nproc", "2", "--max", "128K", "--iters", "3")
+    told = site.bench(3, *words).sentences
     site("fault", "rate", "node2", 50_000)
     assert [text.split(" exchanges")[0] for text in told if "SLOW" in text] == ["SLOW NODE: node2"]
     assert "No rank comes late" in told[0]  # a slow link does not make its host late
+    assert told[-1] == "FAILED: slow, by --matrix: node2."
 
 
 @on_wires

@@ -8,6 +8,7 @@ saves, reads what each arm measured, checks which transport carried it, and prin
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +32,9 @@ def run(series: Series) -> int:
     UsageError : the arms cannot be compared here, or --save names no writable file.
     """
     wanted = options.read(series.words)
+    whole = {options.WHOLE_COMMAND: shlex.join(series.command)}
     if wanted.compare is None:
-        return series.launch(series.words, {})
+        return series.launch(series.words, whole)
     _refuse_options(wanted, series.asked)
     _refuse_place(wanted.compare, series.place, series.asked.request.device, series.env)
     head = series.place.node_rank == 0
@@ -47,7 +49,9 @@ def run(series: Series) -> int:
             file = folder / f"{turn}.json"
             if head:
                 series.say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
-            code = series.launch((*plain, *(("--save", str(file)) if head else ())), arms.ARMS[name].env)
+            code = series.launch(
+                (*plain, *(("--save", str(file)) if head else ())), {**whole, **arms.ARMS[name].env}
+            )
             if head and file.exists():
                 for problem in found.take(name, reader.load(file)):
                     series.say(problem)
@@ -85,7 +89,12 @@ def _without(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
-    flags = {"--baseline": wanted.baseline, "--matrix": wanted.matrix, "--plan": asked.show_plan}
+    flags = {
+        "--baseline": wanted.baseline,
+        "--matrix": wanted.matrix,
+        "--require": wanted.require,
+        "--plan": asked.show_plan,
+    }
     if given := [flag for flag, value in flags.items() if value]:
         raise UsageError(
             f"{given[0]} needs a single run",

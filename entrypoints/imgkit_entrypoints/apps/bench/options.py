@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.arms import arms
 from imgkit_entrypoints.apps.bench.measure import collectives, dtypes
+from imgkit_entrypoints.apps.bench.requirement import Requirement, requirement
 from imgkit_entrypoints.arguments import natural, positive
 
 GROUPS = ("world", "node", "rail")
 LEAST_BYTES = 8
 MOST_BYTES = {"gloo": 64 << 20, "nccl": 4 << 30}
 """Default of ``--max``, where memory allows it."""
+WHOLE_COMMAND = "IMGKIT_BENCH_COMMAND"
+"""The variable in which the launcher tells the workers every word that the user typed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +36,13 @@ class BenchOptions:
     warmup: int
     group: str
     check: bool
-    matrix: bool
+    matrix: str
+    """"nodes": one rank per node; "rails": each local rank in turn; "": no matrix."""
     compare: tuple[str, str] | None
     rounds: int
     timeout_s: int
     line_rate_Gbps: float | None
+    require: Requirement | None
     save: str | None
     baseline: str | None
     tolerance: float
@@ -48,6 +53,8 @@ EXAMPLES = """examples:
   dist-bench all --nproc 2 --device cpu               # all nine collectives, on a laptop
   dist-bench all_gather --size 4GB --dtype bf16 --iters 50
   dist-bench --matrix                                 # find the slow link among many nodes
+  dist-bench --matrix rails                           # the same for the network port of each GPU
+  dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the line rate
   dist-bench --compare rdma,tcp --save run.json       # how much RDMA gains here
   dist-bench report run.rdma.json run.tcp.json --reference rcp -o report.html
 
@@ -108,7 +115,12 @@ def _what(group: argparse._ArgumentGroup) -> None:
         help="verify every element of at least 20 iterations per size",
     )
     group.add_argument(
-        "--matrix", action="store_true", help="run sendrecv between every two nodes, and name slow links"
+        "--matrix",
+        nargs="?",
+        const="nodes",
+        default="",
+        choices=("nodes", "rails"),
+        help="run sendrecv between every two nodes, and name slow links; rails: for each local rank in turn",
     )
 
 
@@ -149,6 +161,13 @@ def _compared(group: argparse._ArgumentGroup) -> None:
         help="line rate of one node's network (default: the sum of its active ports)",
     )
     group.add_argument(
+        "--require",
+        type=requirement,
+        metavar="LEAST",
+        help="80%% of the line rate, or GBps of busbw: exit with 1 if the largest size of an operation, or a "
+        "link of --matrix, is slower",
+    )
+    group.add_argument(
         "--compare",
         type=arms,
         metavar="A,B",
@@ -185,6 +204,10 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         least = most = found.size
     if most is not None and most < least:
         parser.error(f"--max {most} is below --min {least}")
+    if found.matrix and found.require and found.require.percent:
+        parser.error(
+            "--require with --matrix takes GBps: the line rate is that of all ports, a link uses one"
+        )
     return BenchOptions(
         ops=collectives.NAMES if found.op == "all" else (found.op,),
         least_bytes=least,
@@ -201,6 +224,7 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         rounds=found.rounds,
         timeout_s=found.timeout,
         line_rate_Gbps=found.line_rate,
+        require=found.require,
         save=found.save,
         baseline=found.baseline,
         tolerance=found.tolerance,

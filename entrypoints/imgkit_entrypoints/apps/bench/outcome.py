@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.apps.bench import baseline, table
-from imgkit_entrypoints.apps.bench.judge import slow_links, stragglers, transport, verdict
+from imgkit_entrypoints.apps.bench.judge import failures, slow_links, stragglers, transport, verdict
 from imgkit_entrypoints.apps.bench.measure import matrix
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.measurement import Measurement
@@ -28,7 +29,7 @@ class Outcome:
         self.nccl_choices: dict[str, NcclChoice] = {}
         self.conditions: tuple[NodeConditions, ...] = ()
         self._largest: dict[str, verdict.Largest] = {}
-        self._matrix: matrix.Matrix = ()
+        self._rails: list[matrix.Matrix] = []
         self._wrong = 0
         self._remarks: list[str] = []
 
@@ -83,9 +84,13 @@ class Outcome:
 
     def add_matrix(self, measured: matrix.Matrix, size_bytes: int) -> None:
         """Take in the bandwidths between nodes, and print them."""
-        self._matrix = measured
-        self.print(matrix.table(measured, self._setup.hosts, size_bytes))
-        for sentence in slow_links.sentences(measured, self._setup.hosts):
+        rail = len(self._rails) if self._setup.options.matrix == "rails" else None
+        self._rails.append(measured)
+        self.print(matrix.table(measured, self._setup.hosts, size_bytes, rail))
+
+    def judge_matrix(self) -> None:
+        """Print the slow nodes, rails and links."""
+        for sentence in slow_links.sentences(self._rails, self._setup.hosts):
             self.remark(sentence)
 
     def save(self, *, ended: bool = False) -> None:
@@ -101,15 +106,26 @@ class Outcome:
         """Print the verdict and save the run; returns the exit code."""
         for sentence in self._judge()["sentences"]:
             self.print(sentence)
-        if self._wrong:
-            self.remark(f"FAILED: {self._wrong} elements were wrong. Run dist-doctor before you train here.")
-        slower = self._slower_than_baseline() if self.record.complete else False
+        reasons = [*failures.wrong_values(self._wrong)]
+        if self.record.complete and self._setup.here.rank == 0:  # only its node's line rate counts
+            reasons += [*self._slower_than_baseline(), *self._missed()]
+        if reasons:
+            self.remark(failures.line(reasons))
         self.save(ended=True)
-        return 0 if self.record.complete and not self._wrong and not slower else EXIT_NO
+        return 0 if self.record.complete and not reasons else EXIT_NO
 
-    def _judge(self) -> dict[str, Any]:
+    def _missed(self) -> Iterator[str]:
+        """Yield what is slow, and what misses ``--require``."""
+        asked, hosts = self._setup.options.require, self._setup.hosts
+        if self._setup.options.matrix:
+            yield from failures.slow_parts(self._rails, hosts)
+            yield from failures.slow_exchanges(asked, self._rails, hosts)
+        else:
+            yield from failures.missed(asked, list(self._largest.values()), self._context())
+
+    def _context(self) -> verdict.RunContext:
         setup = self._setup
-        context = verdict.RunContext(
+        return verdict.RunContext(
             hosts=setup.hosts,
             ranks=setup.here.world_size,
             group=setup.options.group,
@@ -122,23 +138,31 @@ class Outcome:
             decided=self.nccl_choices,
             conditions=self.conditions,
         )
-        hosts_by_rank = [one.host for one in setup.locations]
-        judged = verdict.judge(list(self._largest.values()), context, self.late, hosts_by_rank)
-        if self._matrix:
-            judged["matrix_GBps"] = [list(row) for row in self._matrix]
+
+    def _judge(self) -> dict[str, Any]:
+        hosts_by_rank = [one.host for one in self._setup.locations]
+        largest = list(self._largest.values())
+        judged = verdict.judge(largest, self._context(), self.late, hosts_by_rank)
+        tables = [[list(row) for row in measured] for measured in self._rails]
+        if self._setup.options.matrix == "rails":
+            judged["rails_GBps"] = tables
+        elif tables:
+            judged["matrix_GBps"] = tables[0]
         return judged
 
-    def _slower_than_baseline(self) -> bool:
-        """Compare with ``--baseline``; False without one. Only rank 0 has it."""
+    def _slower_than_baseline(self) -> Iterator[str]:
+        """Compare with ``--baseline``, and yield the reason if the run is slower. Only rank 0 has one."""
         saved = self._setup.baseline
         if saved is None:
-            return False
+            return
         try:
             new = reader.parse(json.loads(self.record.to_json()), "this run")
             compared = baseline.compare(new, saved, self._setup.options.tolerance)
         except UsageError as error:
             self.remark(f"NOT COMPARED: {error}")
-            return True
+            yield "not comparable with --baseline"
+            return
         for sentence in compared.sentences:
             self.remark(f"baseline: {sentence}")
-        return bool(compared.regressions)
+        if compared.regressions:
+            yield f"{len(compared.regressions)} of {len(compared.changes)} sizes are slower than --baseline"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from imgkit_entrypoints.apps.bench.judge import stragglers
 from imgkit_entrypoints.apps.bench.measure import dtypes, groups, memory, timing
 from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues
-from imgkit_entrypoints.apps.bench.options import BenchOptions
+from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
 from imgkit_entrypoints.apps.bench.record import machine, reader, writer
 from imgkit_entrypoints.apps.bench.record.values import Run, World
 from imgkit_entrypoints.errors import ImgkitError, UsageError
@@ -46,6 +47,8 @@ class RunSetup:
     """Free memory per rank, on the rank that has least."""
     late_from_s: float
     """Least lateness of a rank that is reported."""
+    rails: tuple[tuple[int, ...], ...]
+    """The ranks that represent the nodes, once for each matrix of ``--matrix``."""
 
     @property
     def group(self) -> groups.RankGroup:
@@ -62,16 +65,13 @@ class RunSetup:
         """Line rate of a node's network: ``--line-rate``, or the sum of its active ports."""
         return self.options.line_rate_Gbps or self.machine.line_rate_Gbps
 
-    def first_ranks(self) -> list[int]:
-        """The first rank of each node."""
-        nodes = range(len(self.hosts))
-        return [next(one.rank for one in self.locations if one.node == node) for node in nodes]
-
     def new_record(self) -> writer.Record:
         """A record without results, started now."""
         return writer.Record(
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            command=("dist-bench", *sys.argv[1:]),
+            command=tuple(
+                shlex.split(os.environ.get(WHOLE_COMMAND) or shlex.join(("dist-bench", *sys.argv[1:])))
+            ),
             world=self.world,
             fingerprint=self.machine.fingerprint,
             line_rate_Gbps=self.line_rate_Gbps,
@@ -83,8 +83,8 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
 
     Raises
     ------
-    UsageError : on all ranks: the groups differ in size, or rank 0 cannot use the files of
-        ``--save`` and ``--baseline``.
+    UsageError : on all ranks: the groups differ in size, there is no line rate for the percentage of
+        ``--require``, or rank 0 cannot use the files of ``--save`` and ``--baseline``.
     """
     locations = groups.locations(here)
     group = groups.joined(options.group, locations, here)
@@ -95,6 +95,7 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
     ranks_per_node = -(-here.world_size // nodes)
     found = machine.machine(os.environ, nodes, ranks_per_node, _software(here))
     shared = ranks_per_node > found.cpus
+    rails = groups.members("rail", locations, "--matrix rails") if options.matrix == "rails" else ()
     return RunSetup(
         options=options,
         here=here,
@@ -119,9 +120,10 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
             device=here.device.type,
         ),
         machine=found,
-        baseline=_usable_files(options, here),
+        baseline=_usable(options, here, nodes, options.line_rate_Gbps or found.line_rate_Gbps),
         free_bytes=_least_free_bytes(here, ranks_per_node),
         late_from_s=stragglers.LEAST_SHARED_S if shared else stragglers.LEAST_S,
+        rails=rails or (tuple(groups.first_ranks(locations)),),
     )
 
 
@@ -132,12 +134,13 @@ def _least_free_bytes(here: Ranks, ranks_per_node: int) -> float:
     return float(least.item())
 
 
-def _usable_files(options: BenchOptions, here: Ranks) -> Run | None:
-    """Check the files now, not after an hour of measuring; returns the baseline, on rank 0."""
+def _usable(options: BenchOptions, here: Ranks, nodes: int, line_rate_Gbps: float | None) -> Run | None:
+    """Check options and files now, not after an hour of measuring; returns the baseline, on rank 0."""
     problem: ImgkitError | None = None
     baseline: Run | None = None
     if here.rank == 0:
         try:
+            _require_line_rate(options, nodes, line_rate_Gbps)
             if options.save:
                 writer.writable(Path(options.save))
             if options.baseline:
@@ -145,8 +148,23 @@ def _usable_files(options: BenchOptions, here: Ranks) -> Run | None:
         except ImgkitError as error:
             problem = error
     if timing.agreed(lambda: (float(problem is not None),), 1, here)[0]:
-        raise problem or UsageError("rank 0 cannot use the files of --save and --baseline")
+        raise problem or UsageError("rank 0 cannot use --save, --baseline or --require; it says why")
     return baseline
+
+
+def _require_line_rate(options: BenchOptions, nodes: int, line_rate_Gbps: float | None) -> None:
+    """Raise UsageError if ``--require 80%`` has no line rate, or nothing that could reach it."""
+    if options.require is None or options.require.percent is None:
+        return
+    where = f"--require {options.require.percent:g}%"
+    if nodes == 1 or options.group == "node":
+        raise UsageError(
+            "nothing crosses the network within a node", where=where, hint="give a busbw: --require GBPS"
+        )
+    if not line_rate_Gbps:
+        raise UsageError(
+            "the line rate of the network is unknown here", where=where, hint="give it: --line-rate Gbps"
+        )
 
 
 def _software(here: Ranks) -> Mapping[str, str]:

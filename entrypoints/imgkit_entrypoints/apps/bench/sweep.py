@@ -108,7 +108,7 @@ class Sweep:
         return True
 
     def _sizes(self, op: Collective) -> list[int]:
-        """The sizes to measure, each once. Small ones grow to one element per rank."""
+        """The sizes to measure, each once. Small ones grow to one element, or one chunk per rank."""
         options = self._setup.options
         most = options.most_bytes
         if most is None:
@@ -142,8 +142,10 @@ class Sweep:
         most = matrix.MOST_BYTES.get(setup.world.backend, matrix.MOST_BYTES["gloo"])
         asked = min(setup.options.most_bytes or most, int(memory.BY_DEFAULT * setup.free_bytes / 2))
         size_bytes = max(1, asked // setup.dtype.item_bytes) * setup.dtype.item_bytes
-        measured = matrix.measure(self._measurer, size_bytes, setup.first_ranks())
-        self._outcome.add_matrix(measured, size_bytes)
+        for players in setup.rails:
+            measured = matrix.measure(self._measurer, size_bytes, players)
+            self._outcome.add_matrix(measured, size_bytes)
+        self._outcome.judge_matrix()
 
     def _note_nccl_choice(self, op: Collective, size_bytes: int) -> None:
         """Launch once more, untimed, and log NCCL's algorithm and protocol; a collective call."""

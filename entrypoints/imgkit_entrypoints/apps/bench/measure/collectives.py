@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+CHUNK_BYTES = 16
+"""Chunks are whole multiples of this, as in nccl-tests."""
 ROOT = 0
 """Root of broadcast, reduce, gather and scatter; nccl-tests' default too."""
 
@@ -33,9 +35,12 @@ class Collective:
         return float(share) if self.parts else 1.0
 
     def elements(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
-        """Elements of the whole size; equally many per rank if the size is cut into parts."""
+        """Elements of the whole size; whole chunks of 16 bytes per rank if the size is cut into parts."""
         count = size_bytes // item_bytes
-        return max(1, count // ranks) * ranks if self.parts else max(1, count)
+        if not self.parts:
+            return max(1, count)
+        least = CHUNK_BYTES // item_bytes
+        return max(least, count // ranks // least * least) * ranks
 
     def least_traffic(self, nodes: int, per_node: int) -> float:
         """Bytes that must leave (or enter) the busiest of `nodes` nodes for each byte of the size.

@@ -67,8 +67,18 @@ def located(found: Sequence[tuple[str, str, int]]) -> tuple[RankLocation, ...]:
     )
 
 
-def members(kind: str, all_ranks: Sequence[RankLocation]) -> tuple[tuple[int, ...], ...]:
+def first_ranks(all_ranks: Sequence[RankLocation]) -> list[int]:
+    """The first rank of each node."""
+    found: dict[int, int] = {}
+    for one in all_ranks:
+        found.setdefault(one.node, one.rank)
+    return [found[node] for node in sorted(found)]
+
+
+def members(kind: str, all_ranks: Sequence[RankLocation], asked: str = "") -> tuple[tuple[int, ...], ...]:
     """The ranks of every group: one for all ranks, one per node, or one per local rank.
+
+    `asked` is the option that needs the groups, for the error.
 
     Raises
     ------
@@ -81,7 +91,8 @@ def members(kind: str, all_ranks: Sequence[RankLocation]) -> tuple[tuple[int, ..
         groups.setdefault(one.node if kind == "node" else one.local_rank, []).append(one.rank)
     if len({len(ranks) for ranks in groups.values()}) > 1:
         raise UsageError(
-            f"--group {kind}: the nodes have different numbers of ranks",
+            "the nodes have different numbers of ranks",
+            where=asked or f"--group {kind}",
             hint="start with the same --nproc N on every node",
         )
     return tuple(tuple(ranks) for ranks in groups.values())

@@ -2,6 +2,7 @@
 
 A round-robin tournament: every node has one partner in each round, so N nodes need N - 1 rounds instead of
 N (N - 1) / 2, and every link carries one exchange at a time. One rank represents each node.
+``--matrix rails`` holds one tournament for each local rank, since each usually has a network port of its own.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ def rounds(nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(found)
 
 
-def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int) -> str:
-    """The matrix as a text table."""
+def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int, rail: int | None = None) -> str:
+    """The matrix as a text table; `rail` is the local rank that it is of."""
     width = max(8, *(len(host) for host in hosts))
+    who = "nodes" if rail is None else f"the ranks with local rank {rail}"
     lines = [
-        f"sendrecv of {sizes.both(size_bytes)} between nodes, GBps (1e9 B/s) in each direction at once",
+        f"sendrecv of {sizes.both(size_bytes)} between {who}, GBps (1e9 B/s) in each direction at once",
         " ".join(f"{text:>{width}}" for text in ("", *hosts)),
     ]
     for host, row in zip(hosts, matrix, strict=True):
@@ -48,24 +50,24 @@ def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def measure(measurer: Measurer, size_bytes: int, first_ranks: Sequence[int]) -> Matrix:
-    """Measure every pair of nodes; a collective call. Each of the `first_ranks` represents its node."""
+def measure(measurer: Measurer, size_bytes: int, players: Sequence[int]) -> Matrix:
+    """Measure every pair of nodes; a collective call. Each of the ranks in `players` represents its node."""
     import torch
     import torch.distributed as dist
 
     from imgkit_entrypoints.apps.bench.measure import timing
 
-    here, nodes = measurer.here, len(first_ranks)
+    here, nodes = measurer.here, len(players)
     kind = getattr(torch, measurer.dtype.torch)
-    playing = here.rank in first_ranks
+    playing = here.rank in players
     count = size_bytes // measurer.dtype.item_bytes if playing else 1
     given, made = (torch.empty(count, dtype=kind, device=here.device).zero_() for _ in range(2))
     seconds = torch.zeros(nodes * nodes, dtype=torch.float64, device=here.device)
     for pairs in rounds(nodes):
-        mine = [pair for pair in pairs if here.rank in (first_ranks[pair[0]], first_ranks[pair[1]])]
+        mine = [pair for pair in pairs if here.rank in (players[pair[0]], players[pair[1]])]
         both = []
         if mine:
-            one, other = (first_ranks[node] for node in mine[0])
+            one, other = (players[node] for node in mine[0])
             peer = other if here.rank == one else one
             # Receive first, as operations._ring does: with gloo, the directions would otherwise take turns.
             both = [dist.P2POp(dist.irecv, made, peer), dist.P2POp(dist.isend, given, peer)]

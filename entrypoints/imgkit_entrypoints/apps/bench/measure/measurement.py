@@ -73,7 +73,7 @@ class Measurer:
     nodes: int
 
     def size_bytes(self, op: Collective, asked: int) -> int:
-        """Round `asked` to whole elements, equally many for every rank."""
+        """Round `asked` to whole elements, or to whole chunks for every rank."""
         item = self.dtype.item_bytes
         return op.elements(asked, item, self.group.size) * item
 

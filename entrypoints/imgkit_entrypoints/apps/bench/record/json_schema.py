@@ -84,9 +84,14 @@ def _verdict() -> Schema:
         "ports": _of(port_counters.Count, host=_TEXT, port=_TEXT),
         "decided": _of(nccl_log.NcclChoice, op=_TEXT),
         "conditions": _of(node_conditions.NodeConditions),
-        "matrix_GBps": _array({"type": "number", "minimum": 0}),
+        "matrix_GBps": _row(),
+        "rails_GBps": _array(_row()),
     }
     return _object({name: _array(part) for name, part in parts.items()}, optional=tuple(parts)[1:])
+
+
+def _row() -> Schema:
+    return _array({"type": "number", "minimum": 0})
 
 
 def _of(kind: type, *, optional: tuple[str, ...] = (), **more: Schema) -> Schema:

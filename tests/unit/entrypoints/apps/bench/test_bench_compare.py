@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints.apps.bench import arms, compare
+from imgkit_entrypoints.apps.bench import arms, compare, options
 from imgkit_entrypoints.apps.bench.measure import nccl_log
 from imgkit_entrypoints.apps.bench.record import reader, values, writer
 from imgkit_entrypoints.cli import options as launch_options
@@ -129,13 +130,21 @@ RDMA_TCP = ("all_reduce", "--compare", "rdma,tcp")
 def test_without_compare_it_is_one_launch(machine: dict[str, str]) -> None:
     launcher = FakeLauncher("IB")
     assert series(machine, launcher, "all_reduce", "--size", "4K") == 0
-    assert launcher.started == [(("all_reduce", "--size", "4K"), {})]
+    assert [words for words, _ in launcher.started] == [("all_reduce", "--size", "4K")]
+
+
+def test_workers_are_told_the_whole_command(machine: dict[str, str], tmp_path: Path) -> None:
+    launcher = FakeLauncher("IB")
+    words = ("--save", str(tmp_path / "a b.json"))
+    series(machine, launcher, *words)
+    (told,) = (variables[options.WHOLE_COMMAND] for _, variables in launcher.started)
+    assert shlex.split(told) == ["dist-bench", *words]
 
 
 def test_arms_take_turns_with_variables_of_their_own(machine: dict[str, str]) -> None:
     launcher = FakeLauncher(*IN_TURN)
     assert series(machine, launcher, "--compare=rdma,tcp", "--size", "4K") == 0
-    assert [variables for _, variables in launcher.started] == [{}, {"NCCL_NET": "Socket"}] * 2
+    assert [variables.get("NCCL_NET") for _, variables in launcher.started] == [None, "Socket"] * 2
     assert all(words[:3] == ("--size", "4K", "--save") for words, _ in launcher.started)
     assert len({words[3] for words, _ in launcher.started}) == 4
 
@@ -233,6 +242,7 @@ def test_other_arms_are_refused(text: str) -> None:
         ((), (), place(min_nnodes=1), "workers of its own"),
         (("--baseline", "old.json"), (), None, "--baseline needs a single run"),
         (("--matrix",), (), None, "--matrix needs a single run"),
+        (("--require", "80%"), (), None, "--require needs a single run"),
         (("--group", "node"), (), None, "within a node"),
         ((), ("--plan",), None, "--plan needs a single run"),
     ],

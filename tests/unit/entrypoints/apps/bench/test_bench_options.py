@@ -53,6 +53,14 @@ def test_all_means_nine_collectives() -> None:
     assert len(options.read(["all"]).ops) == 9
 
 
+def test_matrix_is_of_nodes_unless_it_says_rails() -> None:
+    assert [options.read(words).matrix for words in ([], ["--matrix"], ["--matrix", "rails"])] == [
+        "",
+        "nodes",
+        "rails",
+    ]
+
+
 def test_one_size_is_first_and_last() -> None:
     found = options.read(["--size", "4GB", "--max", "8"])
     assert found.least_bytes == found.most_bytes == 4_000_000_000
@@ -71,6 +79,8 @@ def test_one_size_is_first_and_last() -> None:
         ["--tolerance", "5"],
         ["--min", "1M", "--max", "1K"],
         ["--group", "pair"],
+        ["--matrix", "ranks"],
+        ["--matrix", "--require", "80%"],
     ],
 )
 def test_impossible_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,10 +46,22 @@ def test_one_rank_uses_no_bus() -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "elements"),
-    [("all_reduce", 8, 2), ("all_gather", 8, 3), ("all_gather", 4096, 1023), ("all_reduce", 1, 1)],
+    # nccl-tests, src/*.cu: (count / ranks) & ~(16 / element - 1) per rank; too small a size is 0 there.
+    [("all_reduce", 8, 2), ("all_gather", 8, 12), ("all_gather", 4096, 1020), ("all_reduce", 1, 1)],
 )
 def test_every_rank_gets_as_many_elements(name: str, size: int, elements: int) -> None:
     assert named(name).elements(size, 4, 3) == elements
+
+
+@pytest.mark.parametrize("item", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8, 12])
+def test_no_chunk_is_cut_within_16_bytes(ranks: int, item: int) -> None:
+    for op in (one for one in COLLECTIVES if one.parts):
+        for size in (1, 100, 4096, 1_000_000_007):
+            chunk = op.elements(size, item, ranks) * item // ranks
+            assert chunk % 16 == 0
+            as_nccl_tests = (size // item // ranks & ~(16 // item - 1)) * item
+            assert chunk == (as_nccl_tests or 16)
 
 
 @pytest.mark.parametrize(
