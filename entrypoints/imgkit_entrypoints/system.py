@@ -6,6 +6,7 @@ same classes; only pydantic reads ``__pydantic_config__``.
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import json
 import types
@@ -161,23 +162,41 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(text: str) -> SystemFacts:
-    """Parse the text of `to_json`; unknown keys of a later version are ignored."""
-    facts: SystemFacts = _build(SystemFacts, json.loads(text))
+    """Parse the text of `to_json`; unknown keys of a later version are ignored.
+
+    Raises
+    ------
+    ValueError : it is not JSON, or a value has another type than its field; names the field.
+    """
+    facts: SystemFacts = _read(SystemFacts, json.loads(text), "system")
     return facts
 
 
-def _build(kind: Any, data: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(kind)
-    values = {}
-    for known in dataclasses.fields(kind):
-        if known.name not in data:
-            continue
-        value, hint = data[known.name], hints[known.name]
-        if dataclasses.is_dataclass(hint):
-            value = _build(hint, value)
-        elif typing.get_origin(hint) is tuple:
-            value = tuple(value)
-        elif typing.get_origin(hint) in (Mapping, dict):
-            value = types.MappingProxyType(dict(value))
-        values[known.name] = value
-    return kind(**values)
+def _read(hint: Any, value: Any, place: str) -> Any:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints, made = typing.get_type_hints(hint), typing.cast(Any, hint)
+        known = [name for name in _needs(value, dict, place) if name in hints]
+        return made(**{name: _read(hints[name], value[name], f"{place}.{name}") for name in known})
+    if origin is tuple:
+        items = enumerate(_needs(value, list, place))
+        return tuple(_read(inner[0], item, f"{place}[{index}]") for index, item in items)
+    if origin is collections.abc.Mapping:
+        pairs = _needs(value, dict, place).items()
+        return types.MappingProxyType(
+            {name: _read(inner[1], item, f"{place}.{name}") for name, item in pairs}
+        )
+    if origin is Literal:
+        if value not in inner:
+            raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {' or '.join(inner)}")
+        return value
+    return value if value is None and type(None) in inner else _needs(value, (*inner, hint)[0], place)
+
+
+_WORDS = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
+
+
+def _needs(value: Any, kind: Any, place: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {_WORDS[kind]}")
+    return value

@@ -23,6 +23,7 @@ BUNDLE_MODULES = (
     "examine",
     "image/inside",
     "image/smoke",
+    "job",
     "recipe/targets",
     "sif",
 )

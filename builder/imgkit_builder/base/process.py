@@ -43,6 +43,12 @@ def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> 
         raise ToolMissing(f"the program {program!r} is not on PATH", hint=hint or None)
 
 
+def own_words() -> tuple[str, ...]:
+    """The words that start this imgkit: its name, or this Python and the path of the one-file tool."""
+    file = getattr(__spec__.loader, "archive", "")
+    return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)
+
+
 def attached(argv: Sequence[str]) -> int:
     """Run `argv` on this terminal and return its exit code.
 

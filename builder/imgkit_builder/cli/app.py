@@ -41,7 +41,20 @@ VERBS: dict[str, str] = {
 
 INTERRUPTED = 130
 
-BUNDLE_VERBS = ("test", "sif", "apply", "flatten", "verify", "doctor")
+BUNDLE_VERBS = (
+    "show",
+    "test",
+    "sif",
+    "apply",
+    "flatten",
+    "verify",
+    "job",
+    "submit",
+    "status",
+    "logs",
+    "cancel",
+    "doctor",
+)
 """Verbs of the one-file tool: those that need pure Python only."""
 
 

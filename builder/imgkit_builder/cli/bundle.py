@@ -21,14 +21,16 @@ def verb_bundle(
 ) -> None:
     """Write a one-file imgkit for a cluster without internet.
 
-    It runs test, sif, apply, flatten, verify and doctor on any architecture. It
-    needs Python 3.10 or newer and no installation. Copy it beside the archive.
+    It shows, converts, verifies and tests images, and it submits and follows
+    jobs, on any architecture. It needs Python 3.10 or newer and no installation.
+    Copy it beside the archive.
 
     \b
     Examples:
       imgkit bundle
       rsync -P imgkit.pyz mn5.tar USER@CLUSTER:
-      python3 imgkit.pyz sif mn5.tar       # on the cluster
+      python3 imgkit.pyz sif mn5.tar                        # on the cluster
+      python3 imgkit.pyz submit mn5.sif ... -- dist-bench   # there too
     """
     from imgkit_builder.cli import zipapp
 

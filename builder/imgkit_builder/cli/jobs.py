@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,10 +21,15 @@ COMMAND_CLASSES = {"job": JobCommand, "submit": JobCommand}
 
 SCHEMA = 1
 
+RECIPE: str = typer.Argument(
+    metavar="RECIPE|X.sif",
+    help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system.",
+)
+
 
 def verb_job(
     flags: typer.Context,
-    recipe: str = typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a file."),
+    recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -47,7 +53,7 @@ def verb_job(
 
 def verb_submit(
     flags: typer.Context,
-    recipe: str = typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a file."),
+    recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print it and submit nothing, like imgkit job."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
@@ -61,6 +67,7 @@ def verb_submit(
     Examples:
       imgkit submit mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-pi
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
+      imgkit submit mine.sif --nodes 2 --time 1h -- dist-bench
       imgkit submit lambda --hosts node1,node2 --ssh -- dist-bench
     """
     from imgkit_builder.base import process
@@ -89,10 +96,9 @@ def verb_submit(
         # The comments above the command explain how to get in.
         comments = [text for text in script.text.splitlines() if text.startswith("#")]
         print("\n".join(comments), file=sys.stderr)
-    print(
-        f"imgkit: imgkit status {record.id}; imgkit logs {record.id}; imgkit cancel {record.id}",
-        file=sys.stderr,
-    )
+    own = shlex.join(process.own_words())
+    follow = "; ".join(f"{own} {verb} {record.id}" for verb in ("status", "logs", "cancel"))
+    print(f"imgkit: {follow}", file=sys.stderr)
 
 
 def _fanned_out(script: Script) -> int:
@@ -177,11 +183,20 @@ def verb_cancel(
 
 
 def _made(recipe: str, request: Request, command: list[str] | None) -> tuple[Job, Script]:
-    from imgkit_builder.job import systems
+    from imgkit_builder.job import baked, systems
     from imgkit_builder.job.resolve import resolve
-    from imgkit_builder.recipe.load import load
+    from imgkit_builder.recipe import targets
+    from imgkit_builder.sif import image
 
-    job = resolve(load(recipe), dataclasses.replace(request, command=tuple(command or ())))
+    file = Path(recipe)
+    if image.is_sif(file):
+        target, default = baked.target(file), str(file.absolute())
+    else:
+        target, default = targets.find(recipe), ""
+    job = resolve(
+        target,
+        dataclasses.replace(request, command=tuple(command or ()), image=request.image or default),
+    )
     for warning in job.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)
     return job, systems.named(job.system).script(job)

@@ -72,7 +72,7 @@ def verb_list(
 
 def verb_show(
     recipe: str = typer.Argument(
-        ..., metavar="RECIPE|IMAGE|FILE", help="A recipe, an image, or a .sif or delta file."
+        ..., metavar="RECIPE|IMAGE|FILE", help="A recipe or its JSON, an image, or a .sif or delta file."
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
@@ -100,10 +100,14 @@ def verb_show(
         facts = image_facts(recipe)
         print(facts.to_json() if as_json else facts.to_text())
         return
-    from imgkit_builder.recipe import describe
+    from imgkit_builder.recipe import describe, targets
 
-    loaded = load_recipe(recipe)
-    print(describe.to_json(loaded) if as_json else describe.to_text(loaded))
+    text = targets.json_text(recipe)
+    if text is None:
+        text = describe.to_json(load_recipe(recipe))
+    else:
+        targets.from_json(text, Path(recipe))
+    print(text.rstrip() if as_json else describe.table(text))
 
 
 def _is_image(name: str) -> bool:

@@ -23,7 +23,7 @@ from imgkit_builder.cli.app import BUNDLE_VERBS
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
-ROOTS = ("typer", "rich", "spython")
+ROOTS = ("typer", "rich", "spython", "jinja2")
 """Distributions that the verbs import; their requirements follow."""
 
 PACKAGES = ("imgkit_builder", "imgkit_entrypoints", "imgkit_recipes")
@@ -34,6 +34,8 @@ _NEWEST_MINOR = 15
 """Requirements that depend on the Python version are evaluated from 3.10 up to this minor version."""
 
 _COMPILED = (".so", ".pyd", ".dylib")
+_ALSO_PYTHON = ("markupsafe",)
+"""Distributions whose compiled module only makes them faster; it stays out."""
 _LICENCES = ("licen", "copying", "notice", "authors")
 
 _OMITTED = ("/tests/", "pygments/lexers/", "pygments/formatters/", "pygments/styles/")
@@ -88,7 +90,7 @@ def bundle(target: Path) -> Bundle:
     chosen = _closure()
     members = {
         "__main__.py": _MAIN.format(minor=FLOOR[1]).encode(),
-        f"imgkit_builder/{targets.SYSTEMS_JSON}": targets.to_json(targets.shipped()).encode(),
+        f"imgkit_builder/{targets.RECIPES_JSON}": targets.bundled_json().encode(),
     }
     for package in PACKAGES:
         members |= dict(_own(package))
@@ -128,7 +130,8 @@ def _closure() -> dict[str, metadata.Distribution]:
             raise UsageError(
                 f"{name}, needed by {wanted_by}, is not installed", hint=f"pip install {name}"
             ) from error
-        _refuse_compiled(distribution, wanted_by)
+        if key not in _ALSO_PYTHON:
+            _refuse_compiled(distribution, wanted_by)
         found[key] = distribution
         for text in distribution.requires or ():
             requirement = Requirement(text)
@@ -179,12 +182,12 @@ def _refuse_newer(name: str, data: bytes) -> None:
 
 
 def _own(package: str) -> Iterator[tuple[str, bytes]]:
-    """Files of one of imgkit's packages; for recipes only the module, since `targets` carries their facts."""
+    """Files of one of imgkit's packages; of the recipes only the job templates, `targets` has the rest."""
     folder = Path(importlib.import_module(package).__path__[0])
     for path in folder.rglob("*"):
         name = PurePosixPath(package, path.relative_to(folder).as_posix())
-        only_code = package == "imgkit_recipes"
-        if path.is_file() and _wanted(str(name)) and (path.suffix == ".py" or not only_code):
+        whole = package != "imgkit_recipes" or path.suffix == ".py" or path.parent.name == "job"
+        if path.is_file() and _wanted(str(name)) and whole:
             yield str(name), path.read_bytes()
 
 
@@ -214,7 +217,7 @@ def _licences(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]
 
 
 def _wanted(name: str) -> bool:
-    if "__pycache__" in name or name.endswith((".pyc", ".pyi", "py.typed")):
+    if "__pycache__" in name or name.endswith((".pyc", ".pyi", ".c", "py.typed", *_COMPILED)):
         return False
     if any(part in name for part in _OMITTED):
         return PurePosixPath(name).name in _KEPT

@@ -156,7 +156,7 @@ def _merge(job: ConversionJob, delta: Delta, top: SquashfsLayer, stack: Stack, t
     """Merge the deltas of `stack` and `delta` into one over the root partition alone."""
     record = stack.sif.record
     assert record is not None  # noqa: S101 - for the type checker: a stack has one
-    mounted = source.mounted(stack)
+    mounted = source.mounted(stack.sif)
     found = tree.changes(mounted[-1:], (top, *mounted))
     write_squashfs.make(job, target, found.items())
     alone = BaseSif(image_id=record.image_id, root_sha256=record.root_sha256, deltas=())

@@ -86,7 +86,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
 
 def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.TreeEntry]]:
     """The whole tree, without the mark of a delta."""
-    for path, entry in tree.everything(source.mounted(stack)):
+    for path, entry in tree.everything(source.mounted(stack.sif)):
         if path != descriptor.INSIDE:
             yield path, entry
 

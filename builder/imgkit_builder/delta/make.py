@@ -178,7 +178,7 @@ def _runtimes(box: Folder, stack: descriptor.Stack, new: tree.Stack) -> Changes:
     for name in source.OWN & shown.keys():
         found[name] = shown[name].entry
         found |= dict(tree.everything(shown[name].layers, name))
-    for path, _ in tree.everything(_below(source.mounted(stack)), export.META):
+    for path, _ in tree.everything(_below(source.mounted(stack.sif)), export.META):
         # Another version of the runtime wrote it, and this one would source it.
         if path not in found and found.get(path.rpartition("/")[0]) is not None:
             found[path] = None

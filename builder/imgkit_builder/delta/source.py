@@ -15,6 +15,7 @@ from imgkit_builder.delta.grafts import Graft
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
 from imgkit_builder.sif import export
+from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -77,16 +78,22 @@ def trees(
         report.note(
             f"the engine no longer has the image of {base.sif.path.name}: imgkit compares every file of both"
         )
-        return Trees(old=mounted(base), new=(*reversed(new), added), way=way)
+        return Trees(old=mounted(base.sif), new=(*reversed(new), added), way=way)
     return Trees(old=(*reversed([*new[:shared], *rest]), added), new=(*reversed(new), added), way=way)
 
 
-def mounted(base: descriptor.Stack) -> tree.Stack:
-    """The layers that a runtime mounts: the deltas of a .sif over its root partition."""
-    root = base.sif.root
-    assert root is not None  # noqa: S101 - for the type checker: a stack has one
-    places = (root.offset, *(partition.offset for partition in base.partitions))
-    return tuple(SquashfsLayer(base.sif.path, offset) for offset in reversed(places))
+def mounted(sif: SifImage) -> tree.Stack:
+    """The layers that a runtime mounts: the deltas of a .sif over its root partition.
+
+    Raises
+    ------
+    CheckFailed : there is no root partition, or a partition is no squashfs.
+    ToolMissing : this machine cannot unpack its compression.
+    """
+    if sif.root is None:
+        raise CheckFailed("it has no root partition", where=str(sif.path), hint="copy it again")
+    places = (sif.root.offset, *(partition.offset for partition in sif.overlays))
+    return tuple(SquashfsLayer(sif.path, offset) for offset in reversed(places))
 
 
 def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path) -> Trees | None:
@@ -99,7 +106,7 @@ def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path)
     if targets is None:
         return None
     paths = _outermost(posixpath.normpath(target).strip("/") for target in targets)
-    old = mounted(base)
+    old = mounted(base.sif)
     if "" in paths or any(_through_a_link(old, path) for path in paths):
         return None
     tars = image.fetch([f"/{path}" for path in paths], work)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from imgkit_builder.image.layers import Layers, layers, refuse
 from imgkit_builder.image.quoting import copy_words, docker_key, docker_quote
 from imgkit_builder.recipe.model import Recipe
-from imgkit_recipes import FOLDER
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -73,7 +72,7 @@ def origin(text: str, line: int) -> str:
 
 
 def _fill(template: str, made: Layers) -> str:
-    jinja = environment(FOLDER / "templates")
+    jinja = environment("templates")
     filters: Mapping[str, Callable[..., str]] = {
         "docker_quote": docker_quote,
         "docker_key": docker_key,
@@ -84,13 +83,16 @@ def _fill(template: str, made: Layers) -> str:
     return jinja.get_template(template).render(values)
 
 
-def environment(*folders: Path) -> Environment:
-    """Templates from `folders`, earlier folders first; a missing value is an error."""
+def environment(shipped: str, own: Path | None = None) -> Environment:
+    """Templates from the folder `own`, then the shipped ones of that folder; a missing value is an error."""
     # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
     made = Environment(
-        loader=FileSystemLoader(folders, encoding="utf-8"),
+        # The second one also reads the one-file tool.
+        loader=ChoiceLoader(
+            [*([FileSystemLoader(own)] if own else []), PackageLoader("imgkit_recipes", shipped)]
+        ),
         undefined=StrictUndefined,
         autoescape=False,  # noqa: S701 - the output is not HTML; the filters quote each value for its place
         keep_trailing_newline=True,

@@ -61,7 +61,7 @@ def _check_sif(job: Job) -> None:
     if job.delta is not None:
         _check_delta(job, job.delta)
     arch = image.read(path).arch
-    wanted = {platform.removeprefix("linux/") for platform in job.recipe.image.platforms}
+    wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
     if arch not in wanted:
         raise UsageError(
             f"the image is for {arch}, but the nodes are {' or '.join(sorted(wanted))}",

@@ -10,12 +10,12 @@ from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import fields
 from imgkit_builder.job.request import Request, RunBy
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 
 
-def image(recipe: Recipe, request: Request, run_by: RunBy, directory: Path) -> str:
+def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
     """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
     image = request.image
     if any(ord(letter) < 32 for letter in image):
@@ -80,7 +80,7 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def binds(recipe: Recipe, request: Request) -> tuple[str, ...]:
+def binds(recipe: Target, request: Request) -> tuple[str, ...]:
     """The recipe's mounts, then the user's."""
     from imgkit_builder.recipe import rules
 

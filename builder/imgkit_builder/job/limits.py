@@ -6,7 +6,7 @@ import re
 
 from imgkit_builder.job import fields
 from imgkit_builder.job.request import Request
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
 STOP_BEFORE_S = 120
@@ -24,14 +24,14 @@ def nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def gpus(recipe: Recipe, request: Request) -> int:
+def gpus(recipe: Target, request: Request) -> int:
     """GPUs per node."""
     limit = recipe.system.node.gpus
     if request.gpus is None:
         return limit
     if request.gpus < 0:
         raise UsageError(f"{request.gpus} GPUs", where="--gpus", hint="a number from 0")
-    stated = ("system", "node", "gpus") in recipe.positions
+    stated = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
     if stated and request.gpus > limit:
         raise UsageError(
             f"--gpus {request.gpus}, but a node has {limit}",
@@ -43,7 +43,7 @@ def gpus(recipe: Recipe, request: Request) -> int:
     return request.gpus
 
 
-def cpus(recipe: Recipe, request: Request, gpus: int) -> int | None:
+def cpus(recipe: Target, request: Request, gpus: int) -> int | None:
     """CPUs per node; None leaves the number to the system."""
     node = recipe.system.node
     share = node.cpus_per_gpu
@@ -66,7 +66,7 @@ def cpus(recipe: Recipe, request: Request, gpus: int) -> int | None:
     return request.cpus
 
 
-def time(recipe: Recipe, request: Request) -> str:
+def time(recipe: Target, request: Request) -> str:
     """The time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one."""
     queue = recipe.system.queue
     text = request.time or queue.time

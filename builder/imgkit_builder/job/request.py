@@ -11,7 +11,7 @@ from imgkit_builder.job.flags import flag
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.descriptor import Delta
-    from imgkit_builder.recipe.model import Recipe
+    from imgkit_builder.recipe.targets import Target
 
 RunBy = Literal["singularity", "docker", "host", "kubernetes"]
 Flags = TypeVar("Flags")
@@ -77,7 +77,7 @@ class Request:
 class Job:
     """A request with all values found and checked against the system's limits."""
 
-    recipe: Recipe
+    recipe: Target
     request: Request
     system: str
     """Name of the system that takes the job: the recipe's scheduler, or ``kubeflow`` for ``--format``."""

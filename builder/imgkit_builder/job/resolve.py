@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from imgkit_builder.job import contents, fields, flags, limits, systems
 from imgkit_builder.job.request import Job, Request, RunBy
 from imgkit_builder.job.systems import OPTIONAL, System
-from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 
 
-def resolve(recipe: Recipe, request: Request) -> Job:
+def resolve(recipe: Target, request: Request) -> Job:
     """The job that `request` becomes on the system of `recipe`.
 
     Raises
@@ -73,7 +73,7 @@ def resolve(recipe: Recipe, request: Request) -> Job:
     return dataclasses.replace(job, warnings=warnings)
 
 
-def _unused(recipe: Recipe, request: Request, system: System) -> Iterator[str]:
+def _unused(recipe: Target, request: Request, system: System) -> Iterator[str]:
     """A warning for each flag that the system does not have."""
     ignored = [
         f"--{name}" for name, known in OPTIONAL.items() if getattr(request, known) and name not in system.uses
@@ -85,7 +85,7 @@ def _unused(recipe: Recipe, request: Request, system: System) -> Iterator[str]:
     return (f"{name} is not used: {title} ({recipe.system.scheduler}) has no such flag" for name in ignored)
 
 
-def _require(recipe: Recipe, required: tuple[str, ...], queue: Mapping[str, str]) -> None:
+def _require(recipe: Target, required: tuple[str, ...], queue: Mapping[str, str]) -> None:
     names = {"name": "--queue"}
     missing = [names.get(field, f"--{field}") for field in required if not queue.get(field)]
     if missing:
@@ -119,7 +119,7 @@ def _command(request: Request) -> tuple[str, ...]:
     return command
 
 
-def _run_by(recipe: Recipe, request: Request, system: System) -> RunBy:
+def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
     if request.runtime is None:
         return recipe.system.runtime.kind
     if request.runtime not in system.runtimes:
@@ -132,7 +132,7 @@ def _run_by(recipe: Recipe, request: Request, system: System) -> RunBy:
 
 
 def _settings(
-    recipe: Recipe, request: Request, system: System, *, gpus: int, least: int, most: int
+    recipe: Target, request: Request, system: System, *, gpus: int, least: int, most: int
 ) -> Mapping[str, str]:
     """Options of the launcher that follow from the request, as its variables."""
     settings = {}

@@ -7,7 +7,6 @@ from typing import Any
 from imgkit_builder.job import container
 from imgkit_builder.job.request import Job
 from imgkit_entrypoints.errors import UsageError
-from imgkit_recipes import FOLDER
 
 
 def fill(job: Job, name: str, **values: Any) -> str:
@@ -24,10 +23,9 @@ def fill(job: Job, name: str, **values: Any) -> str:
     own = job.request.templates
     if own is not None and not own.is_dir():
         raise UsageError(f"no folder {own}", where="--templates")
-    folders = (*((own,) if own is not None else ()), FOLDER / "templates" / "job")
     try:
         return (
-            environment(*folders)
+            environment("templates/job", own)
             .get_template(name)
             .render(job=job, exports=container.exports(job), modules=container.modules(job), **values)
         )

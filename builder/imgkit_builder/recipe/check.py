@@ -9,7 +9,7 @@ from pathlib import Path
 from imgkit_builder.recipe import named_files, secrets, systems
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
-from imgkit_builder.recipe.rules import ANY, COMMANDS, KEY_RULES, PLATFORMS, TEXT_RULES, Fault, printable
+from imgkit_builder.recipe.rules import ANY, COMMANDS, PLATFORMS, Fault, matches, of_key, of_text
 from imgkit_builder.recipe.yaml_tree import (
     Items,
     Scalar,
@@ -109,18 +109,9 @@ def walk(node: YamlNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode
         yield from walk(child, below)
 
 
-def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
-    return len(path) == len(pattern) and all(
-        want in (ANY, part) for part, want in zip(path, pattern, strict=True)
-    )
-
-
 def _key(path: KeyPath, position: Position, found: Collector) -> Checked:
-    name, bad = str(path[-1]), set()
-    faults = list(printable(name))
-    if not faults:
-        faults = [fault for pattern, rule in KEY_RULES if _matches(path, pattern) for fault in rule(name)]
-    for what, hint in faults:
+    bad: Checked = set()
+    for what, hint in of_key(path):
         found.error(position, path, what, hint)
         bad.add(path)
     return bad
@@ -135,12 +126,8 @@ def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
     if node.type != "text":
         return set()
     # Texts written with | or > end in a line break: imgkit strips it from these two and keeps it elsewhere.
-    ends_freely = path == ("description",) or any(_matches(path, place) for place in COMMANDS)
-    faults = list(printable(node.text.rstrip("\n") if ends_freely else node.text))
-    if not faults:
-        faults = [
-            fault for pattern, rule in TEXT_RULES if _matches(path, pattern) for fault in rule(node.text)
-        ]
+    ends_freely = path == ("description",) or any(matches(path, place) for place in COMMANDS)
+    faults = of_text(path, node.text.rstrip("\n") if ends_freely else node.text)
     for what, hint in faults:
         found.error(node.position, path, what, hint)
     if not faults:
@@ -165,7 +152,7 @@ def _names_itself(path: KeyPath, text: str) -> Iterator[Fault]:
 
 
 def _is_variable(path: KeyPath) -> bool:
-    return path[:-1] == ("image", "env") or _matches(path, ("image", "pip", ANY, "env", ANY))
+    return path[:-1] == ("image", "env") or matches(path, ("image", "pip", ANY, "env", ANY))
 
 
 def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
@@ -182,21 +169,21 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
 def _together(tree: Table, found: Collector, bad: Checked) -> None:
     """Apply the rules for several values."""
     for path, node, _ in walk(tree):
-        if _matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
+        if matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
             _pip_step(path, node, found)
         elif path == ("image", "platforms") and isinstance(node, Items):
             _platform_list(path, node, found, bad)
         elif path == ("system", "runtime") and isinstance(node, Table):
             _runtime(path, node, found)
-        elif _matches(path, ("system", ANY, ANY)) and isinstance(node, Scalar) and node.type == "integer":
+        elif matches(path, ("system", ANY, ANY)) and isinstance(node, Scalar) and node.type == "integer":
             _least(path, node, found, bad)
-        elif _matches(path, ("image", "copy", ANY, "source")) and isinstance(node, Scalar):
+        elif matches(path, ("image", "copy", ANY, "source")) and isinstance(node, Scalar):
             _inside(path, node, found, folder_allowed=True, bad=bad)
-        elif _matches(path, ("image", "pip", ANY, "requirements")) and isinstance(node, Scalar):
+        elif matches(path, ("image", "pip", ANY, "requirements")) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
                 _requirements(file, path, found)
-        elif _matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
+        elif matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
                 named_files.certificate(file, node.position, path, found)

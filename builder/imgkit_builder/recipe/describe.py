@@ -59,13 +59,14 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
     yield Value(key=key_text(_WORDS.get(path, path)), value=value, position=positions.get(path))
 
 
-def to_text(recipe: Recipe) -> str:
-    """A table: key, value, and ``file:line`` or ``default``."""
-    head = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    rows = [(row.key, _plain(row.value), _place(row.position)) for row in values(recipe)]
+def table(text: str) -> str:
+    """The text of `to_json` as a table: key, value, and ``file:line`` or ``default``."""
+    recipe = json.loads(text)
+    head = f"{recipe['name']}: {recipe['description']}" if recipe["description"] else recipe["name"]
+    rows = [(row["key"], _plain(row["value"]), _place(row)) for row in recipe["values"]]
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(max(len(value) for _, value, _ in rows), 60)
-    lines = [head, f"file    {recipe.file}", f"sha256  {recipe.sha256}", ""]
+    lines = [head, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
     lines += [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
     return "\n".join(lines)
 
@@ -78,8 +79,8 @@ def _plain(value: str | int | None) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def _place(position: Position | None) -> str:
-    return f"{position.file.name}:{position.line}" if position else "default"
+def _place(row: Mapping[str, Any]) -> str:
+    return "default" if row["default"] else f"{Path(row['file']).name}:{row['line']}"
 
 
 def to_json(recipe: Recipe) -> str:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_builder.recipe import systems
+from imgkit_builder.recipe import rules, systems
 from imgkit_builder.recipe.check import check, check_system, normalise, walk
 from imgkit_builder.recipe.extends import locate, resolve
 from imgkit_builder.recipe.model import Image, Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, Problem, RecipeErrors
 from imgkit_builder.recipe.typecheck import Document, typecheck
-
-_NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 
 
 def load(ref: str | Path) -> Recipe:
@@ -56,10 +53,8 @@ def load(ref: str | Path) -> Recipe:
 
 def _check_name(file: Path, found: Collector) -> None:
     """The file's name is the recipe's name; images and .sif files get it too."""
-    if not _NAME.fullmatch(file.stem):
-        better = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-") or "recipe"
-        what = f"the name {file.stem!r} cannot become an image's name"
-        found.error(Position(file=file, line=1, column=1), (), what, f"rename the file to {better}.yaml")
+    for what, hint in rules.recipe_name(file.stem):
+        found.error(Position(file=file, line=1, column=1), (), what, hint)
 
 
 def _order(problem: Problem, asked: Path) -> tuple[bool, str, int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from imgkit_builder.recipe.problems import KeyPath, Position, Problem
+from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
 from imgkit_entrypoints.system import SystemFacts
 
 __all__ = [
@@ -138,7 +138,4 @@ class Recipe:
 
     def where(self, *path: str | int) -> str:
         """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""
-        while path and path not in self.positions:
-            path = path[:-1]
-        found = self.positions.get(path)
-        return f"{found.file.name}:{found.line}" if found else self.file.name
+        return place(self.positions, path, self.file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,14 @@ def shown(file: Path) -> Path:
         return file.relative_to(Path.cwd())
     except (ValueError, OSError):
         return file
+
+
+def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
+    """``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
+    while path and path not in positions:
+        path = path[:-1]
+    found = positions.get(path)
+    return f"{found.file.name}:{found.line}" if found else file.name
 
 
 def key_text(path: KeyPath) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from imgkit_builder.recipe import systems
 from imgkit_builder.recipe.image_reference import BadReference, parse
-from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.problems import KeyPath, choices
 
 Fault = tuple[str, str]
 Rule = Callable[[str], Iterator[Fault]]
@@ -32,6 +32,7 @@ _PLATFORM_ALIASES = {
 }
 _OWN_LABELS = ("title", "version", "created", "revision", "base.name", "base.digest")
 
+_NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
 _APT = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9-]+)?(?:=[A-Za-z0-9.+:~-]+|/[a-z0-9.-]+)?")
 _ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
@@ -54,6 +55,13 @@ def printable(text: str) -> Iterator[Fault]:
         yield "contains a line break", hint
     elif bad:
         yield f"contains the control character U+{ord(bad.group()):04X}", "delete it"
+
+
+def recipe_name(text: str) -> Iterator[Fault]:
+    """A recipe's name; images and .sif files get it too."""
+    if not _NAME.fullmatch(text):
+        better = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "recipe"
+        yield f"the name {text!r} cannot become an image's name", f"rename the file to {better}.yaml"
 
 
 def image_reference(text: str) -> Iterator[Fault]:
@@ -290,3 +298,23 @@ KEY_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "labels", ANY), label_name),
     (("system", "env", ANY), env_name),
 )
+
+
+def matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
+    """Whether `path` is a place that `pattern` names."""
+    return len(path) == len(pattern) and all(
+        want in (ANY, part) for part, want in zip(path, pattern, strict=True)
+    )
+
+
+def of_text(path: KeyPath, text: str) -> list[Fault]:
+    """Everything wrong with the text at `path`."""
+    faults = list(printable(text))
+    return faults or [fault for pattern, rule in TEXT_RULES if matches(path, pattern) for fault in rule(text)]
+
+
+def of_key(path: KeyPath) -> list[Fault]:
+    """Everything wrong with the key that `path` ends with."""
+    name = str(path[-1])
+    faults = list(printable(name))
+    return faults or [fault for pattern, rule in KEY_RULES if matches(path, pattern) for fault in rule(name)]

@@ -1,24 +1,31 @@
-"""The parts of a recipe that a cluster needs, also in the one-file tool, which cannot read recipes.
+"""The parts of a recipe that a cluster needs, also in the one-file tool, which cannot read recipe files.
 
-Reading YAML needs PyYAML and pydantic, which are compiled. The one-file tool carries the facts of the shipped
-recipes as ``systems.json`` instead. Standard library only, except where a recipe is read.
+Reading YAML needs PyYAML and pydantic, which are compiled. The JSON of ``imgkit show RECIPE --json`` needs
+the standard library only. The one-file tool carries that of the shipped recipes as ``recipes.json``; a
+user's own recipe comes as a file.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from imgkit_builder.recipe import describe, problems, rules
+from imgkit_builder.recipe import systems as registry
+from imgkit_builder.recipe.problems import KeyPath, Position, key_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
 
-SCHEMA = 1
-SYSTEMS_JSON = "systems.json"
-"""A file of the one-file tool, in the folder of the package."""
+RECIPES_JSON = "recipes.json"
+"""A file of the one-file tool, in the folder of the package: the JSON of each shipped recipe, by name."""
+JSON_SUFFIX = ".json"
+_HINT = "write it where imgkit is installed: imgkit show RECIPE --json > RECIPE.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +36,19 @@ class Target:
     system: SystemFacts
     platforms: tuple[str, ...]
     """``linux/amd64``; the first is the default."""
+    file: Path
+    """Where the values come from."""
+    positions: Mapping[KeyPath, Position] = field(default_factory=dict)
+    """Position of every value that a recipe's file states."""
 
     @property
     def module_line(self) -> str:
         """``module load ...`` for its runtime; empty where the recipe names no module."""
         return module_line(self.system)
+
+    def where(self, *path: str | int) -> str:
+        """``file.yaml:12`` for the nearest stated value at or above `path`, for messages."""
+        return problems.place(self.positions, path, self.file)
 
 
 def module_line(system: SystemFacts) -> str:
@@ -42,55 +57,140 @@ def module_line(system: SystemFacts) -> str:
     return f"module load {' '.join(modules)}" if modules else ""
 
 
-def find(ref: str) -> Target:
-    """Find the recipe `ref`: a shipped name or, outside the one-file tool, a path.
+def find(ref: str | Path) -> Target:
+    """Find the recipe `ref`: a shipped name, a JSON file or, outside the one-file tool, a recipe's file.
 
     Raises
     ------
-    UsageError : there is no such recipe, it has problems, or it is a path in the one-file tool.
+    UsageError : there is no such recipe, it has problems, or the one-file tool cannot read it.
     """
-    bundled = importlib.resources.files("imgkit_builder").joinpath(SYSTEMS_JSON)
-    if not bundled.is_file():
-        from imgkit_builder.recipe.load import load
+    text = json_text(str(ref))
+    if text is not None:
+        return from_json(text, Path(ref))
+    from imgkit_builder.recipe.load import load
 
-        recipe = load(ref)
-        return Target(name=recipe.name, system=recipe.system, platforms=recipe.image.platforms)
-    known = {target.name: target for target in from_json(bundled.read_text(encoding="utf-8"))}
+    recipe = load(ref)
+    return Target(
+        name=recipe.name,
+        system=recipe.system,
+        platforms=recipe.image.platforms,
+        file=recipe.file,
+        positions=recipe.positions,
+    )
+
+
+def json_text(ref: str) -> str | None:
+    """The recipe `ref` as JSON, from a JSON file or the one-file tool; None: its YAML is to be loaded.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or the one-file tool has no such recipe.
+    """
+    if ref.endswith(JSON_SUFFIX):
+        try:
+            return Path(ref).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot be read: {error}", where=ref, hint=_HINT) from error
+    known = _bundled()
+    if not known:
+        return None
     if ref not in known:
         raise UsageError(
             f"the one-file imgkit does not know the recipe {ref!r}",
-            hint=f"it knows: {', '.join(sorted(known))}; only an installed imgkit reads recipe files",
+            hint=f"it knows: {', '.join(sorted(known))}\n"
+            f"it reads JSON instead of a recipe's file; {_HINT}\n"
+            "or name the .sif of the recipe's image",
         )
-    return known[ref]
+    return json.dumps(known[ref], indent=2)
 
 
-def shipped() -> tuple[Target, ...]:
-    """Every shipped recipe, sorted by name."""
+def names() -> tuple[str, ...]:
+    """Names of the shipped recipes, sorted."""
     import imgkit_recipes
 
-    return tuple(find(name) for name in imgkit_recipes.recipe_names())
+    return tuple(sorted(_bundled())) or imgkit_recipes.recipe_names()
 
 
-def to_json(targets: Sequence[Target]) -> str:
-    """Deterministic text of `SYSTEMS_JSON`."""
-    entries = {
-        target.name: {
-            "platforms": list(target.platforms),
-            "system": json.loads(systems.to_json(target.system)),
+def _bundled() -> Mapping[str, Any]:
+    """The recipes of the one-file tool by name; empty where imgkit is installed."""
+    file = importlib.resources.files("imgkit_builder").joinpath(RECIPES_JSON)
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return known
+
+
+def bundled_json() -> str:
+    """Deterministic text of `RECIPES_JSON`; files are named without the folder that they are in here."""
+    import imgkit_recipes
+    from imgkit_builder.recipe.load import load
+
+    recipes = {name: json.loads(describe.to_json(load(name))) for name in imgkit_recipes.recipe_names()}
+    return json.dumps(recipes).replace(json.dumps(f"{imgkit_recipes.FOLDER}/")[1:-1], "")
+
+
+def from_json(text: str, file: Path) -> Target:
+    """Read the text of ``imgkit show RECIPE --json``, which `file` holds.
+
+    Raises
+    ------
+    UsageError : it is something else, or holds a value that no recipe may have.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if data["schema"] != describe.SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, not {describe.SCHEMA}")
+        stated = {row["key"]: row for row in data["values"] if row["line"] is not None}
+        facts = systems.from_json(json.dumps(data["system"]))
+        platforms = tuple(str(platform) for platform in data["image"]["platforms"])
+        positions = {
+            path[:depth]: Position(file=Path(row["file"]), line=row["line"], column=row["column"])
+            for path, _ in reversed(tuple(_values(facts, ("system",))))
+            if (row := stated.get(key_text(path)))
+            for depth in range(len(path), 0, -1)
         }
-        for target in targets
-    }
-    return json.dumps({"schema": SCHEMA, "recipes": entries}, indent=1, sort_keys=True) + "\n"
+        name = str(data["name"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise UsageError(
+            f"it is not what imgkit show RECIPE --json prints: {reason}", where=str(file), hint=_HINT
+        ) from error
+    return checked(Target(name=name, system=facts, platforms=platforms, file=file, positions=positions))
 
 
-def from_json(text: str) -> tuple[Target, ...]:
-    """Read what `to_json` wrote."""
-    entries: dict[str, Any] = json.loads(text)["recipes"]
-    return tuple(
-        Target(
-            name=name,
-            system=systems.from_json(json.dumps(entry["system"])),
-            platforms=tuple(entry["platforms"]),
-        )
-        for name, entry in entries.items()
-    )
+def checked(target: Target) -> Target:
+    """`target`, after the rules that apply to a recipe's file.
+
+    Raises
+    ------
+    UsageError : a value breaks a rule; lists all of them.
+    """
+    faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
+    for index, platform in enumerate(target.platforms):
+        faults += [(f"image.platform[{index}]", *fault) for fault in rules.platform(platform)]
+    for path, value in _values(target.system, ("system",)):
+        found = (*rules.of_key(path), *(rules.of_text(path, value) if isinstance(value, str) else ()))
+        faults += [(key_text(path), *fault) for fault in found]
+    if not faults:
+        side: registry.RecipeSide = registry.load(target.system.scheduler)
+        faults += [
+            (key_text(("system", *fault.path)), fault.what, fault.hint)
+            for fault in side.check_recipe(target.system)
+        ]
+    if faults:
+        texts = [f"{key}: {what}; {hint}" if hint else f"{key}: {what}" for key, what, hint in faults]
+        raise UsageError("\n".join(texts), where=str(target.file))
+    return target
+
+
+def _values(content: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value below `content` that has no parts, with its path."""
+    if dataclasses.is_dataclass(content):
+        for known in dataclasses.fields(content):
+            yield from _values(getattr(content, known.name), (*path, known.name))
+    elif isinstance(content, Mapping):
+        for name, value in content.items():
+            yield from _values(value, (*path, name))
+    elif isinstance(content, tuple):
+        for index, value in enumerate(content):
+            yield from _values(value, (*path, index))
+    else:
+        yield path, content

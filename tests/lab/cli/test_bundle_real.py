@@ -146,9 +146,12 @@ def test_archive_becomes_a_sif_without_docker(pyz: Path, saved: Path, tmp_path: 
     checked = bare(OLDEST, pyz, "verify", target, "--json", **env)
     found = {check["name"]: check["verdict"] for check in json.loads(checked.stdout)["checks"]}
     assert found == {"header": "ok", "root partition": "ok", "manifest": "ok"}
+    asked = ("--directory", "/gpfs/me", "-A", "bsc98", "--qos", "acc_debug", "--time", "1h", "--", "dist-pi")
+    by_name, by_file = (bare(OLDEST, pyz, "job", one, "--image", target, *asked) for one in ("mn5", target))
+    assert by_name.stdout == by_file.stdout != "", by_file.stderr
     tested = bare(OLDEST, pyz, "test", target, "--json", **env)
-    by_name = {check["name"]: check for check in json.loads(tested.stdout)["checks"]}
-    assert by_name["arch"]["verdict"] == by_name["python"]["verdict"] == "ok"
+    checks = {check["name"]: check for check in json.loads(tested.stdout)["checks"]}
+    assert checks["arch"]["verdict"] == checks["python"]["verdict"] == "ok"
     assert [path.name for path in tmp_path.iterdir()] == ["mn5.sif"]
 
 

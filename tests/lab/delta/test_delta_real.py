@@ -314,7 +314,7 @@ def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path],
     output(*tool, "apply", lab.folder / "d.imgdelta", lab.folder / "ab.sif", "-o", "mine.sif", folder=home)
     output(*tool, "flatten", "mine.sif", "-o", "flat.sif", folder=home)
     mine, roots = (
-        inside(source.mounted(descriptor.stack(path)))
+        inside(source.mounted(descriptor.stack(path).sif))
         for path in (home / "flat.sif", lab.folder / "root.sif")
     )
     assert mine == roots

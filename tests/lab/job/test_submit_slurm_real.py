@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, ROOT, Cluster, Done, cluster_marks, until
+
+from imgkit_builder.cli import zipapp
 
 DATA = ROOT / "tests/lab/data"
 PACKAGE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
@@ -102,6 +105,18 @@ def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...
     told = site.finished("--nodes", "2", "--", *command)
     assert told.startswith("module load singularity\n")
     assert re.search(result, told), told
+
+
+def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:
+    pyz = zipapp.bundle(site.folder / "imgkit.pyz").path
+    tool = ("exec", "login", "--cwd", site.folder, "--", sys.executable, "-I", "-S", pyz)
+    done = site.cluster(*tool, "submit", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    assert f"{pyz}' status {job}; " in done.stderr  # the folder's name has a blank
+    site.until(lambda: not site.queued(job), job)
+    assert "all_reduce of ones: 4" in site.told(job)
+    assert site.cluster(*tool, "status", job).stderr.startswith(f"imgkit: squeue --jobs={job}")
 
 
 def test_values_arrive_as_they_were_typed(site: Site) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Protocol, cast
 from imgkit_builder.job.flags import NoFlags, declared
 from imgkit_builder.job.request import Job, Request, RunBy, Script, SubmittedJob
 from imgkit_builder.recipe import systems as registry
-from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.systems import SystemFault
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.system import SystemFacts
 
@@ -47,7 +47,7 @@ class System(Protocol):
         """Number of nodes of a job without ``--nodes``; `flags` is a value of the class `flags`."""
         return 1
 
-    def required(self, recipe: Recipe, request: Request) -> tuple[str, ...]:
+    def required(self, recipe: Target, request: Request) -> tuple[str, ...]:
         """Fields of ``system.queue`` that the job must have."""
         return recipe.system.queue.required
 

@@ -5,6 +5,7 @@ The recipe has options of RunAI's client; each of them becomes a part of the doc
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,7 +78,10 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
     kubectl reads 1e-4 as a number, PyYAML as text that needs no quotes. A number cannot be an argument.
     """
-    import yaml
+    try:
+        import yaml
+    except ImportError:  # in the one-file tool; kubectl reads JSON too
+        return json.dumps(document, indent=2) + "\n"
 
     class Dumper(yaml.SafeDumper):
         def represent_text(self, text: str) -> yaml.Node:

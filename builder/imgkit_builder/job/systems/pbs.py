@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from imgkit_builder.base import process
 from imgkit_builder.job import container, fields
 from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Script, SubmittedJob
@@ -170,6 +171,6 @@ def _conversion(job: Job, archive: str) -> Script:
         job,
         "pbs-sif.sh.j2",
         directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
-        convert=line(("imgkit", "sif", archive, "-o", job.image)),
+        convert=line((*process.own_words(), "sif", archive, "-o", job.image)),
     )
     return Script(text=text, submit=("qsub",), on_stdin=True)

@@ -12,7 +12,7 @@ from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once
 from imgkit_builder.job.words import quote
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
 ASLEEP = ("sleep", "infinity")
@@ -41,7 +41,7 @@ class Pods(System):
     flags = PodFlags
     runtimes = ("kubernetes",)
 
-    def required(self, recipe: Recipe, request: Request) -> tuple[str, ...]:
+    def required(self, recipe: Target, request: Request) -> tuple[str, ...]:
         """Fields of ``system.queue`` that the job must have; none if it is interactive."""
         return () if request.interactive else recipe.system.queue.required
 

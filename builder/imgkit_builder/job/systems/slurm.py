@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from imgkit_builder.base import process
 from imgkit_builder.job import container, fields
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System
@@ -132,6 +133,6 @@ def _conversion(job: Job, archive: Path) -> Script:
             *queue.sif,
             *map(fields.option, job.request.options),
         ),
-        convert=line(("imgkit", "sif", str(archive.absolute()), "-o", job.image)),
+        convert=line((*process.own_words(), "sif", str(archive.absolute()), "-o", job.image)),
     )
     return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)

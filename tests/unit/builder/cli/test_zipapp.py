@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -7,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from imgkit_builder.cli import zipapp
 from imgkit_builder.cli.app import BUNDLE_VERBS
 from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+JOBS = Path(__file__).parents[3] / "golden/jobs"
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +25,12 @@ def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(path: Path) -> Sequence[str]:
     with zipfile.ZipFile(path) as archive:
         return archive.namelist()
+
+
+def output(*words: object) -> str:
+    """What the installed imgkit prints."""
+    argv = [sys.executable, "-m", "imgkit_builder", *map(str, words)]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 def bare(pyz: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -39,8 +49,12 @@ def test_bundle_stays_small(pyz: Path) -> None:
 
 
 def test_bundle_holds_python_only(pyz: Path) -> None:
-    assert not [name for name in names(pyz) if name.endswith((".so", ".pyc", ".yaml.j2", ".j2"))]
-    assert not [name for name in names(pyz) if name.startswith(("pydantic", "docker", "yaml", "jinja2"))]
+    assert not [name for name in names(pyz) if name.endswith((".so", ".c", ".pyc"))]
+    assert not [name for name in names(pyz) if name.startswith("imgkit_") and name.endswith(".yaml")]
+    assert not [name for name in names(pyz) if name.startswith(("pydantic", "docker", "yaml"))]
+    templates = [name for name in names(pyz) if name.endswith(".j2")]
+    assert templates
+    assert {str(Path(name).parent) for name in templates} == {"imgkit_recipes/templates/job"}
 
 
 def test_every_distribution_brings_its_licence(pyz: Path) -> None:
@@ -65,6 +79,72 @@ def test_foreign_packages_are_not_imported(pyz: Path, tmp_path: Path) -> None:
         [sys.executable, pyz, "--version"], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
     )
     assert done.stdout.startswith("imgkit ")
+
+
+@pytest.mark.parametrize(
+    "case", ["mn5", "olivia-eap-pbsdsh", "olivia-interactive", "rcp", "lambda", "lambda-ssh", "cpu"]
+)
+def test_job_is_that_of_an_installed_imgkit(pyz: Path, case: str) -> None:
+    words = shlex.split((JOBS / f"{case}.args").read_text())
+    done = bare(pyz, "job", "--directory", "/home/me/my run", *words)
+    assert done.stdout == (JOBS / f"{case}.txt").read_text(), done.stderr
+
+
+def test_recipe_of_ones_own_comes_as_json(pyz: Path, tmp_path: Path) -> None:
+    recipe, asked = tmp_path / "mine.yaml", ("-A", "bsc98", "--qos", "acc_debug", "--time", "1h")
+    recipe.write_text("extends: mn5\nsystem: {node: {gpus: 2}, runtime: {binds: [/gpfs]}}\n")
+    json = tmp_path / "mine.json"
+    json.write_text(output("show", recipe, "--json"))
+    job = bare(pyz, "job", str(json), *asked, "--", "dist-bench")
+    assert job.stdout == output("job", recipe, *asked, "--", "dist-bench"), job.stderr
+    assert "--gres=gpu:2" in job.stdout
+    assert bare(pyz, "show", str(json)).stdout == output("show", recipe)
+    refused = bare(pyz, "job", str(json), *asked, "--gpus", "4", "--", "dist-bench")
+    assert refused.returncode == 2
+    assert "mine.yaml:2: --gpus 4, but a node has 2" in refused.stderr
+
+
+def test_own_template_is_filled(pyz: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm.sh.j2").write_text("{% include 'modules.sh.j2' %}\n# {{ job.recipe.system.title }}\n")
+    asked = ("-A", "bsc98", "--qos", "acc_debug", "--time", "1h", "--templates", str(tmp_path))
+    done = bare(pyz, "job", "mn5", *asked, "--", "dist-bench")
+    assert done.stdout.endswith("module load singularity\n# MareNostrum 5 ACC\n"), done.stderr
+
+
+def test_conversion_job_starts_this_tool(pyz: Path) -> None:
+    done = bare(pyz, "job", "mn5", "-A", "bsc98", "--qos", "gp_debug", "--time", "1h", "--sif", "/x/mn5.tar")
+    assert f"exec {sys.executable} {pyz} sif /x/mn5.tar" in done.stdout.replace(" \\\n    ", " ")
+
+
+def test_kubeflow_job_is_json_without_yaml(pyz: Path) -> None:
+    asked = (
+        "--image",
+        "reg.example.org/rcp:1",
+        "--pvc",
+        "c:/d",
+        "--format",
+        "pytorchjob",
+        "--",
+        "dist-bench",
+    )
+    done = bare(pyz, "job", "rcp", *asked)
+    assert yaml.safe_load(done.stdout) == yaml.safe_load(output("job", "rcp", *asked)), done.stderr
+
+
+def test_submission_needs_the_scheduler(pyz: Path, tmp_path: Path) -> None:
+    (tmp_path / "mn5.tar").touch()
+    asked = ("-A", "bsc98", "--qos", "gp_debug", "--time", "1h", "--sif", str(tmp_path / "mn5.tar"))
+    argv = [sys.executable, "-I", "-S", str(pyz), "submit", "mn5", *asked]
+    done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": "/nonexistent"})
+    assert done.returncode == 3
+    assert "'sbatch' is not on PATH" in done.stderr
+
+
+def test_job_without_record_is_refused(pyz: Path) -> None:
+    for verb in ("status", "logs", "cancel"):
+        done = bare(pyz, verb, "no-such-job")
+        assert done.returncode == 2
+        assert "no record of a job 'no-such-job'" in done.stderr
 
 
 def test_unknown_recipe_is_a_usage_error(pyz: Path) -> None:

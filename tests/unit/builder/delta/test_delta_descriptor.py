@@ -14,7 +14,7 @@ from imgkit_builder.job import container
 from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.local import SYSTEM as local
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import CheckFailed, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check
 
@@ -73,34 +73,34 @@ def request(file: Path) -> Request:
 
 
 def test_job_lays_it_over_and_says_what_it_is(file: Path) -> None:
-    job = resolve(load("cpu"), request(file))
+    job = resolve(find("cpu"), request(file))
     words = local.script(job).submit
     # Inside the container, where --cleanenv does not reach.
     assert words[-3:] == ("env", "IMGKIT_DELTA=sha256:new", "dist-train")
     at = words.index("--overlay")
     assert words[at + 1] == f"{file}:ro"
     assert words.index("exec") < at < words.index(f"{file.parent}/cpu.sif")
-    shell = container.shell(resolve(load("cpu"), replace(request(file), command=(), interactive=True)))
+    shell = container.shell(resolve(find("cpu"), replace(request(file), command=(), interactive=True)))
     assert f"{file}:ro" in shell
 
 
 def test_job_without_one_says_nothing() -> None:
     given = Request(command=("dist-train",), directory=Path("/home/me"), runtime="singularity")
-    words = local.script(resolve(load("cpu"), given)).submit
+    words = local.script(resolve(find("cpu"), given)).submit
     assert not [word for word in words if "overlay" in word or "IMGKIT_DELTA" in word]
 
 
 @pytest.mark.parametrize("runtime", ["docker", "host"])
 def test_delta_without_singularity_refused(file: Path, runtime: str) -> None:
     with pytest.raises(UsageError, match=r"lies over a \.sif"):
-        resolve(load("cpu"), replace(request(file), runtime=runtime))
+        resolve(find("cpu"), replace(request(file), runtime=runtime))
 
 
 @pytest.mark.parametrize("name", ["a,b.imgdelta", "a:b.imgdelta", "a\nb.imgdelta"])
 def test_name_that_the_runtime_would_split_refused(file: Path, name: str) -> None:
     (file.parent / name).write_bytes(file.read_bytes())
     with pytest.raises(UsageError, match="cannot stand in a job"):
-        resolve(load("cpu"), replace(request(file), delta=Path(name)))
+        resolve(find("cpu"), replace(request(file), delta=Path(name)))
 
 
 def image_root(folder: Path, text: str | None) -> dict[str, str]:

@@ -17,9 +17,15 @@ MN5 = Target(
     name="mn5",
     system=SystemFacts(runtime=Runtime(modules=("gcc", "singularity"))),
     platforms=("linux/amd64",),
+    file=Path("mn5.yaml"),
 )
-OLIVIA = Target(name="olivia", system=SystemFacts(), platforms=("linux/arm64",))
-LAMBDA = Target(name="lambda", system=SystemFacts(runtime=Runtime(kind="docker")), platforms=("linux/amd64",))
+OLIVIA = Target(name="olivia", system=SystemFacts(), platforms=("linux/arm64",), file=Path("olivia.yaml"))
+LAMBDA = Target(
+    name="lambda",
+    system=SystemFacts(runtime=Runtime(kind="docker")),
+    platforms=("linux/amd64",),
+    file=Path("lambda.yaml"),
+)
 
 QEMU = "proc/sys/fs/binfmt_misc/qemu-aarch64"
 USERNS = "proc/sys/user/max_user_namespaces"

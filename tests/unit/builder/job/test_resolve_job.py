@@ -12,7 +12,7 @@ from imgkit_builder.job import fields
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
 MN5 = Request(command=("dist-bench",), account="a1", qos="acc_debug", time="10m", directory=Path("/w"))
@@ -20,7 +20,7 @@ MN5 = Request(command=("dist-bench",), account="a1", qos="acc_debug", time="10m"
 
 def job(recipe: str | Path = "mn5", *, pvcs: tuple[str, ...] = (), **given: Any) -> Job:
     own = PodFlags(pvcs=pvcs)
-    return resolve(load(recipe), dataclasses.replace(MN5, system_flags=(own,) if pvcs else (), **given))
+    return resolve(find(recipe), dataclasses.replace(MN5, system_flags=(own,) if pvcs else (), **given))
 
 
 def refused(recipe: str | Path = "mn5", **given: Any) -> UsageError:
@@ -51,7 +51,7 @@ def test_gpus_bring_their_share_of_cpus() -> None:
 def test_limit_is_named_with_its_line(given: dict[str, Any], what: str, key: tuple[str, ...]) -> None:
     error = refused(**given)
     assert what in error.what
-    assert error.where == load("mn5").where(*key)
+    assert error.where == find("mn5").where(*key)
     assert error.where.startswith("mn5.yaml:")
 
 

@@ -22,6 +22,7 @@ from imgkit_builder.job.resolve import resolve
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import RecipeErrors
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import ToolFailed
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -229,7 +230,7 @@ def test_broken_plugin_is_named_and_breaks_no_other(work: Path, plugins: Path, c
 def refused(work: Path) -> ToolFailed:
     """The error for a job of the recipe in `work`."""
     with pytest.raises(ToolFailed) as caught:
-        resolve(load(work / "mine.yaml"), Request(command=("dist-pi",)))
+        resolve(find(work / "mine.yaml"), Request(command=("dist-pi",)))
     return caught.value
 
 
@@ -298,7 +299,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
     assert warning.what == "fakeq does not start programs by docker"
     file.write_text(RECIPE + "  queue: {name: fast}\n")
     with pytest.raises(RecipeErrors) as caught:
-        load(file)
+        find(file)
     (problem,) = caught.value.problems
     assert (problem.key, problem.what) == ("system.queue.name", "fakeq has no queues")
     assert (problem.position.line, problem.position.column) == (5, 17)
@@ -309,7 +310,7 @@ def test_alias_names_its_system(work: Path, plugins: Path, alias: str, system: s
     plugin(plugins, WHOLE + CHECKED)
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", alias))
     with pytest.raises(RecipeErrors, match=f"did you mean {system}"):
-        load(work / "mine.yaml")
+        find(work / "mine.yaml")
 
 
 def test_module_can_be_a_system(work: Path, plugins: Path) -> None:
@@ -317,5 +318,5 @@ def test_module_can_be_a_system(work: Path, plugins: Path) -> None:
     plugin(plugins, WHOLE + "\n".join(f"{name} = SYSTEM.{name}" for name in names))
     entry_points = plugins / "fakeq_dist-1.0.dist-info/entry_points.txt"
     entry_points.write_text("[imgkit.systems]\nfakeq = fakeq_dist\n")
-    job = resolve(load(work / "mine.yaml"), Request(command=("dist-pi",), nodes="2"))
+    job = resolve(find(work / "mine.yaml"), Request(command=("dist-pi",), nodes="2"))
     assert "#FAKEQ lane=slow" in systems.named(job.system).script(job).text

@@ -1,32 +1,59 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from imgkit_builder.recipe import targets
+from imgkit_builder.recipe import describe, targets
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
+from imgkit_recipes import recipe_names
 
 
 @pytest.fixture
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate the one-file tool, where the facts are beside the package."""
-    (tmp_path / targets.SYSTEMS_JSON).write_text(targets.to_json(targets.shipped()))
+    """Imitate the one-file tool, where the recipes are beside the package."""
+    (tmp_path / targets.RECIPES_JSON).write_text(targets.bundled_json())
     monkeypatch.setattr(importlib.resources, "files", lambda _: tmp_path)
 
 
-def test_facts_survive_the_bundle() -> None:
-    before = targets.shipped()
-    assert len(before) >= 8
-    assert targets.from_json(targets.to_json(before)) == before
+def shown(recipe: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(describe.to_json(load(recipe)))
+    return content
+
+
+def read(content: object) -> Target:
+    return targets.from_json(json.dumps(content), Path("mine.json"))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_json_says_what_the_recipe_says(name: str) -> None:
+    recipe, target = load(name), read(shown(name))
+    assert (target.name, target.system, target.platforms) == (
+        recipe.name,
+        recipe.system,
+        recipe.image.platforms,
+    )
+    lists = {path[:-1] for path in recipe.positions if isinstance(path[-1], int)}
+    above = {path[:-1] for path in recipe.positions} - lists
+    stated = [path for path in recipe.positions if path[0] == "system" and path not in above]
+    assert [target.where(*path) for path in stated] == [recipe.where(*path) for path in stated]
 
 
 @pytest.mark.usefixtures("bundled")
 def test_bundle_knows_the_shipped_recipes() -> None:
+    assert targets.names() == recipe_names()
     found = targets.find("mn5")
     assert found.module_line == "module load singularity"
     assert found.platforms == ("linux/amd64",)
+
+
+def test_bundle_names_no_folder_of_this_machine() -> None:
+    assert str(Path(__file__).parents[4]) not in targets.bundled_json()
 
 
 @pytest.mark.usefixtures("bundled")
@@ -35,8 +62,70 @@ def test_bundle_refuses_other_recipes(ref: str) -> None:
     with pytest.raises(UsageError, match="does not know") as caught:
         targets.find(ref)
     assert "mn5" in str(caught.value.hint)
+    assert "imgkit show RECIPE --json" in str(caught.value.hint)
 
 
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(UsageError):
         targets.find("no-such-recipe")
+
+
+def test_absent_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        targets.find(str(tmp_path / "absent.json"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 2}', "[" * 100_000, '{"schema": 1, "values": []}']
+)
+def test_json_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not what imgkit show RECIPE --json prints") as caught:
+        targets.from_json(text, Path("mine.json"))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("node", "gpus", "4", 'system.node.gpus is "4", not a whole number'),
+        ("node", "gpus", True, "system.node.gpus is true, not a whole number"),
+        ("node", "gpus", -1, "gpus must be at least 0"),
+        ("runtime", "binds", "/gpfs", 'system.runtime.binds is "/gpfs", not a list'),
+        (
+            "runtime",
+            "kind",
+            "podman",
+            'system.runtime.kind is "podman", not singularity or docker or kubernetes',
+        ),
+        ("queue", "limits", {"gp": 60}, "system.queue.limits.gp is 60, not text"),
+        ("queue", "limits", [], r"system.queue.limits is \[\], not an object"),
+        ("queue", "name", "a\n#SBATCH --x", "system.queue.name: contains a line break"),
+        ("runtime", "command", "a; b", "system.runtime.command: 'a; b' is not one word"),
+    ],
+)
+def test_value_that_no_recipe_has_is_refused(part: str, key: str, value: object, message: str) -> None:
+    content = shown("mn5")
+    content["system"][part][key] = value
+    with pytest.raises(UsageError, match=message):
+        read(content)
+
+
+def test_every_broken_rule_is_named() -> None:
+    content = shown("mn5")
+    content["name"], content["image"]["platforms"] = "../x", ["linux/riscv64"]
+    content["system"]["env"] = {"A;id": "1"}
+    with pytest.raises(UsageError) as caught:
+        read(content)
+    for fault in (
+        "name: the name '../x'",
+        "image.platform[0]: 'linux/riscv64'",
+        "system.env.A;id: 'A;id' is",
+    ):
+        assert fault in str(caught.value)
+
+
+def test_rules_of_the_scheduler_apply_to_json() -> None:
+    content = shown("mn5")
+    content["system"]["scheduler"] = "slrum"
+    with pytest.raises(UsageError, match="did you mean slurm"):
+        read(content)

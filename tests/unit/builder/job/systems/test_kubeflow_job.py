@@ -15,10 +15,10 @@ from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.job.systems.pods import KubernetesFormat, PodFlags
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = load("rcp")
+RECIPE = find("rcp")
 RCP = Request(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
 HOME = ("data:/data:ro", "home:/home/me")
 FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")

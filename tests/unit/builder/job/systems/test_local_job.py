@@ -11,14 +11,14 @@ import pytest
 from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.local import SYSTEM as local
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
 TRAIN = Request(command=("dist-train",), directory=Path("/home/me"))
 
 
 def words(request: Request, recipe: str | Path = "cpu") -> tuple[str, ...]:
-    return local.script(resolve(load(recipe), request)).submit
+    return local.script(resolve(find(recipe), request)).submit
 
 
 def test_docker_starts_it_here() -> None:

@@ -12,7 +12,7 @@ from imgkit_builder.job.request import Job, Request, Script
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.mpi import SYSTEM as mpi
 from imgkit_builder.job.systems.mpi import MpiFlags
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
 HOSTS = MpiFlags(hosts="node1,node2")
@@ -31,7 +31,7 @@ def changed(request: Request, **given: Any) -> Request:
 
 
 def job(request: Request) -> Job:
-    return resolve(load("lambda"), request)
+    return resolve(find("lambda"), request)
 
 
 def script(request: Request) -> Script:

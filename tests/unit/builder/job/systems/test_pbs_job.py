@@ -21,10 +21,10 @@ from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pbs import SYSTEM as pbs
 from imgkit_builder.job.systems.pbs import PbsFlags
 from imgkit_builder.job.systems.slurm import SYSTEM as slurm
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = load("olivia-eap")
+RECIPE = find("olivia-eap")
 REQUEST = Request(command=("dist-run",), time="10m", directory=Path("/my work"), nodes="2")
 STARTS = ("pals", "pbsdsh", "ssh")
 
@@ -42,7 +42,7 @@ def own(tmp_path: Path, *lines: str) -> Any:
     """A recipe that extends olivia-eap by lines below ``system``."""
     file = tmp_path / "mine.yaml"
     file.write_text("\n".join(("extends: olivia-eap", "system:", *(f"  {line}" for line in lines), "")))
-    return load(file)
+    return find(file)
 
 
 def run(script: str, folder: Path, nodefile: str = "x9\nx10\n") -> subprocess.CompletedProcess[str]:

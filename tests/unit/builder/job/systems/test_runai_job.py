@@ -18,10 +18,10 @@ from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems import pods
 from imgkit_builder.job.systems.runai import SYSTEM as runai
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = load("rcp")
+RECIPE = find("rcp")
 RCP = Request(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from imgkit_builder.job.request import Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.slurm import SYSTEM as slurm
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = load("mn5")
+RECIPE = find("mn5")
 REQUEST = Request(command=("dist-run",), account="a1", qos="q", time="10m", directory=Path("/w"), nodes="2")
 
 
