@@ -61,8 +61,8 @@ def messages() -> list[str]:
     return [text for path in sources() for text in texts(path) if len(text) > 10]
 
 
-def test_there_are_25_error_pages() -> None:
-    assert len(TROUBLE) == 25
+def test_there_are_25_error_pages_and_more() -> None:
+    assert len(TROUBLE) >= 25
 
 
 @pytest.mark.parametrize("page", TROUBLE, ids=lambda page: page.stem)

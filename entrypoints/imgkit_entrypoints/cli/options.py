@@ -78,6 +78,7 @@ def parser(
         "report a rank of dist-train as stuck after S seconds or three times its longest step, whichever is "
         "longer (default: 60); 0: never",
     )
+    switch("--no-network-test", "start without testing the network between the nodes")
     switch("--direct", "this process is one rank: do not start torchrun")
     switch("--plan", "print the plan as JSON and stop")
     return made
@@ -109,6 +110,7 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
             log_dir=parsed.log_dir,
         ),
         show_plan=parsed.plan,
+        network_test=not parsed.no_network_test,
         timeouts=Timeouts(
             grace_s=parsed.grace, rollcall_s=parsed.rollcall_timeout, hang_after_s=parsed.hang_after
         ),

@@ -12,6 +12,7 @@ from pathlib import Path
 from imgkit_entrypoints import fabric, facts, schedulers
 from imgkit_entrypoints.cli.worker import Worker
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.fabric import sockets
 from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.launch.request import LaunchOptions
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
@@ -57,11 +58,14 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     if where.node_rank == 0:
         for text in (*(line(decision) for decision in made.decisions if decision.used), *warnings):
             say(text)
+    carrier = sockets.selected(host, child) if asked.network_test else None
     me = gather.Caller(
         host=host.hostname,
         identity=gather.identity(torch=host.torch_version, nccl=host.nccl_version),
         nproc=made.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
+        address=carrier.addresses[0] if carrier else "",
+        interface=carrier.name if carrier else "",
     )
     return supervisor.run(made.argv, child, place=where, me=me, say=say, timeouts=asked.timeouts)
 

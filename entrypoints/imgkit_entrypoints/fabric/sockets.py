@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from imgkit_entrypoints.fabric.precedence import PlanDraft
 from imgkit_entrypoints.facts import HostFacts, Interface
@@ -98,6 +98,17 @@ def matching(text: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...
         return any(name == word if exact else name.startswith(word) for word in words)
 
     return tuple(item for item in interfaces if not words or selected(item.name) != exclude)
+
+
+def selected(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
+    """Interface with an address that a worker with `env` connects over; None if no variable selects one."""
+    cuda = env.get("IMGKIT_DEVICE") == "cuda"
+    for variable in (NCCL, GLOO) if cuda else (GLOO, NCCL):
+        if value := env.get(variable):
+            exact = "=" if variable == GLOO else ""
+            found = matching(exact + value, facts.interfaces)
+            return next((item for item in found if item.running and item.addresses), None)
+    return None
 
 
 def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:

@@ -41,6 +41,8 @@ class LaunchOptions:
     request: Request
     timeouts: Timeouts
     show_plan: bool
+    network_test: bool = True
+    """The nodes test the network between them before torchrun starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

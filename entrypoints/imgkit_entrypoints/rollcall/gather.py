@@ -1,7 +1,8 @@
 """The roll call: the nodes of a run meet before torchrun starts.
 
 Node 0 listens and the others call. The head names every node that never calls, refuses nodes with different
-software on all nodes at once, and hands out a free port for torchrun. The connections stay open (session.py).
+software on all nodes at once, lets the nodes test the network between them (probe.py), and hands out a free
+port for torchrun. The connections stay open (session.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import ports, session
+from imgkit_entrypoints.rollcall import ports, probe, session
 from imgkit_entrypoints.rollcall.link import Link
+from imgkit_entrypoints.rollcall.probe import Offer
 from imgkit_entrypoints.rollcall.session import LINGER_S, HeadRoll, MemberRoll, Place, Roll, node_name, wait
 
 PROGRESS_S = 10.0
@@ -44,6 +46,9 @@ class Caller:
     nproc: int = 1
     """Like `gpu`, it may differ between nodes; a difference is reported, never refused."""
     gpu: str = ""
+    address: str = ""
+    """Address that carries the data between nodes; empty: the network to this node is not tested."""
+    interface: str = ""
 
 
 def identity(*, torch: str, nccl: str, root: Path = Path("/")) -> Identity:
@@ -66,32 +71,41 @@ def call(
 
     Raises
     ------
-    NoPlan : a node never called or never answered, the nodes run different software, or a port is busy.
+    NoPlan : a node never called or never answered, the nodes run different software, the network between two
+    nodes loses data, or a port is busy.
     """
     assert place.nnodes > 1  # noqa: S101 - one node has nobody to call
-    run = _Gathering(place, me, timeout_s, say, stopped) if place.node_rank == 0 else None
-    if run is None:
-        return _join(place, me, timeout_s, say, stopped)
-    try:
-        return run.gather()
-    except BaseException as error:
-        if isinstance(error, NoPlan):
-            run.refuse(error)
-        run.listener.close()
-        raise
+    with probe.offering(me.address, me.interface) as offer:
+        if place.node_rank != 0:
+            return _join(place, me, offer, timeout_s, say, stopped)
+        run = _Gathering(place, me, offer, timeout_s, say, stopped)
+        try:
+            return run.gather()
+        except BaseException as error:
+            if isinstance(error, NoPlan):
+                run.refuse(error)
+            run.listener.close()
+            raise
 
 
 class _Gathering:
     """The head's side until all nodes have called."""
 
     def __init__(
-        self, place: Place, me: Caller, timeout_s: float, say: Say, stopped: Callable[[], str]
+        self,
+        place: Place,
+        me: Caller,
+        offer: Offer | None,
+        timeout_s: float,
+        say: Say,
+        stopped: Callable[[], str],
     ) -> None:
         self.place, self.timeout_s, self.say, self.stopped = place, timeout_s, say, stopped
         self.port = ports.roll_call(place.job_id, place.port)
         self.strangers: list[Link] = []
         self.links: dict[int, Link] = {}
         self.callers: dict[int, Caller] = {0: me}
+        self.offers: dict[int, Offer | None] = {0: offer}
         try:
             self.listener = ports.listen(self.port)
         except OSError as error:
@@ -120,6 +134,8 @@ class _Gathering:
             self._accept()
             self._hear()
         warnings = _compare(self.place, self.callers)
+        if failures := probe.between_all(self.offers, self.links):
+            raise probe.refusal(failures, self.offers, self._name)
         port = self._torchrun_port()
         for link in self.links.values():
             link.send({"go": {"port": port, "warnings": warnings}})
@@ -190,7 +206,7 @@ class _Gathering:
                 f"{before.host} and {caller.host} both call as node {rank} of {nnodes}",
                 hint="start this command once per node, each with its own node rank",
             )
-        self.callers[rank] = caller
+        self.callers[rank], self.offers[rank] = caller, Offer.read(message.get("probe"))
         link.send({"beat": 1})  # shows the node that the head, and no other service, took its call
 
     def _torchrun_port(self) -> int:
@@ -278,7 +294,9 @@ def _groups(place: Place, callers: Mapping[int, Caller], label: str, value: Call
     return f"{label} " + ", ".join(parts)
 
 
-def _join(place: Place, me: Caller, timeout_s: float, say: Say, stopped: Callable[[], str]) -> Roll:
+def _join(
+    place: Place, me: Caller, offer: Offer | None, timeout_s: float, say: Say, stopped: Callable[[], str]
+) -> Roll:
     port = ports.roll_call(place.job_id, place.port)
     deadline = time.monotonic() + timeout_s
     why, last_said = "", time.monotonic()
@@ -296,6 +314,7 @@ def _join(place: Place, me: Caller, timeout_s: float, say: Say, stopped: Callabl
                     "node_rank": place.node_rank,
                     "nnodes": place.nnodes,
                     "caller": dataclasses.asdict(me),
+                    "probe": dataclasses.asdict(offer) if offer else None,
                 }
             )
             if found := _await_go(place, link, deadline, stopped):
@@ -330,6 +349,8 @@ def _await_go(place: Place, link: Link, deadline: float, stopped: Callable[[], s
                 told = message["refused"]
                 link.close()
                 raise NoPlan(str(told["what"]), where=told["where"], hint=told["hint"])
+            if "probe" in message:
+                link.send(probe.report(place.node_rank, message["probe"]))
             if "go" in message:
                 go = message["go"]
                 return MemberRoll(

@@ -7,7 +7,7 @@ import sys
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import forced_end, hang_watch, signals, supervisor
 from imgkit_entrypoints.launch.request import Timeouts
-from imgkit_entrypoints.rollcall import session
+from imgkit_entrypoints.rollcall import probe, session
 from imgkit_entrypoints.rollcall.gather import Caller, Identity
 from imgkit_entrypoints.schedulers.placement import Placement
 
@@ -15,6 +15,7 @@ options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
 forced_end.END_STEP_S, supervisor.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
 hang_watch.ANSWER_S = 2.0
+probe.STEP_S = options.get("step_s", probe.STEP_S)
 supervisor.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
 
@@ -28,12 +29,17 @@ place = Placement(
     nnodes=options.get("nnodes", 1),
     node_rank=rank,
     hosts=tuple(options.get("hosts", ())),
-    head="127.0.0.1",
+    head=options.get("head", "127.0.0.1"),
     port=options.get("port"),
     job_id=options.get("job", ""),
     source={},
 )
-me = Caller(host=f"host{rank}", identity=Identity(torch=options.get("torch", "2.13")))
+me = Caller(
+    host=f"host{rank}",
+    identity=Identity(torch=options.get("torch", "2.13")),
+    address=options.get("address", ""),
+    interface=options.get("interface", ""),
+)
 try:
     code = supervisor.run(
         sys.argv[2:],

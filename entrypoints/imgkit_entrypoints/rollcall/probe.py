@@ -1,0 +1,262 @@
+"""The network between a few pairs of nodes, tested in the roll call before torchrun depends on it.
+
+Each node opens two ports on the address that carries its data; the kernel chooses them, as it does for NCCL
+and Gloo. Up to three other nodes connect there and send bursts of growing size. The kernels answer, and no
+process does: a busy node delays nothing, and an unanswered burst means lost packets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall.link import Link
+from imgkit_entrypoints.rollcall.session import wait
+
+SIZES = (64, 1200, 1400, 2000, 4000, 9000)
+"""Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames."""
+PORTS = 2
+STEP_S = 3.5
+"""Limit for one connection or one burst. Linux repeats a lost SYN after 1 and 3 seconds."""
+LIMIT_S = 6.0
+"""Limit for all tests of a node; an unfinished test counts as passed."""
+ANSWER_S = 2.0
+"""Further time for the nodes' reports to reach the head."""
+SETTLE_S = 0.2
+"""Time in which a node that has just ended is noticed."""
+TICK_S = 0.001
+HEADERS_BYTES = 52
+"""Headers of IPv4 and of TCP, with the time stamps that Linux adds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The ports that a node has opened for the test."""
+
+    address: str
+    interface: str
+    ports: tuple[int, ...]
+
+    @classmethod
+    def read(cls, said: Any) -> Offer | None:
+        """Return the offer in a message; None from an older imgkit, which takes no part."""
+        try:
+            ports = tuple(map(int, said["ports"]))
+            return cls(address=str(said["address"]), interface=str(said["interface"]), ports=ports)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A connection or a burst that failed."""
+
+    source: int
+    target: int
+    port: int
+    size: int
+    """Bytes of the burst that did not arrive; 0: there was no connection."""
+    arrived: int
+    """Bytes of the largest burst that arrived."""
+    why: str
+
+
+@contextlib.contextmanager
+def offering(address: str, interface: str) -> Iterator[Offer | None]:
+    """Open this node's ports for the time of the context; None without an address, or if it is not ours."""
+    with contextlib.ExitStack() as stack:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            opened = [
+                stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(PORTS)
+            ]
+        except OSError:
+            opened = []
+        ports = tuple(item.getsockname()[1] for item in opened)
+        yield Offer(address=address, interface=interface, ports=ports) if address and ports else None
+
+
+def between_all(offered: Mapping[int, Offer | None], links: Mapping[int, Link]) -> list[Failure]:
+    """Let every node test its partners, and return what failed; the head's side.
+
+    A node that ends meanwhile proves nothing about the network, and neither does one that never reports.
+    """
+    offers = {rank: offer for rank, offer in sorted(offered.items()) if offer}
+    ranks = tuple(offers)
+    targets = {
+        rank: {other: offers[other] for other in partners(place, ranks)} for place, rank in enumerate(ranks)
+    }
+    waited = {rank: links[rank] for rank in targets if rank}
+    for rank, link in waited.items():
+        told = [{"target": other, **asdict(offer)} for other, offer in targets[rank].items()]
+        link.send({"probe": told})
+    end = time.monotonic() + LIMIT_S + ANSWER_S
+    found = list(attempt(0, targets.get(0, {})))
+    while waited and (left := end - time.monotonic()) > 0:
+        wait(waited.values(), min(left, 0.5))
+        for rank, link in list(waited.items()):
+            reports = [message["probed"] for message in link.receive() if "probed" in message]
+            if reports or link.why:
+                found += [one for report in reports for one in _read(rank, report) if one.target in offers]
+                del waited[rank]
+    if found:
+        wait(links.values(), SETTLE_S)
+    for link in links.values():
+        link.receive()
+    return [one for one in found if not any(links[rank].why for rank in (one.source, one.target) if rank)]
+
+
+def partners(place: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Nodes that the node at `place` tests: its neighbours and the one across. No node hears from many."""
+    found = (ranks[(place + step) % len(ranks)] for step in (1, -1, len(ranks) // 2))
+    return tuple(other for other in dict.fromkeys(found) if other != ranks[place])
+
+
+def _read(source: int, said: Any) -> list[Failure]:
+    """Return the failures in the report of node `source`; none if it cannot be read."""
+    try:
+        return [
+            Failure(
+                source=source,
+                target=int(one["target"]),
+                port=int(one["port"]),
+                size=int(one["size"]),
+                arrived=int(one["arrived"]),
+                why=str(one["why"])[:80],
+            )
+            for one in said
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def report(rank: int, told: Any) -> dict[str, Any]:
+    """Test the partners that the head has named, and return the message with what failed."""
+    offers = {int(said["target"]): Offer.read(said) for said in told}
+    failures = attempt(rank, {other: offer for other, offer in offers.items() if offer})
+    return {"probed": [asdict(failure) for failure in failures]}
+
+
+def attempt(rank: int, targets: Mapping[int, Offer]) -> tuple[Failure, ...]:
+    """Test all `targets` at once from node `rank`, and return what failed."""
+    running = [
+        _steps(rank, target, offer.address, port, SIZES if position == 0 else SIZES[:1])
+        for target, offer in targets.items()
+        for position, port in enumerate(offer.ports)
+    ]
+    found: list[Failure] = []
+    end = time.monotonic() + LIMIT_S
+    while running and time.monotonic() < end:
+        for one in list(running):
+            try:
+                next(one)
+            except StopIteration as stop:
+                running.remove(one)
+                found += [stop.value] if stop.value else []
+        time.sleep(TICK_S if running else 0)
+    for one in running:
+        one.close()
+    return tuple(found)
+
+
+_Steps = Generator[None, None, "Failure | None"]
+
+
+def _steps(rank: int, target: int, address: str, port: int, sizes: Sequence[int]) -> _Steps:
+    """Connect and send the bursts, each after the one before has arrived; yields while it has to wait."""
+    size = arrived = 0
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as connection:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if (error := connection.connect_ex((address, port))) not in (0, errno.EINPROGRESS):
+                raise OSError(error, os.strerror(error))
+            yield from _until(connection, _connected)
+            for size in sizes:
+                connection.send(bytes(size))
+                yield from _until(connection, _answered)
+                arrived = size
+    except OSError as error:
+        why = error.strerror or str(error)
+        return Failure(source=rank, target=target, port=port, size=size, arrived=arrived, why=why)
+    return None
+
+
+def _until(connection: socket.socket, good: Callable[[socket.socket], bool]) -> Iterator[None]:
+    end = time.monotonic() + STEP_S
+    while True:
+        if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        if good(connection):
+            return
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answer within {STEP_S:g} s")
+        yield
+
+
+def _connected(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def _answered(connection: socket.socket) -> bool:
+    """Return whether the other kernel has acknowledged every byte (SIOCOUTQ of linux/sockios.h)."""
+    try:
+        (left,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return True  # this kernel does not tell
+    return bool(left == 0)
+
+
+def refusal(
+    failures: Sequence[Failure], offers: Mapping[int, Offer | None], name: Callable[[int], str]
+) -> NoPlan:
+    """Return the error that names the first failed pair, the likely cause and the command.
+
+    It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
+    """
+    first = min(failures, key=lambda one: (one.size, one.source, one.target))
+    caller, offer = offers[first.source], offers[first.target]
+    assert caller is not None and offer is not None  # noqa: S101, PT018 - only nodes with an offer take part
+    source, target = name(first.source), name(first.target)
+    others = len({(one.source, one.target) for one in failures}) - 1
+    more = f" (other failing pairs of nodes: {others})" if others else ""
+    where = f"{offer.address}:{first.port}"
+    again = "To start without this test: --no-network-test"
+    if first.size > SIZES[0]:
+        packet = first.size + HEADERS_BYTES
+        return NoPlan(
+            f"{source} cannot send {first.size} B at once to {target}: {first.arrived} B arrive, "
+            f"{first.size} B do not{more}",
+            where=where,
+            hint=f"a path MTU black hole: a switch or tunnel drops packets of {packet} B without a report. "
+            f"To see it: ping -c 3 -M do -s {packet - 28} {offer.address}. Raise the MTU of the path, or "
+            f"lower it on all nodes: sudo ip link set dev {offer.interface} "
+            f"mtu {first.arrived + HEADERS_BYTES}. {again}",
+        )
+    same = {one.port for one in failures if (one.source, one.target) == (first.source, first.target)}
+    ports = " and ".join(map(str, sorted(same)))
+    what = f"{source} cannot connect to {target} on port {ports}: {first.why}{more}"
+    if first.size:
+        what = f"{source} connects to {target}, but port {ports} gets no data: {first.why}{more}"
+    return NoPlan(
+        what,
+        where=where,
+        hint="NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
+        f"the nodes connect on all of them. On {target}: sudo ufw allow from {caller.address}. If "
+        f"{offer.interface} is the wrong network, name another: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME. "
+        f"{again}",
+    )

@@ -1,0 +1,230 @@
+"""The test of the network between nodes, over real sockets of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall import gather, probe, session
+from imgkit_entrypoints.rollcall.gather import Caller
+from imgkit_entrypoints.rollcall.probe import Failure, Offer
+from imgkit_entrypoints.schedulers.placement import Placement
+
+HERE = "127.0.0.1"
+WHEEL_0_1 = Path(__file__).parents[3] / "lab/data/imgkit_entrypoints-0.1.0-py3-none-any.whl"
+NODE_0_1 = """
+import json, sys, types
+sys.path.insert(0, sys.argv[1])
+import imgkit_entrypoints
+from imgkit_entrypoints import rollcall
+place = types.SimpleNamespace(**json.loads(sys.argv[2]))
+me = rollcall.Caller(host=place.hosts[place.node_rank])
+roll = rollcall.call(place, me, timeout_s=20, say=lambda _: None)
+print(imgkit_entrypoints.__version__, roll.port)
+roll.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "RETRY_S", 0.02)
+    monkeypatch.setattr(probe, "STEP_S", 0.3)
+    for module in (session, gather):
+        monkeypatch.setattr(module, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def narrow() -> Iterator[Offer]:
+    """A listener whose receive buffer fills up: a large burst stays unanswered, as in a black hole."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        listener.bind((HERE, 0))
+        listener.listen()
+        yield Offer(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
+
+
+@pytest.fixture
+def closed() -> Offer:
+    """A port at which nobody listens any more."""
+    with socket.create_server((HERE, 0)) as listener:
+        return Offer(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
+
+
+def places(nnodes: int, request: str) -> list[Placement]:
+    hosts = tuple(f"host{rank}" for rank in range(nnodes))
+    first = Placement(
+        scheduler="manual", nnodes=nnodes, node_rank=0, hosts=hosts, head=HERE, port=None,
+        job_id=f"{os.getpid()} {request}", source={},
+    )  # fmt: skip
+    return [replace(first, node_rank=rank) for rank in range(nnodes)]
+
+
+def meet(spots: list[Placement], addresses: list[str], interfaces: Sequence[str] = ()) -> list[object]:
+    """Each node's roll, or the text of its refusal."""
+    found: list[object] = [None] * len(spots)
+
+    def one(rank: int) -> None:
+        interface = interfaces[rank] if interfaces else "lo"
+        me = Caller(host=f"host{rank}", address=addresses[rank], interface=interface)
+        try:
+            found[rank] = gather.call(spots[rank], me, timeout_s=20, say=lambda _: None)
+        except NoPlan as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(spots))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    for roll in found:
+        if isinstance(roll, session.Roll):
+            roll.close()
+    return found
+
+
+def test_good_network_passes_every_size() -> None:
+    with probe.offering(HERE, "lo") as offer:
+        assert offer is not None
+        assert len(set(offer.ports)) == 2
+        assert probe.attempt(0, {1: offer}) == ()
+
+
+def test_unanswered_burst_is_a_failure(narrow: Offer) -> None:
+    (found,) = probe.attempt(3, {1: narrow})
+    assert (found.source, found.target, found.port) == (3, 1, narrow.ports[0])
+    assert 0 < found.arrived < found.size <= max(probe.SIZES)
+    assert found.why == "no answer within 0.3 s"
+
+
+def test_closed_port_is_a_failure(closed: Offer) -> None:
+    (found,) = probe.attempt(0, {1: closed})
+    assert (found.size, found.arrived, found.why) == (0, 0, "Connection refused")
+
+
+def test_unreachable_network_is_a_failure() -> None:
+    (found,) = probe.attempt(0, {1: Offer(address="255.255.255.255", interface="eth0", ports=(40000,))})
+    assert found.size == 0
+    assert found.why
+
+
+def test_one_bad_node_does_not_hide_another(narrow: Offer, closed: Offer) -> None:
+    found = probe.attempt(0, {1: narrow, 2: closed})
+    assert {one.target for one in found} == {1, 2}
+
+
+@pytest.mark.parametrize("address", ["", "192.0.2.1", "no address"])
+def test_foreign_address_takes_no_part(address: str) -> None:
+    with probe.offering(address, "eth0") as offer:
+        assert offer is None
+
+
+@pytest.mark.parametrize("nnodes", [2, 3, 4, 5, 64, 1000])
+def test_no_node_hears_from_many(nnodes: int) -> None:
+    ranks = tuple(range(nnodes))
+    pairs = [(rank, other) for rank in ranks for other in probe.partners(rank, ranks)]
+    heard = [sum(other == rank for _, other in pairs) for rank in ranks] if nnodes <= 64 else [3]
+    assert all(rank != other for rank, other in pairs)
+    assert max(heard) <= 3
+    assert min(heard) >= min(nnodes - 1, 2)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, [], "x", {}, {"address": "a", "interface": "b"}, {"address": "", "interface": "", "ports": 3}],
+)
+def test_message_without_an_offer_takes_no_part(said: object) -> None:
+    assert Offer.read(said) is None
+
+
+@pytest.mark.parametrize("said", [None, "x", [1], [{}], [{"target": "far"}]])
+def test_unreadable_report_counts_as_none(said: object) -> None:
+    assert probe._read(1, said) == []
+
+
+def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest) -> None:
+    assert all(isinstance(roll, session.Roll) for roll in meet(places(3, request.node.name), [HERE] * 3))
+
+
+def test_older_node_takes_no_part(request: pytest.FixtureRequest) -> None:
+    found = meet(places(3, request.node.name), [HERE, "", HERE])
+    assert all(isinstance(roll, session.Roll) for roll in found)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_node_of_imgkit_0_1_is_met(request: pytest.FixtureRequest, rank: int) -> None:
+    spots = places(2, f"0.1 {rank}")
+    place = {
+        name: getattr(spots[rank], name)
+        for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id")
+    }
+    old = subprocess.Popen(
+        [sys.executable, "-I", "-c", NODE_0_1, str(WHEEL_0_1), json.dumps(place)], stdout=subprocess.PIPE
+    )
+    me = Caller(host=f"host{1 - rank}", address=HERE, interface="lo")
+    roll = gather.call(spots[1 - rank], me, timeout_s=20, say=lambda _: None)
+    assert old.communicate()[0].decode() == f"0.1.0 {roll.port}\n"
+    roll.close()
+
+
+def test_failing_pair_is_named_on_every_node(
+    request: pytest.FixtureRequest, narrow: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = probe.offering
+
+    def offering(address: str, interface: str) -> AbstractContextManager[Offer | None]:
+        return nullcontext(narrow) if interface == "narrow" else real(address, interface)
+
+    monkeypatch.setattr(probe, "offering", offering)
+    texts = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "narrow"])
+    assert len(set(texts)) == 1
+    assert "cannot send" in str(texts[0])
+    assert "to node 2 of 3 (host2)" in str(texts[0])
+    assert "--no-network-test" in str(texts[0])
+
+
+HOLE = Failure(source=1, target=0, port=40001, size=2000, arrived=1400, why="no answer within 3.5 s")
+WALL = Failure(source=1, target=0, port=40002, size=0, arrived=0, why="Connection refused")
+OFFERS = {rank: Offer(address=f"10.0.0.{rank}", interface="eth0", ports=(40001, 40002)) for rank in range(3)}
+
+
+def name(rank: int) -> str:
+    return f"node {rank} of 3 (host{rank})"
+
+
+def test_black_hole_is_refused_with_the_ping() -> None:
+    error = probe.refusal([HOLE, replace(HOLE, source=2)], OFFERS, name)
+    assert (
+        "node 1 of 3 (host1) cannot send 2000 B at once to node 0 of 3 (host0): 1400 B arrive" in error.what
+    )
+    assert "(other failing pairs of nodes: 1)" in error.what
+    assert "ping -c 3 -M do -s 2024 10.0.0.0" in str(error.hint)
+    assert "ip link set dev eth0 mtu 1452" in str(error.hint)
+
+
+def test_firewall_is_refused_with_its_ports() -> None:
+    error = probe.refusal([HOLE, WALL, replace(WALL, port=40001)], OFFERS, name)
+    assert "cannot connect to node 0 of 3 (host0) on port 40001 and 40002: Connection refused" in error.what
+    assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
+
+
+def test_connection_without_data_is_refused() -> None:
+    error = probe.refusal([replace(WALL, size=64)], OFFERS, name)
+    assert "connects to node 0 of 3 (host0), but port 40002 gets no data" in error.what
+
+
+def test_refusal_fits_into_a_small_packet() -> None:
+    long = "x" * 60
+    for one in (HOLE, WALL):
+        error = probe.refusal([one] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})")
+        assert len(json.dumps([error.what, error.where, error.hint])) < probe.SIZES[1]
