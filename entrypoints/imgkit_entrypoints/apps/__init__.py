@@ -1,1 +1,10 @@
 """What the workers run. The only place that may import torch."""
+
+import gc
+import sys
+
+# The objects that an import of torch makes all stay. Looking through them again and again takes a tenth of
+# the start, and with torch._dynamo a quarter. So the garbage collector rests until `ranks.run_worker`. Python
+# keeps "-m" here while it looks for the program's module: other programs that import this package collect.
+if sys.argv[0] == "-m":
+    gc.disable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import sys
 import time
@@ -81,7 +82,11 @@ def run_worker(main: Callable[[], None]) -> NoReturn:
     An exception also ends the process here, with its traceback. Destructors of objects in its frames would
     wait for the other ranks, which wait for this one: a bare DDP loop in which one rank raises hangs until
     gloo's timeout.
+
+    Python's garbage collector starts here, and ignores what the imports have made (``apps/__init__.py``).
     """
+    gc.freeze()
+    gc.enable()
     code: object = 0
     try:
         main()

@@ -26,7 +26,7 @@ PARTS = ("sif", "squash", "build", "rebuild", "save", "startup")
 RECIPE = "mn5"
 TAG = "imgkit-bench:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
-ZSTD3 = ("-comp", "zstd", "-Xcompression-level", "3", "-b", "1M")
+ZSTD3 = ("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K")
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def test_each_runtime_gets_its_flags(
     assert ("--mksquashfs-args" in words) == (compression == "zstd 3")
     if "--mksquashfs-args" in words:
         passed = words[words.index("--mksquashfs-args") + 1]
-        assert passed.startswith("-comp zstd -Xcompression-level 3 -b 1M -processors ")
+        assert passed.startswith("-comp zstd -Xcompression-level 3 -b 256K -processors ")
     else:
         assert any("gzip 9 by default" in note for note in notes.notes)
     assert words[-1] == "oci:made_latest"

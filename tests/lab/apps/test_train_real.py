@@ -373,10 +373,12 @@ code train $words --stop-after 0
 def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Path) -> None:
     # The first worker to end makes torchrun end the others, here before local rank 0 has seen the error.
     (runs / "late.py").write_text(
-        "import os, time\nif os.environ['LOCAL_RANK'] == '0':\n    time.sleep(1.5)\n"
+        "import gc, os, time\nif os.environ['LOCAL_RANK'] == '0':\n    time.sleep(1.5)\n"
+        "print('collects garbage:', gc.isenabled(), 'passed by:', gc.get_freeze_count() > 100_000)\n"
         "def model(config):\n    return None\nmodel = 3\n"
     )
     told = launched(standin, runs, "code train --nproc 2 --model late.py:model --steps 2")
+    assert told.count("collects garbage: True passed by: True") == 2, told
     assert told.count("model is not a function") == 1, told
     assert "exit code 2\n" in told
 

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import components, options, plugins

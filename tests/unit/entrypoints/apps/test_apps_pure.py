@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import math
 
@@ -22,6 +23,10 @@ def plain_pi(intervals: int, world_size: int) -> float:
         total += math.fsum(4.0 / (1.0 + (i / intervals) ** 2) for i in range(first, end))
         total -= pi.end_points(first, end, intervals)
     return total / intervals
+
+
+def test_import_keeps_the_garbage_collector() -> None:
+    assert gc.isenabled()  # it rests in processes that run an app
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
