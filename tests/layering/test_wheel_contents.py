@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import imgkit_entrypoints
+from imgkit_entrypoints.cli.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"imgkit_builder", "imgkit_recipes", "imgkit_entrypoints"}
@@ -124,6 +126,19 @@ def test_installed_wheel_is_not_the_checkout(installed: Path, tmp_path: Path) ->
     done = run(installed, str(installed / "python"), "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert str(ROOT) not in done.stdout
+
+
+def test_installed_wheel_has_every_command_of_the_image(installed: Path, tmp_path: Path) -> None:
+    assert {path.name for path in installed.glob("dist-*")} == {command.name for command in COMMANDS}
+    done = run(installed, str(installed / "dist-pi"), "--plan", cwd=tmp_path)
+    assert '"mode": "torchrun"' in done.stdout, done.stderr
+
+
+def test_command_that_the_package_has_not_is_refused(installed: Path, tmp_path: Path) -> None:
+    other = shutil.copy(installed / "dist-pi", tmp_path / "dist-tau")
+    done = run(installed, str(other), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "dist-tau: unknown command 'dist-tau'" in done.stderr
 
 
 def test_unknown_recipe_is_refused(installed: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The commands of the image: sh shims on PATH that run ``python3 -I -m imgkit_entrypoints NAME``."""
+"""The ``dist-*`` commands. In an image they are sh shims that run ``python3 -I -m imgkit_entrypoints NAME``.
+
+An installation by pip has them as scripts too (pyproject.toml).
+"""
 
 from __future__ import annotations
 

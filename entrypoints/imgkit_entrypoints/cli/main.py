@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from imgkit_entrypoints.cli import options, start, worker
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
@@ -28,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def program() -> None:
+    """Run the command that this process was started as: pip's ``dist-*`` scripts of an installed package."""
+    main((Path(sys.argv[0]).name, *sys.argv[1:]))
 
 
 def _run(words: tuple[str, ...], env: Mapping[str, str]) -> int:

@@ -33,7 +33,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
 
     Raises
     ------
-    NoPlan : no launch can be right. UsageError : this image has no torch, or a file keeps the run from
+    NoPlan : no launch can be right. UsageError : this Python has no torch, or a file keeps the run from
     starting. ToolFailed : see `supervisor.run`.
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)
@@ -95,7 +95,8 @@ def _require_torch() -> None:
 
     if find_spec("torch") is None:
         raise UsageError(
-            "this image has no torch, so nothing can be launched",
+            "this Python has no torch, so nothing can be launched",
             where=sys.executable,
-            hint="build the image on a base with torch, or add torch to the recipe's image.pip",
+            hint="in an image: build it on a base with torch, or add torch to the recipe's image.pip; "
+            "elsewhere: pip install torch",
         )

@@ -38,6 +38,10 @@ ELASTIC_RESTARTS = 10
 """Default restarts of an elastic run: a node that leaves makes the workers of all others fail."""
 
 
+_OPERATORS = "PET_NPROC_PER_NODE"
+"""Variable in which Kubeflow's operators give the number of processes; torchrun is kept from reading it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """The command, its variables and the reasons for them on this node."""
@@ -95,7 +99,7 @@ def make(
     """
     decisions: list[Decision] = []
     device = _device(request, host, system, decisions)
-    nproc = _nproc(request, device, host, place, decisions)
+    nproc = _nproc(request, device, host, place, env, decisions)
     network = fabric.choose(host, system, env, nnodes=place.nnodes, head=place.head)
     if network.blockers and device == "cuda" and place.nnodes > 1:
         raise NoPlan(
@@ -123,7 +127,7 @@ def make(
         env=variables,
         unset=(*operators, *network.unset),
         decisions=(*decisions, *network.decisions),
-        warnings=network.warnings,
+        warnings=(*_unused(request, place, nproc, env), *network.warnings),
     )
 
 
@@ -152,12 +156,19 @@ def _device(
 
 
 def _nproc(
-    request: Request, device: str, host: HostFacts, place: Placement, decisions: list[Decision]
+    request: Request,
+    device: str,
+    host: HostFacts,
+    place: Placement,
+    env: Mapping[str, str],
+    decisions: list[Decision],
 ) -> int:
     if place.direct is not None:
         wanted, who = place.direct.local_world_size, f"{place.scheduler} started them"
     elif request.nproc != "auto":
         wanted, who = int(request.nproc), "--nproc"
+    elif env.get(_OPERATORS):
+        wanted, who = _by_operator(env[_OPERATORS], host)
     elif device == "cuda":
         wanted, who = host.gpus, "one per GPU"
     else:
@@ -170,6 +181,36 @@ def _nproc(
         )
     decisions.append(Decision(variable="nproc", value=str(wanted), reason=who))
     return wanted
+
+
+def _by_operator(text: str, host: HostFacts) -> tuple[int, str]:
+    """Processes that `_OPERATORS` means, in the words that torchrun takes for its ``--nproc-per-node``."""
+    if text.isascii() and text.isdigit() and 0 < int(text) < 10**6:
+        return int(text), _OPERATORS
+    if text not in ("auto", "gpu", "cpu"):
+        raise NoPlan(
+            f"{text[:200]!r} is no number of processes",
+            where=_OPERATORS,
+            hint="a number from 1, auto, gpu or cpu; or give --nproc N",
+        )
+    if text == "gpu" and not host.gpus:
+        raise NoPlan(
+            f"{_OPERATORS}=gpu asks for one process per GPU, and no GPU is visible",
+            where=host.gpus_source,
+            hint="ask for GPUs, or give --nproc N",
+        )
+    if text == "cpu" or not host.gpus:
+        return host.cpus, f"{_OPERATORS}={text}: one per processor allowed"
+    return host.gpus, f"{_OPERATORS}={text}: one per GPU"
+
+
+def _unused(request: Request, place: Placement, nproc: int, env: Mapping[str, str]) -> tuple[str, ...]:
+    """A warning if the number that an operator gives is not the one of the run."""
+    given = env.get(_OPERATORS, "")
+    if (place.direct is None and request.nproc == "auto") or given in ("", "auto", str(nproc)):
+        return ()
+    why = "--nproc wins" if place.direct is None else f"{place.scheduler} started the processes"
+    return (f"{_OPERATORS}={given[:200]} is not used: {why}, {nproc} on this node",)
 
 
 def _threads(

@@ -150,14 +150,15 @@ def _own_rank(launcher: MpiLauncher, env: Mapping[str, str], hosts: int) -> Dire
     fields = launcher.fields
     size_from, local_from = _counted_by(fields, env)
     if not hosts and not (size_from and local_from):
-        missing = ", ".join(fields.local_world_size if size_from else fields.world_size)
-        raise NoPlan(
-            f"the number of nodes is unknown: none of {missing} is set, and there is no host list",
-            where=launcher.name,
-            hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the hosts in the order "
-            "of their ranks",
-        )
-    local = number(env, local_from, least=1) if local_from else max(1, number(env, size_from) // hosts)
+        raise _unknown(launcher, env, "nodes", fields.local_world_size if size_from else fields.world_size)
+    if local_from:
+        local = number(env, local_from, least=1)
+    elif size_from:
+        local = max(1, number(env, size_from) // hosts)
+    elif _stands_for_its_node(fields, env):
+        local = 1
+    else:
+        raise _unknown(launcher, env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
     size = number(env, size_from, least=1) if size_from else local * hosts
     rank_from = variable(env, fields.rank)
     rank, local_rank = number(env, rank_from), _local_rank(fields, env, local)
@@ -173,6 +174,25 @@ def _own_rank(launcher: MpiLauncher, env: Mapping[str, str], hosts: int) -> Dire
             where=", ".join(f"{item}={env[item]}" for item in (rank_from, size_from) if item),
         )
     return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local)
+
+
+def _stands_for_its_node(fields: RankVariables, env: Mapping[str, str]) -> bool:
+    """Whether the rank and the node have one number, which a second rank on the node would not have."""
+    rank, node, local = (first(env, names) for names in (fields.rank, fields.node_rank, fields.local_rank))
+    return bool(rank and node) and env[rank] == env[node] and env.get(local, "0") == "0"
+
+
+def _unknown(launcher: MpiLauncher, env: Mapping[str, str], what: str, names: Sequence[str]) -> NoPlan:
+    """The error for a missing number, with what is missing and what is there."""
+    there = [f"{name}={env[name]}" for name in present(env, *launcher.fields.variables, NODES)]
+    missing = f"none of {', '.join(names)} is set"
+    hosts = "" if env.get(NODES) else ", and there is no host list"
+    return NoPlan(
+        f"the number of {what} is unknown: {missing}{hosts}",
+        where=" ".join(there) or launcher.name,
+        hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the hosts in the order of "
+        "their ranks, and the container without --cleanenv",
+    )
 
 
 def _local_rank(fields: RankVariables, env: Mapping[str, str], local: int) -> int:

@@ -170,6 +170,56 @@ def test_operator_variables_are_kept_from_torchrun():
     assert made.unset == ("PET_NNODES", "PET_STANDALONE")
 
 
+@pytest.mark.parametrize(
+    ("text", "gpus", "nproc", "reason"),
+    [
+        ("4", 0, 4, "PET_NPROC_PER_NODE"),
+        ("2", 4, 2, "PET_NPROC_PER_NODE"),
+        ("auto", 4, 4, "one per GPU"),
+        ("auto", 0, 8, "one per processor allowed"),
+        ("gpu", 4, 4, "one per GPU"),
+        ("cpu", 0, 8, "one per processor allowed"),
+        ("", 0, 1, "no GPU: one"),
+    ],
+)
+def test_operator_s_number_of_processes_counts(text: str, gpus: int, nproc: int, reason: str) -> None:
+    made = make({"PET_NPROC_PER_NODE": text}, gpus=gpus)
+    assert flag(made, "--nproc-per-node") == str(nproc)
+    assert [reason in one.reason for one in made.decisions if one.variable == "nproc"] == [True]
+    assert made.warnings == ()
+
+
+def test_operator_s_number_that_is_not_used_is_told() -> None:
+    env = {"PET_NPROC_PER_NODE": "4"}
+    made = make(env, nproc="2")
+    assert (made.nproc, made.warnings) == (
+        2,
+        ("PET_NPROC_PER_NODE=4 is not used: --nproc wins, 2 on this node",),
+    )
+    direct = Direct(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    assert (
+        make(env, place=node(direct=direct))
+        .warnings[0]
+        .startswith("PET_NPROC_PER_NODE=4 is not used: standalone")
+    )
+    assert make(env, nproc="4").warnings == ()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "four", "xpu", "4 ", "٤"])
+def test_odd_number_of_an_operator_is_refused(text: str) -> None:
+    with pytest.raises(NoPlan, match="no number of processes") as caught:
+        make({"PET_NPROC_PER_NODE": text})
+    assert caught.value.where == "PET_NPROC_PER_NODE"
+    assert make({"PET_NPROC_PER_NODE": text}, nproc="2").nproc == 2
+
+
+def test_operator_s_gpus_that_are_not_there_are_refused() -> None:
+    with pytest.raises(NoPlan, match="PET_NPROC_PER_NODE=gpu"):
+        make({"PET_NPROC_PER_NODE": "gpu"})
+    with pytest.raises(NoPlan, match="4 per node"):  # no choice against the recipe: only --nproc is one
+        make({"PET_NPROC_PER_NODE": "4"}, system=SystemFacts(node=Node(gpus=4)))
+
+
 def test_plan_is_json():
     assert json.loads(json.dumps(make().to_dict()))["schema"] == 1
 

@@ -215,6 +215,11 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
         NOTHING,
         ("pals", 2, 1, ("x9", "x10"), "x9", None, "7.head.c0de"),
     ),
+    "pals with a list and nothing else that counts": (
+        {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0", "IMGKIT_NODES": "a,b"},
+        NOTHING,
+        ("pals", 2, 1, ("a", "b"), "a", None, ""),
+    ),
     "pals with PMIx in pbs": (
         {**pals(1, 2), "PMI_RANK": "", "PMI_SIZE": "", "PMIX_RANK": "1"},
         NODEFILE,
@@ -469,6 +474,19 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
         NODEFILE,
         "started this on 1 node, but the job has 2",
         "mpiexec -n 2 --ppn 1 --cpu-bind none dist-run",
+    ),
+    "pals, several ranks on a node and none counted": (
+        {"PALS_RANKID": "1", "PALS_NODEID": "0", "PALS_LOCAL_RANKID": "1", "IMGKIT_NODES": "a,b"},
+        NOTHING,
+        "ranks on this node is unknown: none of PALS_LOCAL_SIZE, PMI_LOCAL_SIZE, PMI_SIZE, PALS_SIZE is set",
+        "without --cleanenv",
+    ),
+    "pals and no list": (
+        {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0"},
+        NOTHING,
+        "PALS_RANKID=1 PALS_LOCAL_RANKID=0 PALS_NODEID=1.*number of nodes is unknown: none of PMI_SIZE, "
+        "PALS_SIZE is set, and there is no host list",
+        "--env IMGKIT_NODES=HOST,HOST",
     ),
     "pals on 2 of 3": (
         pals(0, 2, IMGKIT_NODES="a,b,c"),
