@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from imgkit_entrypoints import json_text
+
 SCHEMA = 1
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 
@@ -168,7 +170,7 @@ def from_json(text: str) -> SystemFacts:
     ------
     ValueError : it is not JSON, or a value has another type than its field; names the field.
     """
-    facts: SystemFacts = _read(SystemFacts, json.loads(text), "system")
+    facts: SystemFacts = _read(SystemFacts, json_text.parse(text), "system")
     return facts
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from imgkit_builder.archive.tarstream import HARD_LINK, REGULAR, SYMLINK, TarStream
 from imgkit_builder.image.config import ImageConfig, parse_config
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 MAX_JSON_BYTES = 4 << 20
@@ -280,8 +280,8 @@ def _bytes(file: StoredFile, name: str, where: str) -> bytes:
 
 def _parsed(raw: bytes, name: str, where: str) -> Any:
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        return json_text.parse(raw)
+    except ValueError as error:
         raise CheckFailed(f"{name} is not JSON: {error}", where=where) from error
 
 

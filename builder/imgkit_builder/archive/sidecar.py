@@ -14,6 +14,7 @@ from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.base import files
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import Manifest
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -96,19 +97,19 @@ def from_json(text: str, *, where: str) -> Sidecar:
     UsageError : not a sidecar, or of a later schema.
     """
     try:
-        data: dict[str, Any] = json.loads(text)
+        data: dict[str, Any] = json_text.parse(text)
         if data["schema"] != SCHEMA:
             raise UsageError("a later imgkit wrote this sidecar", where=where, hint="use that version")
         image = dict(data["image"])
         image["diff_ids"] = tuple(image["diff_ids"])
         system, manifest = data["system"], data["manifest"]
         return Sidecar(
-            image=SavedImage(**image),
-            archive=SavedArchive(**data["archive"]),
+            image=json_text.typed(SavedImage(**image)),
+            archive=json_text.typed(SavedArchive(**data["archive"])),
             system=systems.from_json(json.dumps(system)) if system else None,
             manifest=manifests.from_json(json.dumps(manifest)) if manifest else None,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"not a sidecar of imgkit save: {error!r}", where=where) from error
 
 

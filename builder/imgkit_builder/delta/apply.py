@@ -73,7 +73,8 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
         clock.stage("compare digests")
-        _check_digests(delta, delta_file, stack, clock)
+        _check_delta(delta, delta_file)
+        refuse_damaged(stack, clock)
         merged = len(stack.deltas) >= MOST
         if merged:
             clock.stage(f"merge {len(stack.deltas) + 1} deltas")
@@ -87,6 +88,8 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
             clock.stage("look whether it is there")
             see(job, work.part, delta)
         clock.stage("make durable")
+        # At the end: a file that its owner may only read cannot be changed either.
+        work.part.chmod(base.stat().st_mode & 0o777)
         files.publish(work.part, target)
         clock.finish()
     return Applied(
@@ -137,18 +140,29 @@ def _check(delta: Delta, path: Path, stack: Stack) -> None:
         )
 
 
-def _check_digests(delta: Delta, path: Path, stack: Stack, report: Reporter) -> None:
+def _check_delta(delta: Delta, path: Path) -> None:
     if descriptor.sha256(path, delta) != delta.sha256:
         raise CheckFailed(
             "the delta is damaged: its squashfs has another sha256 than recorded",
             where=str(path),
             hint="copy it again",
         )
-    if image.root_sha256(stack.sif.path, advance=report.advance) != stack.base.root_sha256:
+
+
+def refuse_damaged(stack: Stack, report: Reporter) -> None:
+    """Raise CheckFailed if the root partition or a delta of the .sif has another sha256 than recorded."""
+    path = stack.sif.path
+    damaged = "root partition"
+    whole = image.root_sha256(path, advance=report.advance) == stack.base.root_sha256
+    for number, (delta, partition) in enumerate(zip(stack.deltas, stack.partitions, strict=True), 1):
+        if whole:
+            damaged = f"delta {number}"
+            whole = descriptor.sha256(path, delta, start=partition.offset) == delta.sha256
+    if not whole:
         raise CheckFailed(
-            "the .sif is damaged: its root partition has another sha256 than recorded",
-            where=str(stack.sif.path),
-            hint="copy it again, or convert it again",
+            f"the .sif is damaged: its {damaged} has another sha256 than recorded",
+            where=str(path),
+            hint=f"copy it again, or convert it again; imgkit verify {path.name} lists what is damaged",
         )
 
 

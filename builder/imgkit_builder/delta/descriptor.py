@@ -25,6 +25,7 @@ from typing import Any
 
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import Descriptor, SifImage
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.launch import delta_check
 
@@ -191,13 +192,15 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         stream.seek(start + size_bytes - _END.size - length)
         text = stream.read(length)
     try:
-        values: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = json_text.parse(text)
         if values.pop("schema") != SCHEMA:
             raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
         base = values.pop("base")
-        found = Delta(
-            base=BaseSif(**{**base, "deltas": tuple(base["deltas"])}),
-            **{**values, "diff_ids": tuple(values["diff_ids"])},
+        found = json_text.typed(
+            Delta(
+                base=BaseSif(**{**base, "deltas": tuple(base["deltas"])}),
+                **{**values, "diff_ids": tuple(values["diff_ids"])},
+            )
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error

@@ -59,6 +59,8 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
         job = ConversionJob(
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
+        clock.stage("compare digests")
+        apply.refuse_damaged(stack, clock)
         clock.stage("squash")
         root = work.folder / "root.sqfs"
         write_squashfs.make(job, root, _entries(stack), created=stack.deltas[-1].created)

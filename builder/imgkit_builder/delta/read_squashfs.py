@@ -7,6 +7,7 @@ Documentation/filesystems/squashfs.rst. Whiteouts are character devices 0/0, as 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import lzma
@@ -31,6 +32,13 @@ _XATTR_PREFIXES = ("user.", "trusted.", "security.")
 _OUT_OF_LINE = 0x100
 _STORED = 1 << 24
 _CACHED_BLOCKS = 4096
+_BLOCK_SIZES = tuple(1 << bits for bits in range(12, 21))
+"""Sizes of a data block that the kernel mounts."""
+_DEEPEST = 400
+"""Folders within each other. Paths have at most 4096 bytes, and Python's recursion ends at 1000."""
+_XZ_MEMORY_BYTES = 64 << 20
+_FAULTS = (struct.error, IndexError, OverflowError, ZeroDivisionError, MemoryError)
+"""What Python raises where a damaged number is used as a place, a size or an index."""
 _KINDS: Mapping[int, Kind] = {
     **{1: "dir", 2: "file", 3: "symlink", 4: "block", 5: "char", 6: "fifo"},
     **{8: "dir", 9: "file", 10: "symlink", 11: "block", 12: "char", 13: "fifo"},
@@ -72,6 +80,11 @@ class SquashfsLayer:
         self.path = path
         self._offset = offset
         self._file = path.open("rb", buffering=0)
+        with self._sound():
+            self._open()
+
+    def _open(self) -> None:
+        path = self.path
         fields = _SUPERBLOCK.unpack(self._raw(0, _SUPERBLOCK.size))
         (magic, _, _, self._block, fragments, number, _, _, ids, major, _, root, self.used_bytes) = fields[
             :13
@@ -80,6 +93,8 @@ class SquashfsLayer:
         if magic != _MAGIC or major != 4:
             raise CheckFailed("it is no squashfs", where=str(path))
         self._unpack = _unpacker(COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown", path)
+        if self._block not in _BLOCK_SIZES:
+            raise self._damaged()
         self._metadata = functools.lru_cache(_CACHED_BLOCKS)(self._read_metadata)
         self._ids = struct.unpack(f"<{ids}I", self._table(id_table, ids * 4))
         entries = self._table(fragment_table, fragments * 16) if fragments else b""
@@ -87,6 +102,8 @@ class SquashfsLayer:
         self._fragment = functools.lru_cache(8)(self._read_fragment)
         self._xattrs, self._xattr_start = self._xattr_table(xattr_table)
         self._known = {"": self._inode(root)}
+        self._folder_at = {root: ""}
+        """Path of each folder by its reference: no folder lies in two, or in itself."""
         self._links: dict[int, list[str]] | None = None
         self._listed: dict[str, dict[str, TreeEntry]] = {}
 
@@ -98,15 +115,23 @@ class SquashfsLayer:
     def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`; empty if it is not in this layer."""
         if path not in self._listed:
-            inode = self._at(path)
-            found = {}
-            for name, reference in self._list(inode) if inode and inode.kind == "dir" else ():
-                child = self._inode(reference)
-                self._known[join(path, name)] = child
-                if child.kind is not None:
-                    found[name] = self._entry(child, join(path, name), child.kind)
-            self._listed[path] = found
+            with self._sound():
+                self._listed[path] = dict(self._children(path))
         return self._listed[path]
+
+    def _children(self, path: str) -> Iterator[tuple[str, TreeEntry]]:
+        inode = self._at(path)
+        if path.count("/") >= _DEEPEST:
+            raise CheckFailed(f"folders lie more than {_DEEPEST} deep in it", where=str(self.path))
+        for name, reference in self._list(inode) if inode and inode.kind == "dir" else ():
+            inside, child = join(path, name), self._inode(reference)
+            if name in ("", ".", "..") or "/" in name or "\0" in name + child.link:
+                raise self._damaged()
+            if child.kind == "dir" and self._folder_at.setdefault(reference, inside) != inside:
+                raise self._damaged()
+            self._known[inside] = child
+            if child.kind is not None:
+                yield name, self._entry(child, inside, child.kind)
 
     def names(self, group: int) -> Collection[str]:
         """Paths of the inode `group`; lists every folder once."""
@@ -120,13 +145,20 @@ class SquashfsLayer:
         inode = self._known[str(entry.place)]
         left, at = inode.size_bytes, inode.start
         for word in inode.blocks:
-            count = min(left, self._block)
-            size = word & (_STORED - 1)
-            yield self._data(at, word) if size else bytes(count)
+            size, count = word & (_STORED - 1), min(left, self._block)
+            with self._sound():
+                data = self._data(at, word) if size else bytes(count)
+            if len(data) != count:
+                raise self._damaged()
+            yield data
             at += size
             left -= count
-        if inode.fragment != _NONE:
-            yield self._fragment(inode.fragment)[inode.offset : inode.offset + left]
+        if left:
+            with self._sound():
+                data = self._fragment(inode.fragment)[inode.offset : inode.offset + left]
+            if len(data) != left:
+                raise self._damaged()
+            yield data
 
     def _walk(self, path: str) -> None:
         assert self._links is not None  # noqa: S101 - for the type checker: the caller has set it
@@ -296,6 +328,14 @@ class SquashfsLayer:
             raise self._damaged()
         return data
 
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Turn the faults of damaged numbers into the error for a damaged file."""
+        try:
+            yield
+        except _FAULTS as error:
+            raise self._damaged() from error
+
     def _damaged(self) -> CheckFailed:
         return CheckFailed(
             "the squashfs is damaged", where=str(self.path), hint="copy the file again, or write it again"
@@ -306,7 +346,7 @@ def _unpacker(name: str, path: Path) -> Callable[[bytes, int], bytes]:
     if name == "gzip":
         return lambda data, most: zlib.decompressobj().decompress(data, most)
     if name == "xz":
-        return lambda data, most: lzma.decompress(data)
+        return lambda data, most: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES).decompress(data, most)
     if name != "zstd":
         raise ToolMissing(
             f"the squashfs is compressed with {name}; imgkit reads gzip, xz and zstd",

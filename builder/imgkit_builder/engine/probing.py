@@ -11,6 +11,7 @@ from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import inside
 from imgkit_builder.image.manifest import BaseImage, Probe
+from imgkit_entrypoints import json_text
 
 SCHEMA = 1
 
@@ -58,7 +59,7 @@ def _kept(image_id: str) -> Path:
 
 def _read(kept: Path) -> Probe | None:
     try:
-        data = json.loads(kept.read_text(encoding="utf-8"))
+        data = json_text.parse(kept.read_text(encoding="utf-8"))
         if data.pop("schema") != SCHEMA:
             return None
         data["pip_conflicts"] = tuple(data["pip_conflicts"])

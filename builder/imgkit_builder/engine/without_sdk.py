@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import shutil
 import socket
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from imgkit_builder.engine.address import address as engine_address
 from imgkit_builder.engine.address import unreachable
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed
 
 TIMEOUT_S = 10.0
@@ -76,7 +76,7 @@ def _get(address: str, path: str) -> Any:
         text = answer.read()
         if answer.status != http.client.OK:
             raise ToolFailed(f"the engine at {address} answers {answer.status} to {path}: {text[:200]!r}")
-        return json.loads(text)
+        return json_text.parse(text)
     finally:
         connection.close()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -39,17 +39,18 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
     CheckFailed : it is not an image configuration, or it has no layers.
     """
     try:
-        values = json.loads(raw)
+        values = json_text.parse(raw)
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
         if not all(_DIGEST.fullmatch(one) for one in diff_ids):
             raise ValueError("a layer digest is not a sha256")
+        labels = dict((values.get("config") or {}).get("Labels") or {})
         config = ImageConfig(
             image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
             raw=raw,
             os=str(values.get("os") or ""),
             arch=str(values["architecture"]),
             diff_ids=diff_ids,
-            labels=dict((values.get("config") or {}).get("Labels") or {}),
+            labels={str(name): str(value) for name, value in labels.items()},
             created=str(values.get("created") or ""),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

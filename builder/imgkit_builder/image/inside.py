@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from imgkit_entrypoints import json_text
 
 _MARK = "IMGKIT-SEEN "
 
@@ -72,7 +73,7 @@ def parse(output: str) -> Seen | None:
         _, mark, text = line.partition(_MARK)
         if mark:
             try:
-                data = json.loads(text)
+                data = json_text.parse(text)
                 conflicts = data.pop("pip_conflicts")
                 return Seen(pip_conflicts=None if conflicts is None else tuple(conflicts), **data)
             except (ValueError, KeyError, TypeError):

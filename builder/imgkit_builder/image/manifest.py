@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
@@ -74,7 +75,7 @@ def from_json(text: str) -> Manifest:
     UsageError : it is not a manifest, or has a later schema.
     """
     try:
-        data: dict[str, Any] = json.loads(text)
+        data: dict[str, Any] = json_text.parse(text)
         if data.pop("schema") != SCHEMA:
             raise UsageError(
                 "the manifest is from a later imgkit", hint="use that version, or build the image again"
@@ -82,6 +83,6 @@ def from_json(text: str) -> Manifest:
         base = dict(data.pop("base"))
         probe = dict(base.pop("probe"))
         probe["pip_conflicts"] = tuple(probe["pip_conflicts"])
-        return Manifest(base=BaseImage(probe=Probe(**probe), **base), **data)
-    except (KeyError, TypeError, ValueError) as error:
+        return json_text.typed(Manifest(base=BaseImage(probe=Probe(**probe), **base), **data))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"not an imgkit manifest: {error}") from error

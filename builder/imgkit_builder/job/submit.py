@@ -8,6 +8,7 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
@@ -48,7 +49,7 @@ def record_of(job_id: str) -> SubmittedJob:
     """
     path = _folder() / f"{job_id}.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8")) if "/" not in job_id else None
+        data = json_text.parse(path.read_text(encoding="utf-8")) if "/" not in job_id else None
     except (OSError, ValueError):
         data = None
     if data is None:

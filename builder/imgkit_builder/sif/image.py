@@ -18,7 +18,6 @@ The format is that of https://github.com/apptainer/sif (pkg/sif). All integers a
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
 MAGIC = b"SIF_MAGIC\0"
@@ -261,12 +261,12 @@ def data(image: SifImage, descriptor: Descriptor) -> bytes:
 
 def _record(path: Path, raw: bytes) -> ImgkitRecord:
     try:
-        values = json.loads(raw)
+        values = json_text.parse(raw)
         if values.pop("schema") != 1:
             raise CheckFailed("a later imgkit wrote its imgkit object", where=str(path), hint="update imgkit")
         values["diff_ids"] = tuple(values["diff_ids"])
         values["deltas"] = tuple(values.get("deltas", ()))
-        return ImgkitRecord(**values)
+        return json_text.typed(ImgkitRecord(**values))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
 

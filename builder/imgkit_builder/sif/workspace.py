@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
@@ -133,7 +134,7 @@ def _take(descriptor: int, path: Path, target: Path) -> bool:
 
 def _read(descriptor: int) -> dict[str, Any]:
     try:
-        values = json.loads(os.pread(descriptor, 1 << 16, 0))
+        values = json_text.parse(os.pread(descriptor, 1 << 16, 0))
         return values if isinstance(values, dict) else {}
     except ValueError:
         return {}

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from imgkit_entrypoints import facts, files, system
+from imgkit_entrypoints import facts, files, json_text, system
 from imgkit_entrypoints.doctor.checks import software
 from imgkit_entrypoints.facts import Reader
 from imgkit_entrypoints.facts.saved_tree import Entry
@@ -79,7 +79,7 @@ def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
         yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=json.dumps(data) + "\n")
     # Only the platform of the manifest, which also has the whole environment of the base image.
     try:
-        platform = json.loads(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
+        platform = json_text.parse(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
     except (ValueError, AttributeError):
         platform = None
     if isinstance(platform, str):

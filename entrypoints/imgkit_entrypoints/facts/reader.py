@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 NOT_FILES = "facts.json"
@@ -100,7 +100,7 @@ class Reader:
         if text is None:
             return {}
         try:
-            data = json.loads(text)
+            data = json_text.parse(text)
         except ValueError as error:
             raise UsageError(f"not JSON: {error}", where=str(self.place(NOT_FILES))) from error
         if not isinstance(data, dict):

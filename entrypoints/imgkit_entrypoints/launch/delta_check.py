@@ -6,10 +6,9 @@ of the root partition. The job would then run the base, and nobody would know.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-from imgkit_entrypoints import facts
+from imgkit_entrypoints import facts, json_text
 from imgkit_entrypoints.errors import NoPlan
 
 VARIABLE = "IMGKIT_DELTA"
@@ -25,7 +24,7 @@ def require(env: Mapping[str, str]) -> None:
         return
     text = facts.Reader(root=facts.root_of(env)).text(DELTA_JSON)
     try:
-        found = str(json.loads(text)["image_id"]) if text is not None else ""
+        found = str(json_text.parse(text)["image_id"]) if text is not None else ""
     except (ValueError, KeyError, TypeError):
         found = "unreadable"
     if found == wanted:

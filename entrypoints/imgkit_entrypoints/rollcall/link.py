@@ -9,6 +9,8 @@ import socket
 import time
 from typing import Any
 
+from imgkit_entrypoints import json_text
+
 LONGEST = 64 * 1024
 """Bytes of one line; a longer one comes from another program."""
 
@@ -71,7 +73,7 @@ class Link:
         messages = []
         for line in lines:
             try:
-                message = json.loads(line)
+                message = json_text.parse(line)
             except ValueError:
                 message = None
             if not isinstance(message, dict):

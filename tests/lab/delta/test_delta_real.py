@@ -468,13 +468,43 @@ def test_damaged_delta_refused(lab: Lab, replaced: Pair) -> None:
     assert not (lab.folder / "x.sif").exists()
 
 
+def test_damaged_sif_neither_flattened_nor_extended(
+    lab: Lab, replaced: Pair, stacked: tuple[str, Path]
+) -> None:
+    """A copy of it would get a fresh record that says that all is well."""
+    stack = descriptor.stack(stacked[1])
+    assert stack.sif.root is not None
+    for place, part in (
+        (stack.sif.root.offset + 9999, "root partition"),
+        (stack.partitions[1].offset + 999, "delta 2"),
+    ):
+        data = bytearray(stacked[1].read_bytes())
+        data[place] ^= 1
+        (lab.folder / "damaged.sif").write_bytes(data)
+        done = imgkit("flatten", "damaged.sif", "-o", "x.sif", folder=lab.folder)
+        assert (done.returncode, f"its {part} has another sha256" in done.stderr) == (1, True)
+    data = bytearray(replaced.base.read_bytes())
+    data[stack.sif.root.offset + 9999] ^= 1
+    (lab.folder / "damaged.sif").write_bytes(data)
+    assert imgkit("apply", replaced.delta, "damaged.sif", "-o", "x.sif", folder=lab.folder).returncode == 1
+    assert not (lab.folder / "x.sif").exists()
+
+
+def test_applied_file_keeps_the_mode(lab: Lab, replaced: Pair) -> None:
+    base = lab.folder / "mode.sif"
+    shutil.copy(replaced.base, base)
+    base.chmod(0o555)
+    imgkit_json("apply", replaced.delta, base, "-o", "moded.sif", folder=lab.folder)
+    assert (lab.folder / "moded.sif").stat().st_mode & 0o777 == 0o555
+
+
 # ---- killed and full
 
 
 STAGES = {
     "delta": ("compare with", "the runtime's own files", "squash", "look whether"),
     "apply": ("compare digests", "copy", "add", "look whether", "make durable"),
-    "flatten": ("squash", "assemble", "check", "make durable"),
+    "flatten": ("compare digests", "squash", "assemble", "check", "make durable"),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
+
+from imgkit_entrypoints import json_text
 
 
 def words(path: Path) -> tuple[str, ...]:
@@ -40,7 +41,7 @@ def _parsed(path: Path) -> Any:
         return tomllib.loads(path.read_text())
     if path.suffix in (".yaml", ".yml"):
         return _yaml(path)
-    return json.loads(path.read_text())
+    return json_text.parse(path.read_text())
 
 
 def _yaml(path: Path) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import Limit
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
@@ -34,7 +34,7 @@ def image(subject: Subject) -> Iterator[Check]:
         return
     text = subject.reader.text("/opt/imgkit/manifest.json")
     try:
-        platform = str(json.loads(text or "{}").get("platform", ""))
+        platform = str(json_text.parse(text or "{}").get("platform", ""))
     except (ValueError, AttributeError):
         platform = ""
     wanted = MACHINES.get("/".join(platform.split("/")[:2]))

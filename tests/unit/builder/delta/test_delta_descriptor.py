@@ -67,6 +67,21 @@ def test_later_schema_refused(file: Path, tmp_path: Path) -> None:
         descriptor.read(tmp_path / "x")
 
 
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"schema": NaN}', b"5", b'{"schema": 1, "base": 7}'])
+def test_description_that_is_none_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "x").write_bytes(text + len(text).to_bytes(8, "little") + b"IMGDELTA")
+    with pytest.raises(CheckFailed, match="its description cannot be read"):
+        descriptor.read(tmp_path / "x")
+
+
+def test_description_of_another_type_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(4096))
+    descriptor.append(path, replace(KNOWN, image_id=5))  # type: ignore[arg-type]
+    with pytest.raises(CheckFailed, match="image_id is 5"):
+        descriptor.read(path)
+
+
 def request(file: Path) -> Request:
     given = Path(file.name)  # read where the job runs
     return Request(command=("dist-train",), directory=file.parent, delta=given, runtime="singularity")

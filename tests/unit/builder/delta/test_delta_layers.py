@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -169,6 +170,76 @@ def test_damaged_squashfs_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"none" + bytes(200))
     with pytest.raises(CheckFailed, match="no squashfs"):
         SquashfsLayer(tmp_path / "x")
+
+
+def packed(folder: Path, target: Path, *options: str) -> bytes:
+    """A squashfs of the files in `folder`."""
+    words = ("mksquashfs", folder, target, "-noappend", "-quiet", "-no-progress", *options)
+    subprocess.run(words, check=True)
+    return target.read_bytes()
+
+
+def read_all(path: Path) -> None:
+    layer = SquashfsLayer(path)
+    for _, entry in tree.everything((layer,)):
+        if entry.kind == "file":
+            assert sum(map(len, layer.content(entry))) == entry.size_bytes
+        if entry.group is not None:
+            layer.names(entry.group)
+
+
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.parametrize("compression", ["gzip", "xz", "zstd"])
+def test_any_damage_is_named_and_never_a_traceback(tmp_path: Path, compression: str) -> None:
+    """A damaged number becomes a place, a size or an index: Python raises another error for each."""
+    folder = tmp_path / "files"
+    (folder / "d").mkdir(parents=True)
+    (folder / "a").write_bytes(os.urandom(9000))
+    (folder / "d/hard").hardlink_to(folder / "a")
+    (folder / "d/link").symlink_to("../a")
+    os.mkfifo(folder / "fifo")
+    whole = packed(folder, tmp_path / "good", "-comp", compression, "-b", "4096")
+    chance, refused = random.Random(1), 0  # noqa: S311 - the same damage in every run
+    for _ in range(150):
+        data = bytearray(whole)
+        # Half of the damage is in the superblock, which holds most places and sizes.
+        at = chance.choice((chance.randrange(8, 96), chance.randrange(len(data))))
+        data[at] = chance.choice((0, 1, 127, 128, 255))
+        (tmp_path / "bad").write_bytes(data)
+        try:
+            read_all(tmp_path / "bad")
+        except (CheckFailed, ToolMissing):
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.parametrize("name", [b"../..", b"inn/r", b"in\0er"])
+def test_name_that_leads_out_refused(tmp_path: Path, name: bytes) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/inner").write_text("1")
+    whole = packed(tmp_path / "files", tmp_path / "good", "-noI")
+    at = whole.index(b"inner")
+    (tmp_path / "bad").write_bytes(whole[:at] + name + whole[at + 5 :])
+    with pytest.raises(CheckFailed, match="damaged"):
+        read_all(tmp_path / "bad")
+
+
+@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+def test_folder_within_itself_refused(tmp_path: Path) -> None:
+    """Its only entry leads back to the folder: a reader that does not look never ends."""
+    (tmp_path / "files/outer").mkdir(parents=True)
+    (tmp_path / "files/outer/again").mkdir()
+    whole = packed(tmp_path / "files", tmp_path / "good", "-noI")
+    layer = SquashfsLayer(tmp_path / "good")
+    layer.children("")
+    entries = {path: reference for reference, path in layer._folder_at.items()}
+    # An entry is: place of its inode, number, type, length of the name, name.
+    at = whole.index(b"again") - 8
+    place = (entries["outer"] & 0xFFFF).to_bytes(2, "little")
+    (tmp_path / "bad").write_bytes(whole[:at] + place + whole[at + 2 :])
+    with pytest.raises(CheckFailed, match="damaged"):
+        read_all(tmp_path / "bad")
 
 
 def test_compression_nobody_can_undo_refused(tmp_path: Path) -> None:

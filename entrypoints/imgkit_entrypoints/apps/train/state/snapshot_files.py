@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from imgkit_entrypoints import json_text
+
 SCHEMA = 1
 MANIFEST = "manifest.json"
 WRITING, LEAVING = ".writing-", ".leaving-"
@@ -146,7 +148,7 @@ def newest_first(folder: Path) -> list[Path]:
 def problem(snapshot: Path) -> str | None:
     """The reason why `snapshot` cannot be used; None if every file is as it was written."""
     try:
-        manifest = json.loads((snapshot / MANIFEST).read_bytes())
+        manifest = json_text.parse((snapshot / MANIFEST).read_bytes())
         if manifest["schema"] != SCHEMA:
             return f"{snapshot / MANIFEST} has schema {manifest['schema']}; this imgkit reads {SCHEMA}"
         for part_name, said in manifest["files"].items():
@@ -171,7 +173,7 @@ def _sha256(path: Path) -> str:
 
 def step_of(snapshot: Path) -> int:
     """The step after which a valid snapshot was taken."""
-    return int(json.loads((snapshot / MANIFEST).read_bytes())["step"])
+    return int(json_text.parse((snapshot / MANIFEST).read_bytes())["step"])
 
 
 def valid_ones(place: Path, say: Callable[[str], None]) -> Iterator[Path]:

@@ -1,0 +1,68 @@
+"""JSON of others: every fault is a ValueError, whatever json.loads makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from imgkit_builder.image.config import parse_config
+from imgkit_entrypoints import json_text, system
+from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.system import SystemFacts
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "NaN", '{"a": -Infinity}', "", "{", b"\xff"])
+def test_faulty_json_refused(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        json_text.parse(text)
+
+
+def test_reads_what_json_writes() -> None:
+    value = {"a": [1, 2.5, None, True, "é"]}
+    assert json_text.parse(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"rootfs": NaN}', "[]", '{"rootfs": {"diff_ids": 5}}'])
+def test_image_configuration_that_is_none_refused(text: str) -> None:
+    with pytest.raises(CheckFailed, match="its image configuration cannot be read"):
+        parse_config(text.encode(), where="x.tar")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("title", 5),
+        ("env", {"A": 5}),
+        ("env", {"A": ["x"]}),
+        ("queue", {"sif": [1]}),
+        ("runtime", {"kind": "sandbox"}),
+        ("node", {"gpus": "4"}),
+        ("node", {"gpus": True}),
+        ("fabric", None),
+    ],
+)
+def test_facts_of_another_type_refused(key: str, value: object) -> None:
+    facts = json.loads(system.to_json(SystemFacts()))
+    with pytest.raises((ValueError, TypeError)):
+        system.from_json(json.dumps({**facts, key: value}))
+
+
+def test_facts_of_the_right_type_pass() -> None:
+    facts = replace(SystemFacts(), title="x", env={"A": "1"})
+    assert system.to_json(system.from_json(system.to_json(facts))) == system.to_json(facts)
+
+
+READERS: dict[str, Callable[[str], object]] = {"system": system.from_json, "value": json_text.parse}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_long_value_is_not_repeated(reader: str) -> None:
+    facts = json.loads(system.to_json(SystemFacts()))
+    with pytest.raises(ValueError, match=r".") as caught:
+        READERS[reader](json.dumps({**facts, "title": ["x" * 9999]}) + ("}" if reader == "value" else ""))
+    assert len(str(caught.value)) < 250
