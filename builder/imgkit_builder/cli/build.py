@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, VERBOSE, show
+from imgkit_builder.cli.common import JSON, LARGE, VERBOSE, show, with_leave
 from imgkit_builder.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class BuildOptions:
     pull: bool
     no_cache: bool
     no_test: bool
+    large: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ def verb_build(
     no_cache: bool = typer.Option(False, "--no-cache", help="Run every step again."),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     no_test: bool = typer.Option(False, "--no-test", help="Skip the smoke test."),
+    large: bool = LARGE,
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker."
     ),
@@ -78,14 +80,19 @@ def verb_build(
     options = BuildOptions(
         tag=tag, base=base, platform=platform, pull=pull, no_cache=no_cache, no_test=no_test
     )
-    with reporter(as_json=as_json, verbose=verbose) as report:
-        for problem in loaded.warnings:
-            report.note(f"warning: {problem}")
-        outcome = plan(loaded, options) if dry_run else make(loaded, recipe, options, report)
+
+    def run(large: bool) -> Outcome:
+        asked = dataclasses.replace(options, large=large)
+        with reporter(as_json=as_json, verbose=verbose) as report:
+            for problem in loaded.warnings:
+                report.note(f"warning: {problem}")
+            return plan(loaded, asked, report) if dry_run else make(loaded, recipe, asked, report)
+
+    outcome = with_leave(run, large=large, may_ask=not as_json)
     show(outcome.data, outcome.text, as_json=as_json)
 
 
-def plan(recipe: Recipe, options: BuildOptions) -> Outcome:
+def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
     """Work out what would be built, without an engine."""
     from imgkit_builder.base.platform import host_platform
     from imgkit_builder.engine import check_name, choose_platform, default_tag
@@ -102,7 +109,10 @@ def plan(recipe: Recipe, options: BuildOptions) -> Outcome:
         base=BaseImage(name=base, platform=target),
         platform=target,
         revision=revision(recipe.file.parent),
+        large=options.large,
+        report=report,
     )
+    _tell_left_out(context, report)
     rows = {
         "recipe": f"{recipe.name} ({recipe.file})",
         "base": base,
@@ -142,8 +152,14 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
         base = dataclasses.replace(base, probe=probe)
         report.stage("context")
         context = contexts.pack(
-            recipe, base=base, platform=base.platform, revision=contexts.revision(recipe.file.parent)
+            recipe,
+            base=base,
+            platform=base.platform,
+            revision=contexts.revision(recipe.file.parent),
+            large=options.large,
+            report=report,
         )
+        _tell_left_out(context, report)
         tested: list[Check] = []
 
         def accept(image: ImageInfo) -> None:
@@ -155,6 +171,16 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
         )
     # The next command takes the same word, unless --tag gave the image another name.
     return _outcome(built, base, tested, again=options.tag or typed)
+
+
+def _tell_left_out(context: BuildContext, report: Reporter) -> None:
+    names = context.left_out
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        report.note(
+            f"not in the image: {', '.join(names[:5])}{more} (git, Docker or imgkit ignores "
+            'it); to bring one back: ignore: ["!NAME"]'
+        )
 
 
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.system import SystemFacts
+
+Result = TypeVar("Result")
 
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -19,12 +22,31 @@ JSON: bool = typer.Option(
 )
 RESULT_JSON: bool = typer.Option(False, "--json", help="Print one JSON object on stdout.")
 """``--json`` of verbs without progress."""
+LARGE: bool = typer.Option(False, "--large", help="Pack more than 1 GB of code without a question.")
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 
 
 def show(data: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Print `data` as indented JSON, or else `text`."""
     print(json.dumps(data, indent=2) if as_json else text)
+
+
+def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
+    """What `run` returns; its argument is the leave to pack large code, which a person may still give.
+
+    Raises
+    ------
+    LargeContext : the code is large, and there is nobody to ask, or the answer is no.
+    """
+    from imgkit_builder.image.context import LargeContext
+
+    try:
+        return run(large)
+    except LargeContext as error:
+        here = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
+        if not here or not typer.confirm(f"{error.where}: {error.what}. Pack all of it?", err=True):
+            raise
+        return run(True)
 
 
 def image_name(target: str) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from imgkit_builder.cli.common import LARGE, with_leave
+
 
 class RenderFormat(str, enum.Enum):
     """Formats of a rendered recipe."""
@@ -37,6 +39,7 @@ def verb_render(
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
+    large: bool = LARGE,
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 
@@ -61,11 +64,15 @@ def verb_render(
         from imgkit_builder.image.context import pack, revision
         from imgkit_builder.image.manifest import BaseImage
 
-        found = pack(
-            loaded,
-            base=BaseImage(name=base or loaded.image.base),
-            platform=platform or loaded.image.platforms[0],
-            revision=revision(loaded.file.parent),
+        found = with_leave(
+            lambda large: pack(
+                loaded,
+                base=BaseImage(name=base or loaded.image.base),
+                platform=platform or loaded.image.platforms[0],
+                revision=revision(loaded.file.parent),
+                large=large,
+            ),
+            large=large,
         )
         with found.open() as source, files.writing(context) as target:
             while chunk := source.read(1 << 20):

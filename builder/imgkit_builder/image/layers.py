@@ -72,6 +72,18 @@ class PipCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """A project of the user: the content of the folder `member` goes into `target`, and pip installs that."""
+
+    origin: str
+    member: str
+    target: str
+    command: str
+    stays: bool
+    """Whether the image needs `target` afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
     """A user's command, as the argument of RUN and as one command of ``%post``."""
 
@@ -135,6 +147,7 @@ class Layers:
     run: tuple[RunStep, ...]
     wheel: ContextFile
     install_wheel: str
+    projects: tuple[Project, ...]
     copy: tuple[Copy, ...]
     run_after_copy: tuple[RunStep, ...]
     labels: Block
@@ -175,6 +188,11 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
         install_wheel=f"{PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
         f" --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}",
+        projects=tuple(
+            _project(recipe, number, step)
+            for number, step in enumerate(image.pip)
+            if step.project is not None
+        ),
         copy=tuple(
             Copy(
                 origin=recipe.where("image", "copy", number),
@@ -191,6 +209,11 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
 def certificate_member(number: int) -> str:
     """Path of certificate `number` (from 0) in the build context."""
     return f"imgkit/ca-{number}.crt"
+
+
+def project_member(number: int) -> str:
+    """The folder of the project of pip step `number` (from 0) in the build context."""
+    return f"project/{number}"
 
 
 def requirements_member(number: int) -> str:
@@ -213,7 +236,8 @@ def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
     for number, command in enumerate(image.run):
         yield command.command.strip(), ("image", "run", number)
     for number, step in enumerate(image.pip):
-        for key, words in (("options", step.options), ("packages", step.packages)):
+        editable = (step.editable,) if step.editable else ()
+        for key, words in (("options", step.options), ("packages", step.packages), ("editable", editable)):
             for place, word in enumerate(words):
                 yield word, ("image", "pip", number, key, place)
     for number, copy in enumerate(image.copy):
@@ -306,20 +330,37 @@ def _filtered_constraint(recipe: Recipe) -> Text | None:
 
 
 def _pip(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
-    # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
-    # pip builds packages in, and those must be free to choose their torch.
-    command = f"{PIP}{_base_constraint(recipe.image.constraints)}"
-    command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
-    command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
+    command = _pip_install(recipe, step)
     requirements = None
-    if step.options:
-        command += f"{NEXT}    {shlex.join(step.options)}"
-    if step.requirements is not None:
+    if step.requirements is not None or step.project is not None:
         member = requirements_member(number)
         requirements = ContextFile(member=member, path=f"{INSIDE}/{posixpath.basename(member)}")
         command += f"{NEXT}    --requirement {requirements.path}"
     command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
     return PipCommand(origin=recipe.where("image", "pip", number), command=command, requirements=requirements)
+
+
+def _project(recipe: Recipe, number: int, step: PipStep) -> Project:
+    member = project_member(number)
+    target = posixpath.normpath(step.editable) if step.editable else f"{INSIDE}/{member}"
+    form = "--editable " if step.editable else ""
+    return Project(
+        origin=recipe.where("image", "pip", number),
+        member=member,
+        target=target,
+        command=f"{_pip_install(recipe, step)}{NEXT}    {form}{shlex.quote(target)}",
+        stays=step.editable is not None,
+    )
+
+
+def _pip_install(recipe: Recipe, step: PipStep) -> str:
+    """The command up to what it installs."""
+    # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
+    # pip builds packages in, and those must be free to choose their torch.
+    command = f"{PIP}{_base_constraint(recipe.image.constraints)}"
+    command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
+    command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
+    return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
 
 
 def _base_constraint(constraints: Constraints) -> str:

@@ -183,6 +183,10 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
                 _requirements(file, path, found)
+        elif matches(path, ("image", "pip", ANY, "project")) and isinstance(node, Scalar):
+            folder = _inside(path, node, found, folder_allowed=True, bad=bad)
+            if folder is not None:
+                named_files.project(folder, node.position, path, found)
         elif matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
@@ -190,10 +194,17 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
 
 
 def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:
-    stated = [key for key in ("packages", "requirements") if key in step.entries]
+    kinds = ("packages", "requirements", "project")
+    stated = [key for key in kinds if key in step.entries]
     if len(stated) != 1:
-        what = f"needs exactly one of packages, requirements; it has {'both' if stated else 'neither'}"
-        found.error(step.position, path, what, "write two steps" if stated else "add packages: [NAME]")
+        has = " and ".join(stated) or "none of them"
+        what = f"needs exactly one of {', '.join(kinds)}; it has {has}"
+        found.error(step.position, path, what, "write a step for each" if stated else "add packages: [NAME]")
+    if "editable" in step.entries and "project" not in step.entries:
+        what = "is for a project: other packages have no folder of their own"
+        found.error(
+            step.entries["editable"].key, (*path, "editable"), what, "add project: FOLDER, or remove it"
+        )
     for key in ("packages", "options"):
         entry = step.entries.get(key)
         if entry is None or not isinstance(entry.value, Items):

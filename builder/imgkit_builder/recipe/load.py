@@ -11,7 +11,7 @@ from pathlib import Path
 from imgkit_builder.recipe import rules, systems
 from imgkit_builder.recipe.check import check, check_system, normalise, walk
 from imgkit_builder.recipe.extends import locate, resolve
-from imgkit_builder.recipe.model import Image, Recipe
+from imgkit_builder.recipe.model import Image, PipStep, Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, Problem, RecipeErrors
 from imgkit_builder.recipe.typecheck import Document, typecheck
 
@@ -69,14 +69,15 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
     def place(path: Path, *where: str | int) -> Path:
         return positions[where].file.parent / path
 
-    pip = tuple(
-        dataclasses.replace(
-            step, requirements=place(step.requirements, "image", "pip", index, "requirements")
+    def placed(step: PipStep, index: int) -> PipStep:
+        where = ("image", "pip", index)
+        return dataclasses.replace(
+            step,
+            requirements=step.requirements and place(step.requirements, *where, "requirements"),
+            project=step.project and place(step.project, *where, "project"),
         )
-        if step.requirements is not None
-        else step
-        for index, step in enumerate(image.pip)
-    )
+
+    pip = tuple(placed(step, index) for index, step in enumerate(image.pip))
     copy = tuple(
         dataclasses.replace(step, source=place(step.source, "image", "copy", index, "source"))
         for index, step in enumerate(image.copy)

@@ -30,7 +30,7 @@ Platform = Literal["linux/amd64", "linux/arm64"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipStep:
-    """One ``pip install``: `packages` or a `requirements` file, with `options` before them."""
+    """One ``pip install``: `packages`, a `requirements` file or a `project`, with `options` before them."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
@@ -38,6 +38,10 @@ class PipStep:
     """Requirements as pip writes them: ``numpy``, ``deepspeed==0.13.1``."""
     requirements: Path | None = None
     """A requirements file, relative to the recipe's file; absolute after loading."""
+    project: Path | None = None
+    """Folder with a pyproject.toml: its dependencies are installed in this order, its code before `copy`."""
+    editable: str | None = None
+    """Absolute path in the image where the project's folder stays; ``pip install --editable`` links to it."""
     options: tuple[str, ...] = ()
     """Options of this ``pip install``, one word per item: ``--no-build-isolation``."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position
 
 
@@ -20,3 +21,24 @@ def certificate(file: Path, position: Position, path: KeyPath, found: Collector)
     elif b"-----BEGIN CERTIFICATE-----" not in data:
         hint = f"if it is DER, convert it: openssl x509 -inform der -in {file.name} -out certificate.crt"
         found.error(position, path, f"{file.name} is not a certificate in PEM form", hint)
+
+
+def project(folder: Path, position: Position, path: KeyPath, found: Collector) -> None:
+    """Report a folder of ``project`` without a usable pyproject.toml."""
+    if not (folder / requirements.PYPROJECT).is_file():
+        what = f"{folder.name} has no {requirements.PYPROJECT}"
+        hint = "name the folder that has one" if folder.is_dir() else "name a folder"
+        if (folder / "setup.py").is_file():
+            hint = 'add one beside setup.py: [build-system] with requires = ["setuptools"]'
+        found.error(position, path, what, hint)
+        return
+    try:
+        needed = requirements.of_project(folder)
+    except (OSError, ValueError) as error:
+        found.error(position, path, f"its {requirements.PYPROJECT} cannot be read: {error}")
+        return
+    for one in needed:
+        # PEP 508 spells a path "NAME @ file:...".
+        if requirements.names_other_file(one.rpartition("@")[2]):
+            what = f"depends on {one!r}, a path that is not in the image"
+            found.error(position, path, what, "add a pip step with a project of its own before this one")

@@ -1,12 +1,40 @@
-"""The rule for requirements files: the image gets only this file, and the sha256 covers only its bytes."""
+"""What a recipe's requirements are: the lines of its files, and the dependencies of its projects."""
 
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
+from typing import Any
+
+PYPROJECT = "pyproject.toml"
 
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
 
 
 def names_other_file(line: str) -> bool:
-    """Whether a line of a requirements file reads another file, which the image would not have."""
+    """Whether a line of a requirements file reads another file, which the image would not have.
+
+    The image gets only this file, and the recipe's sha256 covers only its bytes.
+    """
     return bool(_OTHER_FILE.match(line.strip()))
+
+
+def of_project(folder: Path) -> tuple[str, ...]:
+    """The dependencies that the project's pyproject.toml states; none where its build backend computes them.
+
+    Raises
+    ------
+    OSError : there is no pyproject.toml, or it cannot be read.
+    ValueError : it is not TOML, or its dependencies are not a list of texts.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    content: dict[str, Any] = tomllib.loads((folder / PYPROJECT).read_text(encoding="utf-8"))
+    project = content.get("project", {})
+    stated = project.get("dependencies", []) if isinstance(project, dict) else None
+    if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):
+        raise ValueError("project.dependencies is not a list of texts")
+    return tuple(stated)

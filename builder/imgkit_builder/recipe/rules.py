@@ -271,6 +271,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "apt", ANY), apt_package),
     (("image", "pip", ANY, "packages", ANY), pip_package),
     (("image", "pip", ANY, "options", ANY), pip_option),
+    (("image", "pip", ANY, "editable"), copy_target),
     (("image", "constraints", "drop", ANY), pip_name),
     (("image", "copy", ANY, "target"), copy_target),
     (("image", "copy", ANY, "ignore", ANY), not_empty),

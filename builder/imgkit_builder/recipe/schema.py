@@ -41,9 +41,9 @@ def to_json() -> str:
 def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
     """Adapt the schema where YAML differs from the model."""
     image = definitions["Image"]
-    described = image["properties"].pop("platforms")["description"]
+    platforms = image["properties"].pop("platforms")["description"]
     image["properties"]["platform"] = {
-        "description": described.removeprefix("``platform`` in YAML, "),
+        "description": platforms.removeprefix("``platform`` in YAML, "),
         "default": "amd64",
         "anyOf": [_PLATFORM, {"type": "array", "items": _PLATFORM, "minItems": 1, "uniqueItems": True}],
     }
@@ -61,11 +61,12 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
         ],
     }
     del definitions["Constraints"]
-    definitions["PipStep"]["oneOf"] = [{"required": ["packages"]}, {"required": ["requirements"]}]
-    definitions["PipStep"]["properties"]["requirements"] = {
-        "type": "string",
-        "description": definitions["PipStep"]["properties"]["requirements"]["description"],
-    }
+    step = definitions["PipStep"]
+    step["oneOf"] = [{"required": [kind]} for kind in ("packages", "requirements", "project")]
+    step["dependentRequired"] = {"editable": ["project"]}
+    for name in ("requirements", "project", "editable"):
+        described = step["properties"][name]["description"]
+        step["properties"][name] = {"type": "string", "description": described}
     commands = image["properties"]["run"]
     commands["items"] = {"anyOf": [{"type": "string"}, commands["items"]]}
     definitions["Queue"]["properties"]["required"]["items"] = {"enum": list(JOB_FIELDS)}

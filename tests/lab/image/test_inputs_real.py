@@ -1,5 +1,4 @@
-"""What a researcher puts into an image, on a real engine: a site's own authority, variables of a pip step,
-run steps after the code."""
+"""What a researcher puts into an image, on a real engine: authorities, projects, steps after code."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import http.server
 import ipaddress
 import json
 import os
+import re
 import ssl
 import threading
 import zipfile
@@ -100,16 +100,35 @@ PIP = """
 """
 
 
-def test_private_authority_is_trusted(index: tuple[str, Path], standin_notorch: str, tmp_path: Path) -> None:
+PYPROJECT = """\
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "inplay"
+version = "1"
+[tool.setuptools]
+py-modules = ["inplay"]
+"""
+
+
+def test_own_code_behind_a_private_authority(
+    index: tuple[str, Path], standin_notorch: str, tmp_path: Path
+) -> None:
     url, certificate = index
     (tmp_path / "company.crt").write_bytes(certificate.read_bytes())
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "hello.txt").write_text("hello\n")
+    (tmp_path / "inplay.py").write_text("WHO = 'one'\n")
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / ".dockerignore").write_text("code\n")
     text = f"""
 image:
   base: registry.invalid/base:1
   ca: [company.crt]{PIP.format(url=url)}
       env: {{MAX_JOBS: "3", PIP_REPORT: /opt/report.json}}
+    - {{project: ., editable: /workspace/mine, options: [--no-index, --no-build-isolation]}}
+    - {{project: ., options: [--no-index, --no-build-isolation, --target, /opt/frozen]}}
   run:
     - test ! -e /workspace/hello.txt && test -z "$MAX_JOBS"
     - {{command: tr a-z A-Z < hello.txt > loud.txt, after: copy}}
@@ -130,6 +149,22 @@ image:
         count = "grep -c BEGIN /etc/ssl/certs/imgkit-machine.crt /etc/ssl/certs/ca-certificates.crt"
         base, whole = (int(line.rpartition(":")[2]) for line in inside(TAG, "sh", "-c", count).splitlines())
         assert whole > base
+        # A project: one is linked, one is a copy, and an edit repeats only what comes after it.
+        look = "import inplay; print(inplay.WHO, inplay.__file__)"
+        assert inside(TAG, "python3", "-c", look) == "one /workspace/mine/inplay.py\n"
+        assert (
+            inside(TAG, "env", "PYTHONPATH=/opt/frozen", "python3", "-c", look)
+            == "one /opt/frozen/inplay.py\n"
+        )
+        assert (
+            inside(TAG, "sh", "-c", "ls -A /workspace/mine /opt/imgkit | grep -c -e code -e project") == "1\n"
+        )
+        (tmp_path / "inplay.py").write_text("WHO = 'two'\n")
+        built = imgkit_json("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
+        assert inside(TAG, "python3", "-c", look).startswith("two ")
+        steps = re.split(r"^Step ", Path(built["log"]).read_text(), flags=re.MULTILINE)
+        repeated = [step.partition(" : ")[2] for step in steps[2:] if "Using cache" not in step]
+        assert repeated[0].startswith('COPY ["project/')
     finally:
         docker("image", "rm", "--force", TAG)
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.image import context, manifest
-from imgkit_builder.image.context import BuildContext
+from imgkit_builder.image.context import BuildContext, LargeContext
 from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.image.members import MTIME_S
 from imgkit_builder.recipe.model import CopyStep, PipStep, Recipe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
@@ -65,7 +67,7 @@ def test_members_sorted_and_normalised(pack: Pack) -> None:
     assert found == sorted(found)
     assert found[0] == "Dockerfile"
     assert {"copy/0/pkg/a b.py", "imgkit/system.json", "imgkit/manifest.json"} < set(found)
-    assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", context.MTIME_S)}
+    assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", MTIME_S)}
     modes = {m.name: m.mode for m in members}
     assert (modes["copy/0/run.sh"], modes["copy/0/pkg/a b.py"], modes["copy/0/pkg"]) == (0o755, 0o644, 0o755)
 
@@ -160,6 +162,72 @@ def test_certificate_ends_in_a_line_end(make_recipe: MakeRecipe, tmp_path: Path)
     assert member.data == b"-----END CERTIFICATE-----\n"
 
 
+def project(folder: Path, dependencies: str = '["einops>=0.7"]') -> Path:
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "mine.py").write_text("")
+    (folder / "pyproject.toml").write_text(f"[project]\nname = 'mine'\ndependencies = {dependencies}\n")
+    return folder
+
+
+def test_project_brings_its_dependencies_first(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    folder = project(tmp_path / "mine")
+    (folder / ".gitignore").write_text("*.log\n")
+    (folder / "run.log").write_text("")
+    recipe = make_recipe(pip=(PipStep(project=folder),))
+    packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
+    (needed,) = (one.data for one in packed.members if one.name == "imgkit/requirements-0.txt")
+    assert needed == b"einops>=0.7\n"
+    assert [one for one in names(packed) if one.startswith("project")] == [
+        "project",
+        "project/0",
+        "project/0/.gitignore",
+        "project/0/pyproject.toml",
+        "project/0/src",
+        "project/0/src/mine.py",
+    ]
+    assert packed.left_out == ("run.log",)
+
+
+def test_project_without_pyproject_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """A recipe's check refuses this too; the file may have gone since."""
+    recipe = make_recipe(pip=(PipStep(project=tmp_path),))
+    with pytest.raises(UsageError, match=r"pyproject\.toml: cannot be read: No such file"):
+        context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
+
+
+def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) -> None:
+    with (code / "weights.bin").open("wb") as stream:
+        stream.truncate(1_100_000_000)
+    recipe = make_recipe(copy=(CopyStep(source=code),), lines={("image", "copy", 0): 7})
+    with pytest.raises(LargeContext, match=r"is 1\.1 GB: weights\.bin 1\.1 GB\n") as caught:
+        context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", large=False)
+    assert caught.value.where == "mine.yaml:7"
+    (code / ".dockerignore").write_text("weights.bin\n")
+    packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", large=False)
+    assert packed.left_out == ("weights.bin",)
+
+
+class Bytes(Silent):
+    """Keeps the progress of a stage."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int | None]] = []
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        self.told.append((done_bytes, total_bytes))
+
+
+def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> None:
+    reading, sending = Bytes(), Bytes()
+    recipe = make_recipe(copy=(CopyStep(source=code),))
+    packed = context.pack(
+        recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", report=reading
+    )
+    with packed.open(sending) as stream:
+        stream.read()
+    assert reading.told[-1] == sending.told[-1] == (packed.size_bytes, packed.size_bytes)
+
+
 def test_links_inside_stay_links(pack: Pack, code: Path) -> None:
     (code / "pkg" / "up").symlink_to("../run.sh")
     (code / "dir").symlink_to("pkg")
@@ -188,6 +256,7 @@ import resource
 from pathlib import Path
 from imgkit_builder.image.context import pack
 from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.image.members import MTIME_S
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
 from imgkit_entrypoints.system import SystemFacts
 def made(*copy):
@@ -273,6 +342,7 @@ def test_unreadable_file_refused(pack: Pack, name: str) -> None:
         (source / "folder").mkdir()
         (source / "file").write_text("")
         (source / name).chmod(0)
+        pack(source=source / "file") if name == "folder" else pack()  # imports all that it needs
         with ordinary_user(), pytest.raises(UsageError) as caught:
             pack(source=source)
         (source / name).chmod(0o755)

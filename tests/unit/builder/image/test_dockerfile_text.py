@@ -191,3 +191,35 @@ def test_authorities_come_before_the_network(make_recipe: MakeRecipe) -> None:
     assert (
         0 < post.index("update-ca-certificates") < post.index("export CURL_CA_BUNDLE") < post.index("apt-get")
     )
+
+
+def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> None:
+    steps = (
+        PipStep(project=Path("/recipes/a")),
+        PipStep(project=Path("/recipes"), editable="/work space/b/"),
+    )
+    recipe = make_recipe(pip=steps, run=("make",), copy=(CopyStep(source=Path("/recipes/code")),))
+    found = [
+        line.rpartition("--constraint /opt/imgkit/constraint.txt ")[2]
+        for line in instructions(render.dockerfile(recipe))
+    ]
+    places = [
+        found.index(line)
+        for line in (
+            "--requirement /opt/imgkit/requirements-0.txt",
+            "--requirement /opt/imgkit/requirements-1.txt",
+            "RUN make",
+            'COPY ["project/0/", "/opt/imgkit/project/0/"]',
+            "/opt/imgkit/project/0 && rm -rf /opt/imgkit/project",
+            'COPY ["project/1/", "/work space/b/"]',
+            "--editable '/work space/b'",
+            'COPY ["copy/0/", "/workspace/"]',
+        )
+    ]
+    assert places == sorted(places)
+    post = render.definition(recipe).partition("%post")[2]
+    assert (
+        0
+        < post.index("cp -RP -- /opt/imgkit/project/1/. '/work space/b'")
+        < post.index("--editable '/work space/b'")
+    )

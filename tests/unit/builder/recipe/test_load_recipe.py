@@ -209,6 +209,14 @@ def test_variable_in_env_is_a_warning(write: Write) -> None:
 # ---- refusals of files
 
 
+@pytest.mark.parametrize("text", ["[project\n", "[project]\ndependencies = 'einops'\n", "project = 3\n"])
+def test_unusable_pyproject_is_told(write: Write, text: str) -> None:
+    file = write("image: {base: 'python:3', pip: [{project: .}]}\n")
+    (file.parent / "pyproject.toml").write_text(text)
+    (problem,) = problems(file)
+    assert problem.startswith("1:43: image.pip[0].project: its pyproject.toml cannot be read: ")
+
+
 def test_binary_file_is_told_by_its_first_byte(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"image:\n  base: \xffx\n")

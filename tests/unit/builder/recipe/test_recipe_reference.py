@@ -42,6 +42,7 @@ def test_example_with_every_key_loads(write: Write) -> None:
     file = write(BLOCKS[1])
     (file.parent / "src").mkdir()
     (file.parent / "requirements.txt").write_text("einops\n")
+    (file.parent / "pyproject.toml").write_text("")
     (file.parent / "company.crt").write_text("-----BEGIN CERTIFICATE-----\n")
     recipe = load(file)
     assert recipe.system.queue.chunk == ("sales_op=blanca",)

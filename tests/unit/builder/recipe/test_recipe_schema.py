@@ -56,6 +56,7 @@ def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
         {"extends": "mn5"},
         {"extends": "mn5", "image": {"pip": [{"packages": ["a"]}, {"requirements": "r.txt"}]}},
         {"extends": "mn5", "image": {"run": ["make", {"command": "make", "after": "copy"}]}},
+        {"extends": "mn5", "image": {"pip": [{"project": ".", "editable": "/workspace/mine"}]}},
         {"image": {"base": "python:3"}, "system": {"node": {"gpus": 4, "cpus": 8}}},
     ],
 )
@@ -74,6 +75,7 @@ def test_schema_accepts_good_recipe(data: Any) -> None:
         {"image": {"base": "python:3", "constraints": {"policy": "keep"}}},
         {"image": {"base": "python:3", "pip": [{"packages": ["a"], "requirements": "r.txt"}]}},
         {"image": {"base": 24.1}},
+        {"image": {"base": "python:3", "pip": [{"packages": ["a"], "editable": "/x"}]}},
         {"image": {"base": "python:3", "run": [{"after": "copy"}]}},
         {"extends": "mn5", "foo": 1},
         {"extends": "mn5", "system": {"node": {"gpu": 4}}},

@@ -1,0 +1,165 @@
+"""Members of a build context: folders of code as the tar's members, and the members as bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.recipe import sources
+from imgkit_entrypoints.errors import ImgkitError, UsageError
+
+CHUNK_BYTES = 1 << 20
+
+# 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
+MTIME_S = 315532800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TarMember:
+    """One member of the tar: bytes in memory, a file on disk, a folder or a link."""
+
+    name: str
+    kind: bytes = tarfile.REGTYPE
+    mode: int = 0o644
+    size_bytes: int = 0
+    data: bytes = b""
+    source: Path | None = None
+    """The file with the content; None: `data` is the content."""
+    link: str = ""
+
+
+def file(name: str, data: bytes) -> TarMember:
+    """A file whose content is in memory."""
+    return TarMember(name=name, data=data, size_bytes=len(data))
+
+
+def folder(name: str) -> TarMember:
+    """A folder without its content."""
+    return TarMember(name=name, kind=tarfile.DIRTYPE, mode=0o755)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A folder or file of the user, and its place in the context."""
+
+    source: Path
+    member: str
+    """The folder that holds a file, or the content of a folder."""
+    where: str
+    """The recipe's line."""
+    ignore: tuple[str, ...] = ()
+
+
+def of_code(code: Code, left_out: list[str]) -> Iterator[TarMember]:
+    """The files of `code`; `left_out` receives the names that stay out by other rules than its `ignore`.
+
+    Raises
+    ------
+    UsageError : the source is missing, unreadable, or more than files, folders and links inside itself.
+    """
+    yield folder(code.member)
+    with readable(code.source, code.where, "name another source"):
+        status = code.source.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        yield _entry(code.source, f"{code.member}/{code.source.name}", status)
+        return
+    root = code.source.resolve()
+    with readable(code.source):
+        for found in sources.walk(code.source, code.ignore, left_out=left_out):
+            path, name = Path(found.entry.path), f"{code.member}/{found.name}"
+            if found.entry.is_dir(follow_symlinks=False):
+                yield folder(name)
+            elif found.entry.is_symlink():
+                yield _link(path, name, root)
+            else:
+                yield _entry(path, name, path.lstat())
+
+
+def _entry(path: Path, name: str, status: os.stat_result) -> TarMember:
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError("not a file, folder or link", where=str(path), hint=_ignore_hint(path))
+    return TarMember(
+        name=name,
+        mode=0o755 if status.st_mode & stat.S_IXUSR else 0o644,
+        size_bytes=status.st_size,
+        source=path,
+    )
+
+
+def _link(path: Path, name: str, root: Path) -> TarMember:
+    target = path.readlink()
+    # The resolved target counts: "a/../x" leaves the folder if a is itself a link to a deeper folder.
+    inside = not target.is_absolute() and Path(os.path.realpath(path)).is_relative_to(root)
+    if not inside:
+        raise UsageError(
+            f"a link out of the copied folder, to {target}",
+            where=str(path),
+            hint=f"make it a relative link inside {root}, replace it by a copy, or " + _ignore_hint(path),
+        )
+    return TarMember(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
+
+
+@contextlib.contextmanager
+def readable(path: Path, where: str = "", otherwise: str = "") -> Iterator[None]:
+    """Turn an OSError inside the block into an error that names its file, by default `path`."""
+    try:
+        yield
+    except OSError as error:
+        file = Path(os.fsdecode(error.filename or path))
+        raise UsageError(
+            f"{file}: cannot be read: {error.strerror}",
+            where=where or None,
+            hint=otherwise or f"chmod u+rX it, or {_ignore_hint(file)}",
+        ) from error
+
+
+def _ignore_hint(path: Path) -> str:
+    return f"add {path.name!r} to this copy's `ignore`"
+
+
+def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
+    """The archive in chunks; the last chunk is the object `END`."""
+    for member in members:
+        yield _header(member)
+        yield from _content(member)
+        yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
+    yield END
+
+
+END = bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(member: TarMember) -> bytes:
+    info = tarfile.TarInfo(member.name)
+    info.type, info.mode, info.linkname = member.kind, member.mode, member.link
+    info.size, info.mtime = member.size_bytes, MTIME_S
+    # GNU's format, not pax: it keeps names outside UTF-8 unchanged and allows any size.
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+def _content(member: TarMember) -> Iterator[bytes]:
+    if member.source is None:
+        yield member.data
+        return
+    left = member.size_bytes
+    with readable(member.source), member.source.open("rb", buffering=0) as stream:
+        # Reading one byte more than expected detects a file that grew.
+        while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
+            left -= len(chunk)
+            if left < 0:
+                raise _changed(member.source, "grew")
+            yield chunk
+    if left:
+        raise _changed(member.source, "shrank")
+
+
+def _changed(path: Path, how: str) -> ImgkitError:
+    return UsageError(
+        f"{path} {how} while it was read",
+        hint=f"build again when no program writes to it, or {_ignore_hint(path)}",
+    )

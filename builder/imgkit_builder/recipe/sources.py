@@ -1,0 +1,174 @@
+"""The files of a folder that go into an image: what git ignores and what imgkit or a cache wrote stays out.
+
+Several lists of patterns decide, each about the folders below it. The last one that knows a path wins:
+outputs of imgkit, ``.gitignore`` from the repository's root downwards, ``.dockerignore``, then `ignore`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+NEVER = frozenset({".git", "__pycache__"})
+"""Names that stay out, whatever a pattern says."""
+OUTPUTS = ("*.sif", "*.imgdelta", ".*.part")
+"""What imgkit writes: .sif files, deltas, and the temporary names of unfinished files."""
+MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
+"""A folder with such a file is a cache (bford.info/cachedir) or a virtual environment of this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One file, folder or link below a source."""
+
+    name: str
+    """Its path below the source, with ``/``."""
+    entry: os.DirEntry[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patterns:
+    """Patterns for the paths below one folder."""
+
+    above: str
+    """What comes before a path below the source, to make it a path below that folder: ``src/``."""
+    below: str
+    """The folder's path below the source, with a final slash; empty for the source and for folders above."""
+    spec: GitIgnoreSpec
+
+    def decision(self, path: str) -> bool | None:
+        """Whether `path`, below the source, stays out; None where no pattern matches."""
+        if not path.startswith(self.below):
+            return None
+        return self.spec.check_file(self.above + path.removeprefix(self.below)).include
+
+
+def walk(
+    source: Path,
+    ignore: Iterable[str] = (),
+    *,
+    hidden: Collection[Path] = (),
+    left_out: list[str] | None = None,
+) -> Iterator[Found]:
+    """Yield what goes into the image of the folder `source`, a folder before its content.
+
+    Parameters
+    ----------
+    ignore : patterns of the recipe; ``!NAME`` brings back what another list leaves out.
+    hidden : resolved paths that must not be in an image.
+    left_out : receives the names that anything but `ignore` leaves out, folders with a final slash.
+
+    Raises
+    ------
+    OSError : a folder or a list of patterns cannot be read; its `filename` is set.
+    """
+    own = _Patterns(above="", below="", spec=_spec(ignore))
+    walker = _Walker(
+        own=own,
+        late=(*_dockerignore(source), own),
+        hidden=frozenset(hidden),
+        left_out=[] if left_out is None else left_out,
+    )
+    yield from walker.folder(source, "", _above(source))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Walker:
+    own: _Patterns
+    late: tuple[_Patterns, ...]
+    """The patterns that win over those of folders; `own` is the last."""
+    hidden: frozenset[Path]
+    left_out: list[str]
+
+    def folder(self, folder: Path, below: str, above: tuple[_Patterns, ...]) -> Iterator[Found]:
+        """Yield what counts in `folder`; `below` is its path below the source, empty or with a last slash."""
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
+        names = {entry.name for entry in entries}
+        general = (*above, *_listed(folder, below)) if ".gitignore" in names else above
+        for entry in entries:
+            is_folder = entry.is_dir(follow_symlinks=False)
+            # The slash lets a folder match patterns such as "data/"; as in git, this excludes all below it.
+            name = f"{below}{entry.name}{'/' if is_folder else ''}"
+            if entry.name in NEVER or self._is_hidden(entry):
+                continue
+            stays_out = _last_word((*general, *self.late), name)
+            if stays_out is None:
+                stays_out = _is_cache(entry) if is_folder else _is_output(entry.name, names)
+            if not stays_out:
+                yield Found(name=name.rstrip("/"), entry=entry)
+                if is_folder:
+                    yield from self.folder(Path(entry.path), name, general)
+            elif self.own.decision(name) is None:
+                self.left_out.append(name)
+
+    def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
+        return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
+
+
+def _last_word(patterns: tuple[_Patterns, ...], path: str) -> bool | None:
+    decisions = (one.decision(path) for one in reversed(patterns))
+    return next((one for one in decisions if one is not None), None)
+
+
+def _is_cache(folder: os.DirEntry[str]) -> bool:
+    return any(os.path.lexists(Path(folder.path, marker)) for marker in MARKERS)
+
+
+def _is_output(name: str, names: set[str]) -> bool:
+    # An archive is one of imgkit's only where its record lies beside it; a data set may be a .tar too.
+    archive = name.removesuffix(".manifest.json").removesuffix(".sha256")
+    if ".tar" in archive and archive in names and f"{archive}.manifest.json" in names:
+        return True
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTPUTS)
+
+
+def _spec(patterns: Iterable[str]) -> GitIgnoreSpec:
+    import pathspec
+
+    return pathspec.GitIgnoreSpec.from_lines(patterns)
+
+
+def _listed(folder: Path, below: str) -> tuple[_Patterns, ...]:
+    """The patterns of the folder's own ``.gitignore``."""
+    lines = _lines(folder / ".gitignore")
+    return (_Patterns(above="", below=below, spec=_spec(lines)),) if lines else ()
+
+
+def _above(source: Path) -> tuple[_Patterns, ...]:
+    """The patterns of ``.gitignore`` files above `source`, up to its repository's root, the outermost first.
+
+    A source that these patterns exclude as a whole was named on purpose: then they do not count.
+    """
+    source = source.resolve()
+    found: tuple[_Patterns, ...] = ()
+    for folder in (source, *source.parents):
+        if folder != source and (lines := _lines(folder / ".gitignore")):
+            above = f"{source.relative_to(folder).as_posix()}/"
+            found = (_Patterns(above=above, below="", spec=_spec(lines)), *found)
+        if os.path.lexists(folder / ".git"):
+            return () if _last_word(found, "") else found
+    return ()  # outside git, a file of somebody's home folder says nothing about this one
+
+
+def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
+    """The patterns of ``.dockerignore``, which all start at its folder, as patterns of gitignore's kind."""
+    anchored = []
+    for line in _lines(source / ".dockerignore"):
+        pattern = line.strip()
+        if pattern and not pattern.startswith("#"):
+            back = "!" if pattern.startswith("!") else ""
+            anchored.append(f"{back}/{os.path.normpath(pattern.removeprefix('!').strip().lstrip('/'))}")
+    return (_Patterns(above="", below="", spec=_spec(anchored)),) if anchored else ()
+
+
+def _lines(file: Path) -> list[str]:
+    # Not a FIFO, which would never end.
+    return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if file.is_file() else []

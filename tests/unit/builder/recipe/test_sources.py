@@ -1,0 +1,123 @@
+"""Which files of a folder go into an image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.recipe import sources
+
+Tree = Callable[..., Path]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """``tree(".git/HEAD", "src/a.py", **{"x": "text"})``: files, empty or with a text."""
+
+    def make(*names: str, **texts: str) -> Path:
+        for name in (*names, *texts):
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(texts.get(name, ""))
+        return tmp_path
+
+    return make
+
+
+def found(source: Path, *ignore: str) -> list[str]:
+    """The files that count, without folders and lists of patterns."""
+    hits = sources.walk(source, ignore)
+    return [hit.name for hit in hits if hit.entry.is_file() and not hit.entry.name.endswith("ignore")]
+
+
+def test_gitignore_counts_in_every_folder(tree: Tree) -> None:
+    root = tree(
+        "a.log",
+        "src/a.log",
+        "src/keep.log",
+        "src/b.py",
+        **{".gitignore": "*.log\n", "src/.gitignore": "!keep.log\n"},
+    )
+    assert found(root) == ["src/b.py", "src/keep.log"]
+
+
+def test_patterns_of_the_repository_count_below(tree: Tree) -> None:
+    root = tree(
+        ".git/HEAD",
+        "one/src/a.py",
+        "one/src/a.ckpt",
+        "one/src/data/x",
+        **{".gitignore": "*.ckpt\n/one/src/data/\n"},
+    )
+    assert found(root / "one" / "src") == ["a.py"]
+
+
+def test_patterns_above_the_repository_do_not(tree: Tree) -> None:
+    root = tree("repo/.git/HEAD", "repo/src/a.py", "loose/b.py", **{".gitignore": "*.py\n"})
+    assert found(root / "repo" / "src") == ["a.py"]
+    assert found(root / "loose") == ["b.py"]
+
+
+def test_ignored_folder_that_is_named_counts(tree: Tree) -> None:
+    """The recipe names it on purpose: a build folder, for example."""
+    root = tree(".git/HEAD", "build/lib.so", **{".gitignore": "build/\n"})
+    assert found(root / "build") == ["lib.so"]
+
+
+def test_dockerignore_patterns_start_at_its_folder(tree: Tree) -> None:
+    texts = {".dockerignore": "# comment\n*.csv\n**/*.bin\nsub/skip/\n!keep.csv\n"}
+    root = tree("a.csv", "keep.csv", "sub/b.csv", "sub/c.bin", "sub/skip/d", **texts)
+    assert found(root) == ["keep.csv", "sub/b.csv"]
+
+
+def test_everything_but_one_folder(tree: Tree) -> None:
+    root = tree("a", "src/b", "src/sub/c", **{".dockerignore": "*\n!src\n"})
+    assert found(root) == ["src/b", "src/sub/c"]
+
+
+def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
+    root = tree(
+        "mn5.sif",
+        "mn5.imgdelta",
+        "mn5.tar.zst",
+        "mn5.tar.zst.sha256",
+        "mn5.tar.zst.manifest.json",
+        ".mn5.sif.0a1b2c3d.part",
+        ".git/HEAD",
+        "pkg/__pycache__/a.pyc",
+        ".venv/pyvenv.cfg",
+        ".mypy_cache/CACHEDIR.TAG",
+        # Somebody's data:
+        "data.tar",
+        "data.tar.sha256",
+        "run.manifest.json",
+    )
+    assert found(root) == ["data.tar", "data.tar.sha256", "run.manifest.json"]
+
+
+def test_recipe_brings_a_file_back(tree: Tree) -> None:
+    root = tree("base.sif", "vocab.txt", "x.py", ".venv/pyvenv.cfg", **{".gitignore": "*.txt\n"})
+    assert found(root, "!*.sif", "!vocab.txt", "*.py") == ["base.sif", "vocab.txt"]
+
+
+def test_names_that_stay_out_are_listed(tree: Tree) -> None:
+    left_out: list[str] = []
+    root = tree("a.log", "data/x", "b.py", "c.py", **{".gitignore": "*.log\ndata/\n"})
+    list(sources.walk(root, ["b.py"], left_out=left_out))
+    assert left_out == ["a.log", "data/"]
+
+
+def test_hidden_file_cannot_be_brought_back(tree: Tree) -> None:
+    root = tree("token.txt", "a.py")
+    (root / "link").symlink_to("token.txt")
+    hidden = [(root / "token.txt").resolve()]
+    assert [one.name for one in sources.walk(root, ["!token.txt"], hidden=hidden)] == ["a.py", "link"]
+
+
+def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
+    root = tree("a.py")
+    os.mkfifo(root / ".gitignore")
+    assert found(root) == ["a.py"]
