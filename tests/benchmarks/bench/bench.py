@@ -27,9 +27,9 @@ from imgkit_entrypoints.apps.bench import options, sizes
 from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, groups, timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
-from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
+from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.measure.operations import allocated, launch
-from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues
+from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
 from imgkit_entrypoints.apps.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -71,7 +71,8 @@ def status(name: str) -> int:
 def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) -> None:
     """`timing.batch` against a bare loop, in pairs, the order changing."""
     op = collectives.named("all_reduce")
-    buffers = allocated(op, size_bytes // DTYPE.item_bytes, getattr(torch, DTYPE.torch), group, here.device)
+    count = size_bytes // DTYPE.item_bytes
+    (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
     run, tensor = launch(op, buffers, group), buffers.input
 
     def bare() -> None:
@@ -105,7 +106,8 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
 
         def bare(op: Collective = op) -> None:
             count = op.elements(size_bytes, DTYPE.item_bytes, group.size)
-            launch(op, allocated(op, count, getattr(torch, DTYPE.torch), group, here.device), group)()
+            (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
+            launch(op, buffers, group)()
 
         def measured(op: Collective = op) -> None:
             Measurer(
@@ -116,6 +118,8 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
                 expected=ExpectedValues(DTYPE, here.world_size, here.device),
                 counting=False,
                 nodes=1,
+                noise=Noise(DTYPE, here.device),
+                rotated_bytes=ROTATED_BYTES["cpu"],
             ).measure(op, size_bytes)
 
         grown = torch.tensor([peak(bare), peak(measured)], dtype=torch.float64)

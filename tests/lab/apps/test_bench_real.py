@@ -55,9 +55,40 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     assert {one.size_bytes % 48 for one in found.results if named(one.op).parts} == {0}, (
         "3 chunks of 16 bytes"
     )
+    assert {len(one.batches_us) for one in found.results if one.timing == "batched"} == {5}
     assert found.command[:4] == ("dist-bench", "--device", "cpu", "all"), "the whole command"
     assert "inside of one node" in found.sentences[0]
     assert not [text for text in found.fingerprint if "TOKEN" in text or "PATH" in text]
+
+
+# One rank needs no launcher. The collective says which memory it was given, and what was in it.
+ROTATED = """
+import os
+os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+import torch.distributed as dist
+from imgkit_entrypoints.apps import ranks
+from imgkit_entrypoints.apps.bench import options, setup
+from imgkit_entrypoints.apps.bench.measure import collectives
+right, seen = dist.all_reduce, []
+def all_reduce(tensor, async_op=False, **kwargs):
+    if tensor.numel() == 1024 and not async_op:
+        seen.append((tensor.data_ptr(), len(tensor.unique())))
+    return right(tensor, async_op=async_op, **kwargs)
+dist.all_reduce = all_reduce
+with ranks.opened() as here:
+    words = ["--size", "4K", "--iters", "50", "--warmup", "0"]
+    setup.set_up(options.read(words), here).measurer.measure(collectives.named("all_reduce"), 4096)
+batches = seen[1:]  # without the guess of the time
+print(len(batches), len(set(place for place, _ in batches)), min(kinds for _, kinds in batches))
+"""
+
+
+@pytest.mark.docker
+def test_batches_rotate_through_random_data(standin: str, tmp_path: Path) -> None:
+    done = inside(standin, tmp_path, "python3", "-I", "/given.py", given=ROTATED)
+    launches, buffers, kinds = map(int, done.stdout.split()) if not done.returncode else (0, 0, 0)
+    assert (launches, buffers) == (50, 10), done.stderr  # 5 batches of 10
+    assert kinds > 1000, "few of 1024 random numbers are equal"
 
 
 # A broken library's results on one rank, before they are compared with the expected ones.

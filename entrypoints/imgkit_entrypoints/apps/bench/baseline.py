@@ -8,25 +8,17 @@ a busy machine, such intervals were apart at every fourth size (docs/bench-repor
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.bench.judge.percentiles import Spread, spread
 from imgkit_entrypoints.apps.bench.record.values import Result, Run
 from imgkit_entrypoints.errors import UsageError
 
 LEAST_TIMES = 6
 """Two sets of six times of equal runs are apart by chance once in 924 cases, of five once in 252."""
 HINT = "measure both runs in the same way on the same machines, or save a new baseline with --save"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """The range of the times of one size, without the fastest and the slowest tenth."""
-
-    low: float
-    median: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +34,8 @@ class Change:
     ratio: float
     """Bandwidth now divided by the baseline's, from the medians; below 1 is slower."""
     regressed: bool
+    undecided: bool
+    """Slower by more than the tolerance, but the spreads overlap."""
 
     def __str__(self) -> str:
         kind = "slower" if self.ratio < 1 else "faster"
@@ -82,6 +76,11 @@ class BaselineVerdict:
             f"{self.tolerance:.0%} and beyond the spread of both runs"
         )
         result = [answer, *map(str, bad)]
+        if unsure := sum(one.undecided for one in self.changes):
+            result.append(
+                f"undecided at {unsure} of {len(self.changes)} sizes: slower by more than "
+                f"{self.tolerance:.0%}, but the spreads of both runs overlap"
+            )
         if self.visible > 1 / (1 - self.tolerance):
             result.append(
                 f"the baseline's iterations vary: at half of the sizes, only a run at least "
@@ -130,13 +129,6 @@ def compare(new: Run, old: Run, tolerance: float) -> BaselineVerdict:
     return BaselineVerdict(tolerance=tolerance, changes=tuple(judged), not_compared=apart)
 
 
-def spread(times: Sequence[float]) -> Spread:
-    """The spread of at least one time; with fewer than ten, none is left out."""
-    ordered = sorted(times)
-    cut = len(ordered) // 10
-    return Spread(low=ordered[cut], median=statistics.median(ordered), high=ordered[-1 - cut])
-
-
 _Key = tuple[str, str, str, int]
 
 
@@ -147,6 +139,7 @@ def _with_spread(run: Run) -> Mapping[_Key, Result]:
 def _change(new: Result, old: Result, tolerance: float) -> Change:
     now, then = spread(new.times_us), spread(old.times_us)
     ratio = then.median / now.median
+    slower = ratio < 1 - tolerance
     return Change(
         op=new.op,
         group=new.group,
@@ -155,7 +148,8 @@ def _change(new: Result, old: Result, tolerance: float) -> Change:
         old_us=then,
         new_us=now,
         ratio=ratio,
-        regressed=ratio < 1 - tolerance and now.low > then.high,
+        regressed=slower and not now.overlaps(then),
+        undecided=slower and now.overlaps(then),
     )
 
 

@@ -220,13 +220,18 @@ class _Comparison:
         columns = (f"{first} algbw", "busbw Gbps", f"{second} algbw", "busbw Gbps", f"{first} / {second}")
         lines = [
             f"{first} and {second} in turn, {self.rounds} rounds, {one.world.ranks} ranks on "
-            f"{one.world.nodes} nodes; batched times, 1 Gbps = 1e9 bit/s",
+            f"{one.world.nodes} nodes; batches, median, 1 Gbps = 1e9 bit/s",
             f"{'':14} {'size':>20} {' '.join(f'{text:>12}' for text in columns)}  by round",
         ]
         others = {item.key: item for item in other.results}
         for item in one.results:
             if item.timing == "batched" and item.key in others:
                 lines.append(self._line(item, others[item.key]))
+        if any(line.endswith("undecided") for line in lines):
+            lines.append(
+                "undecided: the spreads of both arms overlap, so the ratio may be chance. More --seconds or "
+                "--rounds narrow them."
+            )
         lines += [f"{name}: {self.proofs[name]}." for name in self.names]
         if not (one.complete and other.complete):
             lines.append(
@@ -240,15 +245,18 @@ class _Comparison:
             for first, second in zip(*(self.runs[name] for name in self.names), strict=False)
             if _algbw(one, first) and _algbw(one, second)
         ]
-        bandwidths = [8 * value for item in (one, other) for value in (item.algbw_GBps, item.busbw_GBps)]
-        figures = " ".join(f"{value:12.2f}" for value in (*bandwidths, other.time_us / one.time_us))
+        bandwidths = [
+            8 * value for item in (one, other) for value in (item.median_algbw_GBps, item.median_busbw_GBps)
+        ]
+        figures = " ".join(f"{value:12.2f}" for value in (*bandwidths, other.median_us / one.median_us))
         by_round = ", ".join(f"{value:.3g}" for value in rounds)
-        return f"{one.op:14} {sizes.both(one.size_bytes):>20} {figures}  {by_round}"
+        doubt = "  undecided" if one.undecided(other) else ""
+        return f"{one.op:14} {sizes.both(one.size_bytes):>20} {figures}  {by_round}{doubt}"
 
 
 def _algbw(wanted: Result, found: Run) -> float:
     """The bandwidth of one result in one launch; 0 if it was not measured."""
-    return next((one.algbw_GBps for one in found.results if one.key == wanted.key), 0.0)
+    return next((one.median_algbw_GBps for one in found.results if one.key == wanted.key), 0.0)
 
 
 def _joined(found: Sequence[Result]) -> Result:
@@ -268,4 +276,5 @@ def _joined(found: Sequence[Result]) -> Result:
         iterations=iterations,
         wrong=sum(checked) if checked else None,
         times=times or None,
+        batches=[time_us / 1e6 for one in found for time_us in one.batches_us],
     )

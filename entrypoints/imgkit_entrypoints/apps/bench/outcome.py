@@ -52,10 +52,17 @@ class Outcome:
             "dtype": setup.dtype.name,
             "group": setup.options.group,
         }
-        seconds = measured.batch_s / measured.batch_iterations
+        batch_s = sum(measured.batches)
         batched = writer.result(
-            op.name, factor, seconds, iterations=measured.batch_iterations, wrong=None, **common
+            op.name,
+            factor,
+            batch_s / measured.counts.total,
+            iterations=measured.counts.total,
+            wrong=None,
+            batches=[took / measured.counts.launches for took in measured.batches],
+            **common,
         )
+        seconds = batched.median_us / 1e6
         single = writer.result(
             op.name,
             factor,
@@ -71,8 +78,8 @@ class Outcome:
             op=op.name,
             size_bytes=measured.size_bytes,
             seconds=seconds,
-            batch_s=measured.batch_s,
-            busbw_GBps=batched.busbw_GBps,
+            batch_s=batch_s,
+            busbw_GBps=batched.median_busbw_GBps,
             ports=measured.nodes,
             times=(*(before.times if before else ()), (measured.size_bytes, seconds)),
         )

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench.judge import stragglers
 from imgkit_entrypoints.apps.bench.measure import dtypes, groups, memory, timing
-from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
-from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues
+from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
+from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
 from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
 from imgkit_entrypoints.apps.bench.record import machine, reader, writer
 from imgkit_entrypoints.apps.bench.record.values import Run, World
@@ -94,6 +94,7 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
     speaks = here.rank == min(one.rank for one in locations if one.node == locations[here.rank].node)
     ranks_per_node = -(-here.world_size // nodes)
     found = machine.machine(os.environ, nodes, ranks_per_node, _software(here))
+    free_bytes = _least_free_bytes(here, ranks_per_node)
     shared = ranks_per_node > found.cpus
     rails = groups.members("rail", locations, "--matrix rails") if options.matrix == "rails" else ()
     return RunSetup(
@@ -110,6 +111,8 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
             expected=ExpectedValues(dtype, group.size, here.device) if options.check else None,
             counting=nodes > 1 and speaks,
             nodes=nodes,
+            noise=Noise(dtype, here.device),
+            rotated_bytes=int(min(ROTATED_BYTES[here.device.type], memory.ROTATED * free_bytes)),
         ),
         world=World(
             ranks=here.world_size,
@@ -121,7 +124,7 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
         ),
         machine=found,
         baseline=_usable(options, here, nodes, options.line_rate_Gbps or found.line_rate_Gbps),
-        free_bytes=_least_free_bytes(here, ranks_per_node),
+        free_bytes=free_bytes,
         late_from_s=stragglers.LEAST_SHARED_S if shared else stragglers.LEAST_S,
         rails=rails or (tuple(groups.first_ranks(locations)),),
     )

@@ -17,7 +17,9 @@ from imgkit_entrypoints.apps.bench import sizes, table
 from imgkit_entrypoints.apps.bench.judge import stragglers
 from imgkit_entrypoints.apps.bench.measure import collectives, matrix, memory, nccl_log, node_conditions
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
-from imgkit_entrypoints.apps.bench.measure.measurement import OutOfMemory, Stopped
+from imgkit_entrypoints.apps.bench.measure.counts import Counts
+from imgkit_entrypoints.apps.bench.measure.measurement import OutOfMemory
+from imgkit_entrypoints.apps.bench.measure.one_size import Stopped
 from imgkit_entrypoints.apps.bench.measure.operations import launch
 from imgkit_entrypoints.apps.bench.options import MOST_BYTES
 from imgkit_entrypoints.apps.bench.outcome import Outcome
@@ -89,12 +91,13 @@ class Sweep:
             self._outcome.remark(f"{op.name}: {setup.world.backend} does not support it: {refused}")
             return True
         self._outcome.print(table.HEADER)
+        before: Counts | None = None
         for place, asked in enumerate(planned):
             began = time.monotonic()
             try:
                 if op.buffer_bytes(asked, setup.group.size) > memory.AT_MOST * setup.free_bytes:
                     raise OutOfMemory
-                measured = self._measurer.measure(op, asked)
+                measured = self._measurer.measure(op, asked, before)
             except OutOfMemory:
                 need = sizes.both(op.buffer_bytes(asked, setup.group.size))
                 self._outcome.remark(
@@ -103,6 +106,7 @@ class Sweep:
                 )
                 return False
             self._outcome.add(op, measured)
+            before = measured.counts
             self._progress(op, planned, place, time.monotonic() - began)
         self._note_nccl_choice(op, planned[-1])
         return True
@@ -123,7 +127,7 @@ class Sweep:
         """The backend's error if it lacks this operation or type, else ""; a collective call."""
         least = min(size_bytes, self._measurer.size_bytes(op, 1))
         try:
-            launch(op, self._measurer.buffers(op, least), self._setup.group)()
+            launch(op, self._measurer.buffers(op, least)[0], self._setup.group)()
             self._here.synchronize()
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -152,7 +156,7 @@ class Sweep:
         if self._here.device.type != "cuda":
             return
         with contextlib.suppress(OutOfMemory), nccl_log.deciding(self._log, os.environ) as begin:
-            launch(op, self._measurer.buffers(op, size_bytes), self._setup.group)()
+            launch(op, self._measurer.buffers(op, size_bytes)[0], self._setup.group)()
             self._here.synchronize()
             if choice := nccl_log.decided(self._log, begin):
                 self._outcome.nccl_choices[op.name] = choice

@@ -8,9 +8,9 @@ from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
 from imgkit_entrypoints.apps.bench.record.values import Result, World
 
 HEADER = (
-    f"{'size':>32}  {'batch: mean, slowest rank':^51}  {'each iteration, after a barrier':^39}\n"
-    f"{'bytes':>12} {'x1024':>9} {'x1000':>9}  {'n':>5} {'us':>11} {'algbw GBps':>10} {'busbw GBps':>10} "
-    f"{'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}"
+    f"{'size':>32}  {'batches: median, slowest rank':^61}  {'each iteration, after a barrier':^39}\n"
+    f"{'bytes':>12} {'x1024':>9} {'x1000':>9}  {'n':>5} {'us':>11} {'band %':>9} {'algbw GBps':>10} "
+    f"{'busbw GBps':>10} {'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}"
 )
 
 
@@ -30,8 +30,18 @@ def line(batched: Result, single: Result) -> str:
     size, wrong = batched.size_bytes, single.wrong
     return (
         f"{size:12} {sizes.binary(size):>9} {sizes.decimal(size):>9}  {batched.iterations:5} "
-        f"{batched.time_us:11.1f} {batched.algbw_GBps:10.3f} {batched.busbw_GBps:10.3f} "
-        f"{8 * batched.busbw_GBps:9.2f}  {single.iterations:5} {single.p50_us or 0:11.1f} "
-        f"{single.p95_us or 0:9.1f} {single.p99_us or 0:9.1f} {100 * (single.cv or 0):5.0f} "
+        f"{batched.median_us:11.1f} {band(batched):>9} {batched.median_algbw_GBps:10.3f} "
+        f"{batched.median_busbw_GBps:10.3f} {8 * batched.median_busbw_GBps:9.2f}  "
+        f"{single.iterations:5} {single.p50_us or 0:11.1f} {single.p95_us or 0:9.1f} "
+        f"{single.p99_us or 0:9.1f} {100 * (single.cv or 0):5.0f} "
         f"{'-' if wrong is None else wrong:>7}"
     )
+
+
+def band(one: Result) -> str:
+    """The spread of the batches around their median, in percent: ``-3 +12``; "-" if there is one batch."""
+    found = one.spread_us
+    if found is None:
+        return "-"
+    low, high = (100 * (value / found.median - 1) for value in (found.low, found.high))
+    return f"{low:.0f} {high:+.0f}".replace("-0 ", "0 ")

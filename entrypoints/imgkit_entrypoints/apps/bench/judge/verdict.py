@@ -23,16 +23,17 @@ Engineering, network)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The batch of one collective at its largest size, and the times of all its sizes."""
+    """The batches of one collective at its largest size, and the times of all its sizes."""
 
     op: str
     size_bytes: int
     seconds: float
-    """Time of one operation."""
+    """Time of one operation: the median of the batches."""
     batch_s: float
+    """Time of all batches together."""
     busbw_GBps: float
     ports: tuple[Mapping[str, port_counters.Count], ...] = ()
-    """Growth of each node's port counters during the whole batch."""
+    """Growth of each node's port counters during all batches."""
     times: tuple[tuple[int, float], ...] = ()
     """(bytes, seconds) of every size."""
 

@@ -7,16 +7,18 @@ N (N - 1) / 2, and every link carries one exchange at a time. One rank represent
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints.apps.bench import sizes
+from imgkit_entrypoints.apps.bench.measure.counts import LEAST_BATCHES
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
 
 MOST_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
-_LEAST, _MOST = 3, 200
+_MOST = 200
 
 Matrix = tuple[tuple[float, ...], ...]
 """GBps (1e9 B/s) that the row's node sends to the column's while it receives as much; 0 on the diagonal."""
@@ -62,6 +64,7 @@ def measure(measurer: Measurer, size_bytes: int, players: Sequence[int]) -> Matr
     playing = here.rank in players
     count = size_bytes // measurer.dtype.item_bytes if playing else 1
     given, made = (torch.empty(count, dtype=kind, device=here.device).zero_() for _ in range(2))
+    measurer.noise.fill(given, here.rank, 0)
     seconds = torch.zeros(nodes * nodes, dtype=torch.float64, device=here.device)
     for pairs in rounds(nodes):
         mine = [pair for pair in pairs if here.rank in (players[pair[0]], players[pair[1]])]
@@ -77,10 +80,11 @@ def measure(measurer: Measurer, size_bytes: int, players: Sequence[int]) -> Matr
         slowest = torch.tensor([took], dtype=torch.float64, device=here.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         fitting = int(measurer.options.seconds / max(slowest.item(), 1e-7))
-        turns = measurer.options.iters or min(_MOST, max(_LEAST, fitting))
-        took = timing.batch(play, turns, here)
+        turns = measurer.options.iters or min(_MOST, fitting)
+        each = max(1, turns // LEAST_BATCHES)
+        took = statistics.median(timing.batch(play, each, here) for _ in range(LEAST_BATCHES))
         if mine:
-            seconds[mine[0][0] * nodes + mine[0][1]] = took / turns
+            seconds[mine[0][0] * nodes + mine[0][1]] = took / each
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # the slower of the two that measured it
     flat = seconds.tolist()
     return tuple(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,28 +13,25 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench.measure import port_counters, timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
+from imgkit_entrypoints.apps.bench.measure.counts import Counts, planned
 from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
 from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
-from imgkit_entrypoints.apps.bench.measure.operations import Buffers, Launch, allocated, launch
-from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, WrongElement
+from imgkit_entrypoints.apps.bench.measure.one_size import OneSize, Stopped, asked_to_stop
+from imgkit_entrypoints.apps.bench.measure.operations import Buffers, allocated, launch
+from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise, WrongElement
 from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.facts import Reader, root_of
-from imgkit_entrypoints.launch import stop_protocol
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.ranks import Ranks
 
-LEAST_BATCH, MOST_BATCH = 5, 1000
-LEAST_SINGLE, MOST_SINGLE = 20, 200
+ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Memory through which batches rotate: more than most caches hold."""
 _WATCHED_S = 0.1
 """Iterations longer than this check for a stop request each time."""
 PROBE_ITERATIONS = 100
 PROBE_BYTES = 8
 """So small that no link, however slow, makes a difference; only the processes do."""
-
-
-class Stopped(Exception):
-    """The launcher asks the run to save and end."""
 
 
 class OutOfMemory(Exception):
@@ -45,17 +42,21 @@ class OutOfMemory(Exception):
 class Measurement:
     """The measurement of one size, over all ranks; times in seconds."""
 
-    size_bytes: int
-    batch_iterations: int
-    batch_s: float
-    """The slowest rank's time for the whole batch."""
+    counts: Counts
+    batches: tuple[float, ...]
+    """The slowest rank's time of every batch."""
     times: tuple[float, ...]
     """The slowest rank's time of every single iteration."""
     wrong: int | None
     first: tuple[WrongElement, ...]
     """The first wrong element of every rank that has one."""
     nodes: tuple[Mapping[str, port_counters.Count], ...]
-    """Growth of each node's port counters during the batch."""
+    """Growth of each node's port counters during the batches."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size that was measured."""
+        return self.counts.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,62 +72,84 @@ class Measurer:
     counting: bool
     """True if this rank reads its node's counters."""
     nodes: int
+    noise: Noise
+    rotated_bytes: int
+    """Memory through which batches rotate."""
 
     def size_bytes(self, op: Collective, asked: int) -> int:
         """Round `asked` to whole elements, or to whole chunks for every rank."""
         item = self.dtype.item_bytes
         return op.elements(asked, item, self.group.size) * item
 
-    def buffers(self, op: Collective, size_bytes: int) -> Buffers:
-        """Allocate memory for `size_bytes`, on all ranks or on none.
+    def buffers(self, op: Collective, size_bytes: int, slots: int = 1) -> tuple[Buffers, ...]:
+        """Allocate memory for `size_bytes`, `slots` times, on all ranks or on none.
 
         Raises
         ------
         OutOfMemory : on all ranks, if one of them has too little memory.
         """
-        made, failed = None, torch.zeros(1, device=self.here.device)
+        made: tuple[Buffers, ...] = ()
+        failed = torch.zeros(1, device=self.here.device)
         try:
             kind = getattr(torch, self.dtype.torch)
-            made = allocated(op, size_bytes // self.dtype.item_bytes, kind, self.group, self.here.device)
+            count = size_bytes // self.dtype.item_bytes
+            made = allocated(op, count, kind, self.group, self.here.device, slots)
         except (
             RuntimeError,
             MemoryError,
         ):  # CUDA's OutOfMemoryError and the CPU allocator's error are RuntimeErrors
             failed += 1
         dist.all_reduce(failed)
-        if made is None or failed.item():
+        if not made or failed.item():
             raise OutOfMemory
         return made
 
-    def measure(self, op: Collective, asked: int) -> Measurement:
-        """Take both timings of `op` at `asked` bytes; a collective call.
+    def measure(self, op: Collective, asked: int, before: Counts | None = None) -> Measurement:
+        """Take both timings of `op` at `asked` bytes; a collective call. `before` is of the last size.
 
         Raises
         ------
         Stopped : on all ranks; the size is not measured. OutOfMemory : on all ranks.
         """
         size_bytes = self.size_bytes(op, asked)
-        buffers = self.buffers(op, size_bytes)
+        (buffers,) = self.buffers(op, size_bytes)
         run = launch(op, buffers, self.group)
         if self.options.warmup:
             run()
-        rounds = max(1, self.options.warmup - 1)
-        one_s = timing.batch(run, rounds, self.here) / rounds
-        batches, singles, watched = self._counts(one_s)
-        before = self._ports()
-        batch_s = timing.batch(run, batches, self.here)
-        nodes = self._nodes(port_counters.since(before, self._ports()))
-        took, wrong, first = self._singles(op, size_bytes, buffers, run, singles, watched=watched)
-        together = self._together([batch_s, float(wrong), *took])
-        return Measurement(
-            size_bytes=size_bytes,
-            batch_iterations=batches,
-            batch_s=max(row[0] for row in together),
-            times=tuple(max(column) for column in list(zip(*together, strict=True))[2:]),
-            wrong=sum(int(row[1]) for row in together) if self.expected else None,
-            first=self._first(first) if any(row[1] for row in together) else (),
-            nodes=nodes,
+        guesses = [timing.batch(run, 1, self.here) for _ in range(max(1, self.options.warmup - 1))]
+        counts, watched = self._counts(size_bytes, statistics.median(guesses), before)
+        one = OneSize(
+            op,
+            counts,
+            self._rotated(op, buffers, counts),
+            here=self.here,
+            group=self.group,
+            noise=self.noise,
+            expected=self.expected,
         )
+        grown: list[Mapping[str, port_counters.Count]] = []
+        for batches, singles in counts.turns():
+            ports = self._ports()
+            one.time_batches(batches)
+            grown.append(port_counters.since(ports, self._ports()))
+            one.time_singles(singles, watched=watched)
+        together = self._together([float(one.wrong), *one.batches, *one.singles])
+        slowest = [max(column) for column in zip(*together, strict=True)][1:]
+        return Measurement(
+            counts=counts,
+            batches=tuple(slowest[: counts.batches]),
+            times=tuple(slowest[counts.batches :]),
+            wrong=sum(int(row[0]) for row in together) if self.expected else None,
+            first=self._first(one.first) if any(row[0] for row in together) else (),
+            nodes=self._nodes(port_counters.total(grown)),
+        )
+
+    def _rotated(self, op: Collective, buffers: Buffers, counts: Counts) -> tuple[Buffers, ...]:
+        """The buffers that the launches of a batch rotate through: `buffers` alone if they are large."""
+        slots = min(
+            counts.launches, self.rotated_bytes // op.buffer_bytes(counts.size_bytes, self.group.size)
+        )
+        return self.buffers(op, counts.size_bytes, slots) if slots > 1 else (buffers,)
 
     def waits(self) -> list[list[float]]:
         """Seconds that every rank waited in each of many tiny collectives; a collective call."""
@@ -138,51 +161,20 @@ class Measurer:
                 waits.append(found.waited)
         return self._together(waits)
 
-    def _counts(self, one_s: float) -> tuple[int, int, bool]:
-        """Agree on the iterations of both timings, and on whether each checks for a stop request."""
-
-        def decide() -> tuple[float, ...]:
-            fitting = int(self.options.seconds / max(one_s, 1e-7))
-            batches = self.options.iters or min(MOST_BATCH, max(LEAST_BATCH, fitting))
-            singles = self.options.iters or min(MOST_SINGLE, fitting)
-            # Intermittent errors need iterations to show.
-            singles = max(singles, LEAST_SINGLE if self.expected else 1)
-            return batches, singles, one_s > _WATCHED_S, asked_to_stop()
-
-        batches, singles, watched, stop = timing.agreed(decide, 4, self.here)
-        if stop:
+    def _counts(self, size_bytes: int, one_s: float, before: Counts | None) -> tuple[Counts, bool]:
+        """Agree on the counts, and on whether each single iteration checks for a stop request."""
+        fitting = self.options.seconds / max(one_s, 1e-7)
+        found = timing.agreed(lambda: (fitting, one_s > _WATCHED_S, asked_to_stop()), 3, self.here)
+        if found[2]:
             raise Stopped
-        return int(batches), int(singles), bool(watched)
-
-    def _singles(
-        self, op: Collective, size_bytes: int, buffers: Buffers, run: Launch, count: int, *, watched: bool
-    ) -> tuple[list[float], int, WrongElement | None]:
-        elements = size_bytes // self.dtype.item_bytes
-        expected = op.result(elements, self.group.size, self.group.rank)
-        took, wrong = [], 0
-        first: WrongElement | None = None
-        for turn in range(count):
-            if watched and timing.agreed(lambda: (asked_to_stop(),), 1, self.here)[0]:
-                raise Stopped
-            if self.expected:
-                self.expected.fill(buffers.input, self.group.rank, turn)
-            took.append(timing.once(run, self.here).took)
-            if not self.expected:
-                continue
-            found, what = self.expected.wrong(buffers.output, expected, turn)
-            wrong += found
-            if what and first is None:
-                index, must, is_ = what
-                first = WrongElement(
-                    op=op.name,
-                    size_bytes=size_bytes,
-                    iteration=turn,
-                    rank=self.here.rank,
-                    index=index,
-                    expected=must,
-                    got=is_,
-                )
-        return took, wrong, first
+        counts = planned(
+            size_bytes,
+            fitting=found[0],
+            iters=self.options.iters,
+            checked=self.expected is not None,
+            before=before,
+        )
+        return counts, bool(found[1])
 
     def _together(self, mine: list[float]) -> list[list[float]]:
         numbers = torch.tensor(mine, dtype=torch.float64, device=self.here.device)
@@ -206,9 +198,3 @@ class Measurer:
         found: list[Any] = [None] * self.here.world_size
         dist.all_gather_object(found, mine if self.counting else None)
         return tuple(item for item in found if item is not None)
-
-
-def asked_to_stop() -> float:
-    """1.0 if the launcher has asked this node's workers to stop, else 0.0."""
-    folder = os.environ.get("IMGKIT_STOP_DIR")
-    return float(bool(folder) and (Path(folder or "") / stop_protocol.STOP).exists())

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 BY_DEFAULT = 0.5
 """Share of the free memory that the default sizes may use: libraries need buffers too."""
+ROTATED = 0.1
+"""Share of the free memory through which batches may rotate."""
 AT_MOST = 0.9
 """Share above which a size is refused, because the kernel would kill the process without a message."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,16 +37,27 @@ class Works:
             work.wait()
 
 
+ALIGNED_BYTES = 512
+"""Distance of the beginnings of rotated buffers: as if torch had allocated each by itself."""
+
+
 def allocated(
-    op: Collective, count: int, dtype: torch.dtype, group: RankGroup, device: torch.device
-) -> Buffers:
-    """Allocate buffers for `count` elements, and write them once: untouched memory is not mapped yet."""
-    given = torch.empty(op.input_elements(count, group.size, group.rank), dtype=dtype, device=device).zero_()
-    size = op.output_elements(count, group.size, group.rank)
-    return Buffers(
-        input=given,
-        output=torch.empty(size, dtype=dtype, device=device).zero_() if op.separate else given,
-    )
+    op: Collective, count: int, dtype: torch.dtype, group: RankGroup, device: torch.device, slots: int = 1
+) -> tuple[Buffers, ...]:
+    """Allocate buffers for `count` elements, `slots` times.
+
+    All memory is written once, because untouched memory is not mapped yet.
+    """
+
+    def cut(elements: int) -> tuple[torch.Tensor, ...]:
+        step = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
+        apart = -(-elements // step) * step if slots > 1 else elements
+        whole = torch.empty(apart * slots, dtype=dtype, device=device).zero_()
+        return tuple(whole[apart * slot : apart * slot + elements] for slot in range(slots))
+
+    given = cut(op.input_elements(count, group.size, group.rank))
+    made = cut(op.output_elements(count, group.size, group.rank)) if op.separate else given
+    return tuple(Buffers(input=one, output=other) for one, other in zip(given, made, strict=True))
 
 
 def launch(op: Collective, buffers: Buffers, group: RankGroup) -> Launch:
@@ -74,6 +86,12 @@ def launch(op: Collective, buffers: Buffers, group: RankGroup) -> Launch:
         parts = list(given.chunk(group.size)) if group.rank == ROOT else None
         return lambda async_op=False: dist.scatter(made, parts, root, group=members, async_op=async_op)
     return _ring(given, made, group)
+
+
+def rotating(launches: Sequence[Launch]) -> Launch:
+    """Return the function that runs the next of `launches` each time, from the first one on."""
+    turn = itertools.cycle(launches)
+    return lambda async_op=False: next(turn)(async_op)
 
 
 def _ring(given: torch.Tensor, made: torch.Tensor, group: RankGroup) -> Launch:

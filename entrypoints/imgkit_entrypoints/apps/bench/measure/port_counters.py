@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.facts import Reader
@@ -95,6 +95,19 @@ def _stamped(reader: Reader, path: str) -> int | None:
 def since(before: Mapping[str, Count], now: Mapping[str, Count]) -> dict[str, Count]:
     """The growth of every port that is in both."""
     return {name: now[name].since(before[name]) for name in now if name in before}
+
+
+def total(parts: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
+    """The sum over `parts` of every port that is in all of them."""
+    first, *rest = parts
+    return {
+        name: Count(
+            sent_bytes=sum(part[name].sent_bytes for part in parts),
+            received_bytes=sum(part[name].received_bytes for part in parts),
+        )
+        for name in first
+        if all(name in part for part in rest)
+    }
 
 
 def is_rdma(name: str) -> bool:

@@ -71,6 +71,28 @@ def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
     return found
 
 
+def pour(table: torch.Tensor, buffer: torch.Tensor, first: int, most: int) -> None:
+    """Fill `buffer` from the periodic `table`, from place `first` on, `most` elements at once."""
+    for start, place, length in blocks(buffer.numel(), first, most):
+        buffer[start : start + length].copy_(table[place : place + length])
+
+
+class Noise:
+    """Random numbers that the timed batches carry: links and processors may treat zeros better."""
+
+    def __init__(self, dtype: Dtype, device: torch.device) -> None:
+        import torch
+
+        self._block = BLOCK[device.type]
+        one = torch.rand(PERIOD, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        kind = getattr(torch, dtype.torch)
+        self._table = one.to(kind).to(device).repeat(2 + self._block // PERIOD)
+
+    def fill(self, buffer: torch.Tensor, rank: int, slot: int) -> None:
+        """Fill the buffer of `rank` in `slot`."""
+        pour(self._table, buffer, phase(rank, slot), self._block)
+
+
 class ExpectedValues:
     """The tables for one type and number of ranks, on one device."""
 
@@ -91,8 +113,7 @@ class ExpectedValues:
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
         """Fill `buffer` with the input of `rank`."""
-        for start, place, length in blocks(buffer.numel(), phase(rank, iteration), self._block):
-            buffer[start : start + length].copy_(self._one[place : place + length])
+        pour(self._one, buffer, phase(rank, iteration), self._block)
 
     def wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int

@@ -67,8 +67,10 @@ def made() -> Schema:
 
 
 def _result() -> Schema:
-    found = _of(values.Result, optional=(*_SPREAD, "wrong"))
-    found["properties"]["times_us"] = _array({"type": "number", "exclusiveMinimum": 0})
+    derived: Schema = {name: {"type": "number", "exclusiveMinimum": 0} for name in values.BAND}
+    found = _of(values.Result, optional=(*_SPREAD, "batches_us", *values.BAND, "wrong"), **derived)
+    for name in ("times_us", "batches_us"):
+        found["properties"][name] = _array({"type": "number", "exclusiveMinimum": 0})
     single = {"properties": {"timing": {"const": "iteration"}}}
     spread = {name: {"type": "number"} for name in _SPREAD if name != "times_us"}
     then = {"required": list(_SPREAD), "properties": {**spread, "times_us": {"minItems": 1}}}

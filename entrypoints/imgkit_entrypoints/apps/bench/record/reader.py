@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from imgkit_entrypoints.apps.bench.record.values import SCHEMA, TIMINGS, TOOL, Result, Run, Timing, World
+from imgkit_entrypoints.apps.bench.record.values import (
+    BAND,
+    SCHEMA,
+    TIMINGS,
+    TOOL,
+    Result,
+    Run,
+    Timing,
+    World,
+)
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -111,11 +120,13 @@ def _result(entry: _Fields) -> Result:
         p99_us=entry.number("p99_us") if spread else None,
         cv=entry.number("cv") if spread else None,
         times_us=times,
+        batches_us=_batches(entry) if not spread else (),
     )
     if spread and (not times or not all(times)):
         entry.refuse("times_us must hold at least one time, and only times above 0")
-    if made.time_us == 0:
-        entry.refuse("time_us is 0")
+    for name in ("time_us", *BAND):  # the band is calculated again, and checked like all other fields
+        if name in entry.data and not entry.number(name):
+            entry.refuse(f"{name} is 0")
     # This catches figures in another unit before they share an axis. The margin allows rounded figures.
     expected = made.size_bytes / made.time_us / 1e3
     if not math.isclose(made.algbw_GBps, expected, rel_tol=0.01, abs_tol=0.001):
@@ -124,6 +135,16 @@ def _result(entry: _Fields) -> Result:
             hint="1 GBps = 1e9 B/s; do not edit saved files by hand",
         )
     return made
+
+
+def _batches(entry: _Fields) -> tuple[float, ...]:
+    """The times of the batches; empty in files of imgkit 0.1."""
+    if "batches_us" not in entry.data:
+        return ()
+    found = tuple(entry.number_of("batches_us", value) for value in entry.array("batches_us"))
+    if not found or not all(found):
+        entry.refuse("batches_us must hold at least one time, and only times above 0")
+    return found
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from imgkit_entrypoints.apps.bench.judge.percentiles import Spread, spread
+
 SCHEMA = 1
 TOOL = "dist-bench"
 
 Timing = Literal["batched", "iteration"]
 TIMINGS: tuple[Timing, ...] = ("batched", "iteration")
+
+
+BAND = ("low_us", "median_us", "high_us")
+"""Fields that the file has for programs, calculated from the times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,35 @@ class Result:
     cv: float | None = None
     times_us: tuple[float, ...] = ()
     """The slowest rank's time of each iteration; empty for batched timing."""
+    batches_us: tuple[float, ...] = ()
+    """The slowest rank's time of one operation in each batch; empty for timing per iteration."""
+
+    @property
+    def spread_us(self) -> Spread | None:
+        """The spread of the batches or iterations; None in files of imgkit 0.1, which have one batch."""
+        times = self.batches_us or self.times_us
+        return spread(times) if times else None
+
+    @property
+    def median_us(self) -> float:
+        """The median of the batches or iterations; the mean where the file has one batch."""
+        found = self.spread_us if self.batches_us else None
+        return found.median if found else self.time_us
+
+    @property
+    def median_algbw_GBps(self) -> float:
+        """The bandwidth that belongs to `median_us`."""
+        return self.algbw_GBps * self.time_us / self.median_us
+
+    @property
+    def median_busbw_GBps(self) -> float:
+        """The bus bandwidth that belongs to `median_us`."""
+        return self.busbw_GBps * self.time_us / self.median_us
+
+    def undecided(self, other: Result) -> bool:
+        """True if the ratio of both may be chance: their spreads overlap."""
+        mine, theirs = self.spread_us, other.spread_us
+        return mine is not None and theirs is not None and mine.overlaps(theirs)
 
     @property
     def key(self) -> tuple[str, str, str, int, Timing]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from imgkit_entrypoints import __version__, files
 from imgkit_entrypoints.apps.bench.judge.percentiles import percentile, variation
-from imgkit_entrypoints.apps.bench.record.values import SCHEMA, TOOL, Result, World
+from imgkit_entrypoints.apps.bench.record.values import BAND, SCHEMA, TOOL, Result, World
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -80,9 +80,11 @@ def writable(path: Path) -> None:
 
 def _result(item: Result) -> dict[str, Any]:
     fields = dataclasses.asdict(item)
-    if item.timing == "batched":
-        for name in ("p50_us", "p95_us", "p99_us", "cv", "times_us"):
-            del fields[name]
+    unused = ("p50_us", "p95_us", "p99_us", "cv", "times_us") if item.timing == "batched" else ("batches_us",)
+    for name in unused:
+        del fields[name]
+    if found := item.spread_us:
+        fields |= zip(BAND, (found.low, found.median, found.high), strict=True)
     return fields
 
 
@@ -97,8 +99,12 @@ def result(
     iterations: int,
     wrong: int | None,
     times: Sequence[float] | None = None,
+    batches: Sequence[float] = (),
 ) -> Result:
-    """Make a result from the `seconds` of one operation; `times` are the seconds of each iteration."""
+    """Make a result from the `seconds` of one operation.
+
+    `times` are the seconds of each iteration, `batches` those of one operation in each batch.
+    """
     algbw = size_bytes / seconds / 1e9
     made = Result(
         op=op,
@@ -111,6 +117,7 @@ def result(
         algbw_GBps=algbw,
         busbw_GBps=algbw * factor,
         wrong=wrong,
+        batches_us=tuple(value * 1e6 for value in batches),
     )
     if not times:
         return made

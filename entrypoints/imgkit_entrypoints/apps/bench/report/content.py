@@ -18,9 +18,15 @@ DRAWN_WITH_REFERENCES = ("all_reduce", "world")
 NEAR = 1.25
 """Largest factor between a published payload and the measured size it is compared with: 4 GiB for 4 GB."""
 TIMING_MEANS = {
-    "batched": "many launches, one synchronisation, mean time (as in nccl-tests)",
+    "batched": "batches of many launches with one synchronisation, slowest rank, median (imgkit 0.1: mean)",
     "iteration": "each iteration after a barrier, slowest rank, median",
 }
+
+
+BAND_MEANS = (
+    "The band is the range of the times without the fastest and the slowest tenth. A ratio whose bands "
+    "overlap is undecided."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +123,7 @@ def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequ
         spread=_spread(spread) if spread else None,
         beside=_beside(curves, referred),
         notes=(
-            f"Times are {timing}: {TIMING_MEANS[timing]}.",
+            f"Times are {timing}: {TIMING_MEANS[timing]}. {BAND_MEANS}",
             *_level_notes(op, chart.levels),
         ),
     )
@@ -167,7 +173,7 @@ def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]
 def _line(curve: BandwidthCurve) -> Line:
     return Line(
         label=f"{curve.label}: {_world(curve.run)}",
-        points=tuple((one.size_bytes, one.busbw_GBps) for one in curve.results if one.busbw_GBps > 0),
+        points=tuple((one.size_bytes, one.median_busbw_GBps) for one in curve.results if one.busbw_GBps > 0),
     )
 
 
@@ -239,10 +245,10 @@ def _beside(curves: Sequence[BandwidthCurve], tables: Sequence[Table]) -> Grid |
                     (
                         curve.label,
                         sizes.both(nearest.size_bytes),
-                        figure(nearest.busbw_GBps * 8),
+                        figure(nearest.median_busbw_GBps * 8),
                         figure(published * 8),
                         _name(table, arm),
-                        f"{nearest.busbw_GBps / published:.2f}",
+                        f"{nearest.median_busbw_GBps / published:.2f}",
                     )
                 )
     head = ("run", "size", "busbw (Gbps)", "published (Gbps)", "by", "run / published")
@@ -261,6 +267,7 @@ def _bandwidth(curves: Sequence[BandwidthCurve]) -> Grid:
         before = "" if alone else f"{curve.label}: "
         head += [
             f"{before}time (us)",
+            f"{before}band (us)",
             f"{before}algbw (GBps)",
             f"{before}busbw (GBps)",
             f"{before}busbw (Gbps)",
@@ -273,20 +280,31 @@ def _bandwidth(curves: Sequence[BandwidthCurve]) -> Grid:
             one = results.get(size)
             row += (
                 [
-                    figure(one.time_us),
-                    figure(one.algbw_GBps),
-                    figure(one.busbw_GBps),
-                    figure(one.busbw_GBps * 8),
+                    figure(one.median_us),
+                    _band(one),
+                    figure(one.median_algbw_GBps),
+                    figure(one.median_busbw_GBps),
+                    figure(one.median_busbw_GBps * 8),
                 ]
                 if one
-                else ["-"] * 4
+                else ["-"] * 5
             )
         if pair:
             first, second = (results.get(size) for results in by_size)
-            known = first and second and first.busbw_GBps
-            row.append(f"{second.busbw_GBps / first.busbw_GBps:.2f}" if known and first and second else "-")
+            row.append(_ratio(first, second) if first and second and first.busbw_GBps else "-")
         rows.append(tuple(row))
     return Grid(head=tuple(head), rows=tuple(rows))
+
+
+def _band(one: Result) -> str:
+    """The band of the batches or iterations; "-" where the file has one batch."""
+    found = one.spread_us
+    return f"{figure(found.low)} to {figure(found.high)}" if found else "-"
+
+
+def _ratio(first: Result, second: Result) -> str:
+    ratio = f"{second.median_busbw_GBps / first.median_busbw_GBps:.2f}"
+    return f"{ratio} undecided" if first.undecided(second) else ratio
 
 
 def _spread(curves: Sequence[BandwidthCurve]) -> Grid:

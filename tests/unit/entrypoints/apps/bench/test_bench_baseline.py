@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.apps.bench import baseline
+from imgkit_entrypoints.apps.bench.judge import percentiles
 from imgkit_entrypoints.apps.bench.record.values import Result, Run, World
 from imgkit_entrypoints.errors import UsageError
 
@@ -92,15 +93,29 @@ def test_more_tolerance_finds_no_more(now: list[float], then: list[float], one: 
 @given(TIMES.flatmap(lambda times: st.tuples(st.just(times), st.permutations(times))))
 def test_order_of_iterations_does_not_matter(both: tuple[list[float], list[float]]) -> None:
     times, shuffled = both
-    assert baseline.spread(times) == baseline.spread(shuffled)
+    assert percentiles.spread(times) == percentiles.spread(shuffled)
 
 
 @given(TIMES)
 def test_spread_holds_all_but_two_tenths(times: list[float]) -> None:
-    spread = baseline.spread(times)
+    spread = percentiles.spread(times)
     assert min(times) <= spread.low <= spread.median <= spread.high <= max(times)
     outside = [time for time in times if not spread.low <= time <= spread.high]
     assert len(outside) <= len(times) / 5
+
+
+@given(TIMES, TIMES, TOLERANCES)
+def test_slower_median_is_regressed_or_undecided(
+    now: list[float], then: list[float], tolerance: float
+) -> None:
+    change = judged(now, then, tolerance)
+    assert change.regressed + change.undecided == (change.ratio < 1 - tolerance)
+
+
+def test_undecided_sizes_are_told() -> None:
+    found = baseline.compare(run(result(around(130, 0.5))), run(result(around(100, 0.5))), 0.1)
+    assert found.regressions == ()
+    assert "undecided at 1 of 1 sizes: slower by more than 10%" in found.sentences[1]
 
 
 def test_outliers_do_not_widen_the_spread() -> None:

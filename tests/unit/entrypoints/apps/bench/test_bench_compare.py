@@ -71,7 +71,10 @@ class FakeLauncher:
         for size in SIZES:
             seconds = size / 1e9 / fast * (1 + 0.1 * (turn // 2))
             one = {"size_bytes": size, "dtype": "fp32", "group": "world"}
-            results.append(writer.result("all_reduce", 1.75, seconds, iterations=10, wrong=None, **one))  # type: ignore[arg-type]
+            batches = [seconds] * 5
+            results.append(
+                writer.result("all_reduce", 1.75, seconds, iterations=10, wrong=None, batches=batches, **one)  # type: ignore[arg-type]
+            )
             times = [seconds, seconds * 2, seconds * 3]
             results.append(
                 writer.result("all_reduce", 1.75, seconds, iterations=3, wrong=0, times=times, **one)  # type: ignore[arg-type]
@@ -160,6 +163,16 @@ def test_ratio_is_told_for_every_size(machine: dict[str, str], capsys: pytest.Ca
     )
 
 
+def test_ratio_within_the_spread_is_undecided(
+    machine: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The second round of each arm is 10 % slower than the first, which is more than the arms differ by.
+    assert series(machine, FakeLauncher(*IN_TURN, ratio=1.05), *RDMA_TCP) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.endswith("undecided") for line in told if line.startswith("all_reduce")] == [True, True]
+    assert any("the ratio may be chance" in line for line in told)
+
+
 def test_other_nodes_start_the_same_and_save_nothing(machine: dict[str, str]) -> None:
     launcher = FakeLauncher(*IN_TURN)
     assert series(machine, launcher, *RDMA_TCP, at=place(node_rank=1)) == 0
@@ -172,7 +185,7 @@ def test_rounds_of_an_arm_become_one_file(machine: dict[str, str], tmp_path: Pat
     assert (found.arm, found.complete) == ("rdma", True)
     assert found.command == ("dist-bench", *RDMA_TCP, "--save", str(tmp_path / "run.json"))
     batched, single = found.results[:2]
-    assert batched.iterations == 20
+    assert (batched.iterations, len(batched.batches_us)) == (20, 10)
     assert batched.algbw_GBps == pytest.approx(4 / 1.05)  # the mean of both rounds' times
     assert len(single.times_us) == 6
     assert reader.load(tmp_path / "run.tcp.json").transport == (

@@ -33,7 +33,16 @@ def whole() -> dict[str, Any]:
     for size in sizes:
         seconds = 1e-5 + size / 5e10
         results.append(
-            writer.result("all_reduce", 1.75, seconds, size_bytes=size, iterations=9, wrong=None, **common)
+            writer.result(
+                "all_reduce",
+                1.75,
+                seconds,
+                size_bytes=size,
+                iterations=9,
+                wrong=None,
+                batches=[seconds] * 5,
+                **common,
+            )
         )
         results.append(
             writer.result(
@@ -143,6 +152,8 @@ def test_everything_written_is_described() -> None:
         (("results", 0, "time_us"), 0),
         (("results", 1, "times_us"), []),
         (("results", 1, "p95_us"), None),
+        (("results", 0, "batches_us"), [0]),
+        (("results", 0, "median_us"), "12"),
         (("results", 0, "busbw_GBps"), "12"),
         (("verdict", "sentences"), None),
         (("verdict", "traffic", 0, "least_Gbps"), None),
@@ -179,6 +190,24 @@ def test_what_the_reader_takes_is_valid(path: tuple[Any, ...], value: object) ->
     except UsageError:
         return
     VALIDATOR.validate(data)
+
+
+def test_file_of_01_is_read_without_a_band() -> None:
+    data = copy.deepcopy(WHOLE)
+    for one in data["results"]:
+        for name in ("batches_us", "low_us", "median_us", "high_us"):
+            one.pop(name, None)
+    VALIDATOR.validate(data)
+    batched, single, *_ = reader.parse(data, "old.json").results
+    assert (batched.spread_us, batched.median_us) == (None, batched.time_us)
+    assert single.spread_us is not None
+
+
+def test_mean_keeps_its_field_beside_the_median() -> None:
+    common: dict[str, Any] = {"size_bytes": 1000, "dtype": "fp32", "group": "world", "wrong": None}
+    made = writer.result("all_reduce", 2.0, 3e-6, iterations=5, batches=[1e-6] * 4 + [11e-6], **common)
+    assert (made.time_us, made.median_us) == pytest.approx((3.0, 1.0))
+    assert (made.busbw_GBps, made.median_busbw_GBps) == pytest.approx((2 / 3, 2.0))
 
 
 def test_command_prints_it_without_torch() -> None:

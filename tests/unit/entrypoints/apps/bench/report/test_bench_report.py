@@ -99,6 +99,15 @@ def texts(root: ET.Element) -> list[str]:
     return ["".join(node.itertext()) for node in root.iter(f"{SVG}text")]
 
 
+def banded(size: int, *batches_us: float) -> Saved:
+    mean_us = sum(batches_us) / len(batches_us)
+    return result(size, GBps=size / mean_us / 1e3, batches_us=list(batches_us))
+
+
+def rows(*runs: Run) -> list[tuple[str, ...]]:
+    return list(content.build(runs, []).sections[0].bandwidth.rows)
+
+
 # The file
 
 
@@ -111,6 +120,26 @@ def test_whole_file_becomes_values(keep: Keep) -> None:
 
 def test_unknown_fields_are_left_alone() -> None:
     assert parsed(result(colour="red"), later={"a": 1}).results[0].op == "all_reduce"
+
+
+def test_table_has_the_median_and_its_band() -> None:
+    (row,) = rows(parsed(banded(1 << 20, 100.0, 110.0, 120.0, 130.0, 500.0)))
+    assert row[1:3] == ("120.0", "100.0 to 500.0")
+    assert row[3] == chart.figure((1 << 20) / 120e3)
+
+
+def test_file_with_one_batch_has_no_band() -> None:
+    assert rows(parsed(result()))[0][2] == "-"
+
+
+@pytest.mark.parametrize(
+    ("times", "ratio"), [((90.0, 99.0, 100.0), "1.20 undecided"), ((50.0, 55.0, 60.0), "2.18")]
+)
+def test_ratio_with_overlapping_bands_is_undecided(times: tuple[float, ...], ratio: str) -> None:
+    first = parsed(
+        banded(1 << 20, 99.0, 119.0, 120.0) if "u" in ratio else banded(1 << 20, 119.0, 120.0, 121.0)
+    )
+    assert rows(first, parsed(banded(1 << 20, *times), where="b.json"))[0][-1] == ratio
 
 
 @pytest.mark.parametrize(
@@ -415,7 +444,7 @@ def test_any_file_is_reported_or_refused(path: tuple[Any, ...], value: object) -
 
 def test_markdown_goes_to_stdout(keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(keep("run"))]) == 0
-    assert "| 1MiB (1.05MB) | 104.9 | 10.0 | 17.5 | 140.0 |" in capsys.readouterr().out
+    assert "| 1MiB (1.05MB) | 104.9 | - | 10.0 | 17.5 | 140.0 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["report.pdf", "report", ".html"])
