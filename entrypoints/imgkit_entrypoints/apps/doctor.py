@@ -179,10 +179,17 @@ def _spans(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{last}" if ranks[-1] == last else ",".join(str(rank) for rank in ranks)
 
 
-def verdict_line(nodes: Sequence[NodeVerdict], world_size: int) -> str:
+def failed(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
+    """Hosts that failed; with `strict`, a warning is a failure."""
+    return [node.host for node in nodes if node.verdict == "fail" or (strict and node.verdict == "warn")]
+
+
+def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
     """The last line, which names the failed hosts."""
-    bad = [node.host for node in nodes if node.verdict == "fail"]
+    bad, worse = failed(nodes, strict=strict), failed(nodes, strict=False)
     whole = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
+    if bad and not worse:
+        return f"FAILED on {', '.join(bad)} ({whole}): --strict counts warnings as failures"
     if bad:
         return f"FAILED on {', '.join(bad)} ({whole})"
     return f"all_reduce of {ELEMENTS * 4 >> 20} MiB verified on {whole}"
@@ -209,8 +216,8 @@ def main() -> None:
         # Wait until every rank has had its time: a hanging rank is a finding as well.
         hosts, answers = _collected(store, world_size, options.timeout + LATE_S)
         nodes = judge(hosts, answers, options.timeout)
-        _print(nodes, world_size, as_json=options.json)
-        store.set("code", "1" if any(node.verdict == "fail" for node in nodes) else "0")
+        _print(nodes, world_size, as_json=options.json, strict=options.strict)
+        store.set("code", "1" if failed(nodes, strict=options.strict) else "0")
     # Rank 0 may need its timeout for the start, for the sum, and again for the others; this is longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
@@ -233,18 +240,18 @@ def _several() -> bool:
     return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
-def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool) -> None:
+def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool, strict: bool) -> None:
     if as_json:
         found: dict[str, Any] = {
             "schema": SCHEMA,
             "imgkit": __version__,
-            "passed": all(node.verdict != "fail" for node in nodes),
+            "passed": not failed(nodes, strict=strict),
             "world_size": world_size,
             "nodes": [dataclasses.asdict(node) for node in nodes],
         }
         print(json.dumps(found, indent=2), flush=True)
     else:
-        print(f"{table(nodes)}\n{verdict_line(nodes, world_size)}", flush=True)
+        print(f"{table(nodes)}\n{verdict_line(nodes, world_size, strict=strict)}", flush=True)
 
 
 def _examined(answer: Answer) -> Answer:

@@ -79,7 +79,11 @@ def _json(found: _Findings) -> dict[str, object]:
         "host": dataclasses.asdict(found.host),
         "system": None if found.system is None else json.loads(to_json(found.system)),
         "placement": found.place_dict(),
-        "fabric": dataclasses.asdict(dataclasses.replace(found.network, env=dict(found.network.env))),
+        "fabric": {
+            **dataclasses.asdict(dataclasses.replace(found.network, env=dict(found.network.env))),
+            "warnings": list(map(str, found.network.warnings)),
+            "blockers": list(map(str, found.network.blockers)),
+        },
     }
 
 

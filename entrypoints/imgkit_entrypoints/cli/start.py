@@ -13,6 +13,7 @@ from imgkit_entrypoints import fabric, facts, schedulers
 from imgkit_entrypoints.cli.worker import Worker
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.fabric import sockets
+from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.launch.request import LaunchOptions
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
@@ -39,7 +40,9 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     made = plan.make(asked.request, worker.argv, place=where, host=host, system=system, env=env)
     odd = schedulers.warnings(where, asked.wanted, env, recipe=system.scheduler if system else "")
-    warnings = (*odd, *made.warnings, *(() if worker.own else _shadows(env)))
+    child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
+    absent = (text for _, text in absent_files(facts.Reader(root=facts.root_of(env)), child))
+    warnings = (*odd, *made.warnings, *absent, *(() if worker.own else _shadows(env)))
     if asked.show_plan:
         print(json.dumps(dataclasses.replace(made, warnings=warnings).to_dict(), indent=2))
         return 0
@@ -48,7 +51,6 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     from imgkit_entrypoints.rollcall import gather
 
     _require_torch()
-    child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
     if worker.own:
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     if made.mode == "direct":

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from imgkit_entrypoints import facts, files, json_text, system
 from imgkit_entrypoints.doctor.checks import software
-from imgkit_entrypoints.facts import Reader
-from imgkit_entrypoints.facts.saved_tree import Entry
+from imgkit_entrypoints.facts import NOT_FILES, Reader, health
+from imgkit_entrypoints.facts.saved_tree import Entry, Recorder, entries
+from imgkit_entrypoints.facts.software import absent_files
 
 ENVIRONMENT = "environment"
 """Member with the variables that affect a launch, as lines for a shell."""
@@ -88,8 +89,19 @@ def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
         yield Entry(path=f"sys/class/iommu/{name}", kind="folder")
     if reader.exists("/usr/local/cuda/compat"):
         yield Entry(path="usr/local/cuda/compat", kind="folder")
-    # Only the line of a library that a check reads.
     host = facts.gather(env=env)
+    recorder = Recorder(root=reader.root)
+    health.links(recorder, host)
+    health.port_errors(recorder, host)
+    absent_files(recorder, env)
+    yield from (entry for entry in entries(recorder, {}) if entry.path != NOT_FILES)
+    if host.gpu_devices:
+        for path, text in (
+            (health.NVIDIA_SMI, health.nvidia_smi(reader)),
+            (health.XIDS, health.xids(reader)),
+        ):
+            yield Entry(path=path.lstrip("/"), kind="file", content=text + "\n")
+    # Only the line of a library that a check reads.
     path, own = software.image_glibc(host, reader)
     versions = {**software.needed_glibc(host, reader), **({path: own} if own else {})}
     for name, newest in versions.items():

@@ -26,6 +26,7 @@ DECIDED = "IMGKIT_DECIDED"
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of dist-doctor."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--strict", action="store_true", help="warnings fail too: exit code 1")
     parser.add_argument(
         "--timeout",
         type=positive,
@@ -64,10 +65,14 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         reader=Reader(root=facts.root_of(env)),
         nnodes=nnodes,
     )
-    print(json.dumps(to_dict(found, host=host.hostname), indent=2) if options.json else table(found))
-    if not options.json:
-        print(summary(found))
-    return 0 if passed(found) else EXIT_NO
+    good = passed(found, strict=options.strict)
+    if options.json:
+        print(json.dumps(to_dict(found, passed=good, host=host.hostname), indent=2))
+    else:
+        print(f"{table(found)}\n{summary(found)}")
+        if not good and passed(found):
+            print("FAILED: --strict counts warnings as failures")
+    return 0 if good else EXIT_NO
 
 
 def _bundle(target: Path, env: Mapping[str, str]) -> int:
@@ -101,18 +106,18 @@ def examine(
     return tuple(check for rule in CHECKS for check in rule(subject))
 
 
-def passed(found: Sequence[Check]) -> bool:
-    """True if no check failed."""
-    return all(check.verdict != "fail" for check in found)
+def passed(found: Sequence[Check], *, strict: bool = False) -> bool:
+    """True if no check failed; with `strict`, a warning is a failure."""
+    return not any(check.verdict == "fail" or (strict and check.verdict == "warn") for check in found)
 
 
-def to_dict(found: Sequence[Check], **about: Any) -> dict[str, Any]:
+def to_dict(found: Sequence[Check], *, passed: bool, **about: Any) -> dict[str, Any]:
     """The JSON form: ``{"schema": 1, "imgkit", "passed", "checks": [{name, verdict, evidence, fix}]}``."""
     return {
         "schema": SCHEMA,
         "imgkit": __version__,
         **about,
-        "passed": passed(found),
+        "passed": passed,
         "checks": [dataclasses.asdict(check) for check in found],
     }
 

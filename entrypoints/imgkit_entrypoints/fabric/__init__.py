@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from imgkit_entrypoints.fabric import gid, lint, ports, slingshot, sockets
-from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan
+from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding
 from imgkit_entrypoints.fabric.precedence import PlanDraft, draft_for
 from imgkit_entrypoints.facts import HostFacts, Interface, Port
 from imgkit_entrypoints.system import FabricKind, SystemFacts
 
-__all__ = ["Decision", "FabricPlan", "choose"]
+__all__ = ["Decision", "FabricPlan", "Finding", "choose"]
 
 
 def choose(
@@ -98,9 +98,10 @@ def slingshot_11(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     rates = [(item.speed_Mbps or slingshot.NIC_Gbps * 1000) / 1000 for item in hsn]
     down = [item for item in draft.facts.interfaces if item.name.startswith("hsn") and not item.running]
     for item in down:
-        draft.warnings.append(
+        draft.warn(
             f"{item.name} is down (/sys/class/net/{item.name}/operstate: {item.state}): its NIC carries no "
-            "traffic. Report the node to the site"
+            "traffic",
+            f"report the node to the site with the output of: ip link show {item.name}",
         )
     # A container with a network of its own shows no hsn interface, but its NICs work.
     rate = sum(rates) if len(rates) + len(down) == len(cxi) else slingshot.NIC_Gbps * len(cxi)
@@ -126,9 +127,10 @@ def tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
         draft.set("NCCL_IB_DISABLE", "1", f"TCP is requested, so these ports stay unused: {there}")
     elif plugin_only:
         first = plugin_only[0]
-        draft.warnings.append(
+        draft.warn(
             f"{first.name} is an EFA device ({first.path}/node_type: {first.node_type}): NCCL needs the "
-            "aws-ofi-nccl plugin for it (libnccl-net.so on LD_LIBRARY_PATH), and otherwise uses TCP"
+            "aws-ofi-nccl plugin for it, and otherwise uses TCP",
+            "put the folder of libnccl-net.so on LD_LIBRARY_PATH",
         )
     elif not draft.facts.rdma:
         draft.set("NCCL_IB_DISABLE", "1", "/sys/class/infiniband: no device, so NCCL need not look for one")
@@ -177,12 +179,16 @@ def _expect(
         text = f"the recipe says {wanted.kind}, but this machine has {kind} ({reason})"
         if kind == "tcp" and draft.several and draft.facts.gpus:
             # One such node makes NCCL fail or hang: it uses TCP, the others do not.
-            draft.blockers.append(f"{text}. Fix the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
+            draft.block(text, "mend the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
         else:
-            draft.warnings.append(text)
+            fix = "correct system.fabric.kind in the recipe, or mend what /sys/class/infiniband and cxi lack"
+            draft.warn(text, fix)
         return
     if rate is not None and wanted.line_rate_Gbps and rate < wanted.line_rate_Gbps:
-        draft.warnings.append(
-            f"this node has {rate:g} of its {wanted.line_rate_Gbps} Gbit/s. To see which port is missing or "
-            "slow: dist-env"
+        lacking = ", ".join(item.value for item in draft.decisions if not item.used and ":" in item.value)
+        used = ", ".join(f"{port.name} {port.rate}" for port in ports.in_use(draft)) or "no RDMA port"
+        draft.warn(
+            f"this node has {rate:g} of its {wanted.line_rate_Gbps} Gbit/s: {used}"
+            + (f"; left out: {lacking}" if lacking else ""),
+            "report the node to the site with the output of ibstat",
         )

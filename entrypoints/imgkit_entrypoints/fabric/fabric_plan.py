@@ -21,6 +21,19 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A setting or a part of this machine that is slow, dangerous or useless."""
+
+    what: str
+    """Finding with its evidence."""
+    fix: str
+    """The variable, the file or the command that mends it."""
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.fix[:1].upper()}{self.fix[1:]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FabricPlan:
     """Network of a launch on this node."""
 
@@ -32,9 +45,9 @@ class FabricPlan:
     decisions: tuple[Decision, ...]
     unset: tuple[str, ...] = ()
     """Variables of the recipe that must not be applied on this node."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Finding, ...] = ()
     """Settings that are slow or dangerous; the run may go on."""
-    blockers: tuple[str, ...] = ()
+    blockers: tuple[Finding, ...] = ()
     """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
     devices: tuple[str, ...] = ()
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""

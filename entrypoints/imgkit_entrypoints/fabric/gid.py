@@ -62,9 +62,9 @@ def decide(draft: PlanDraft, ports: Sequence[Port]) -> None:
     elif version is None:
         draft.note(VARIABLE, text, f"NCCL's version is unknown; 2.21 and later find this themselves: {shown}")
         if draft.given(VARIABLE) is None:
-            draft.warnings.append(
-                f"the image's NCCL version is unknown. Below 2.21, RoCE needs {VARIABLE} ({text}): set "
-                "IMGKIT_NCCL_VERSION"
+            draft.warn(
+                f"the image's NCCL version is unknown. Below 2.21, RoCE needs {VARIABLE} ({text})",
+                "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
             )
     elif len(indices) == 1:
         reason = f"NCCL {named} uses index 0 by default (2.21 and later search): {shown}"
@@ -79,10 +79,10 @@ def _without_ipv4(draft: PlanDraft, port: Port) -> None:
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
     draft.note(VARIABLE, "", reason)
     if draft.given(VARIABLE) is None:
-        draft.blockers.append(
-            f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots}). "
-            f"Give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
-            "NCCL_IB_DISABLE=1"
+        draft.block(
+            f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots})",
+            f"give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
+            "NCCL_IB_DISABLE=1",
         )
 
 
@@ -90,7 +90,7 @@ def _differing(draft: PlanDraft, first: Port, text: str, shown: str) -> None:
     version = draft.facts.nccl_version
     draft.note(VARIABLE, text, f"the NICs need different indices, so none is set: {shown}")
     if draft.given(VARIABLE) is None:
-        draft.blockers.append(
-            f"NCCL {version} has one {VARIABLE} for all NICs, but they need different ones ({text}). Use an "
-            f"image with NCCL 2.21 or later, or one NIC: NCCL_IB_HCA=={first.name}"
+        draft.block(
+            f"NCCL {version} has one {VARIABLE} for all NICs, but they need different ones ({text})",
+            f"use an image with NCCL 2.21 or later, or one NIC: NCCL_IB_HCA=={first.name}",
         )

@@ -186,9 +186,10 @@ def decide(draft: PlanDraft) -> tuple[Port, ...]:
     used = in_use(draft)
     if not used:
         usable = ", ".join(port.name for port in chosen)
-        draft.warnings.append(
+        draft.warn(
             f"{VARIABLE}={draft.value(VARIABLE)} selects no ACTIVE port of this machine (available: "
-            f"{usable}): NCCL would use TCP"
+            f"{usable}): NCCL would use TCP",
+            f"{draft.unsetting(VARIABLE)}, or set {VARIABLE}={spell(chosen)}",
         )
     _cards(draft, used)
     _rates(draft, used)
@@ -230,14 +231,16 @@ def _rates(draft: PlanDraft, used: Sequence[Port]) -> None:
     for port in used:
         rate = port.rate_Gbps
         if rate is None:
-            draft.warnings.append(
+            draft.warn(
                 f"{port.name}: rate unknown ({port.path}/rate: {port.rate}; a kernel prints SDR for a speed "
-                "that it does not know)"
+                "that it does not know)",
+                f"ask the driver instead: ibstat {port.device}, mlxlink -d {port.device}",
             )
         elif rate < max(known):
-            draft.warnings.append(
+            draft.warn(
                 f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {max(known):g} "
-                "Gb/sec. Check the cable, and report the node to the site"
+                "Gb/sec",
+                f"check the cable, and report the node to the site with the output of: ibstat {port.device}",
             )
 
 
@@ -247,18 +250,17 @@ def _openable(draft: PlanDraft, used: Sequence[Port]) -> None:
     for device in dict.fromkeys(_device(draft.facts, port) for port in used):
         if not device.verbs_opens:
             place = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
-            draft.warnings.append(
-                f"{device.path} exists, but {place} cannot be opened: NCCL would use TCP ({fix})"
-            )
+            draft.warn(f"{device.path} exists, but {place} cannot be opened: NCCL would use TCP", fix)
     if used and draft.facts.library("libibverbs.so.1") is None:
-        draft.warnings.append(
-            "libibverbs.so.1 is not on the library path: NCCL would use TCP. Add the packages libibverbs1 "
-            "and ibverbs-providers to the recipe's image.apt"
+        draft.warn(
+            "libibverbs.so.1 is not on the library path: NCCL would use TCP",
+            "add the packages libibverbs1 and ibverbs-providers to the recipe's image.apt",
         )
     elif used and not draft.facts.verbs_providers:
-        draft.warnings.append(
+        draft.warn(
             "libibverbs has no provider (/etc/libibverbs.d, libibverbs/lib*-rdmav*.so): NCCL would "
-            'report "No device found". Add the package ibverbs-providers to the recipe\'s image.apt'
+            'report "No device found"',
+            "add the package ibverbs-providers to the recipe's image.apt",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from imgkit_entrypoints.fabric.fabric_plan import Decision
+from imgkit_entrypoints.fabric.fabric_plan import Decision, Finding
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.system import SystemFacts
 
@@ -17,6 +17,8 @@ class Given:
     value: str
     origin: str
     """``yours``, with its file, or ``from the recipe``."""
+    place: str
+    """File or part of the recipe that sets it; empty for the environment."""
     mine: bool
     """True for a value of the user, which is never replaced."""
 
@@ -36,8 +38,8 @@ class PlanDraft:
     decisions: list[Decision] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    blockers: list[str] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+    blockers: list[Finding] = field(default_factory=list)
 
     @property
     def several(self) -> bool:
@@ -47,19 +49,51 @@ class PlanDraft:
     def given(self, variable: str) -> Given | None:
         """Value that is already set, and by whom; a refused value of the recipe no longer counts."""
         if variable in self.env:
-            return Given(value=self.env[variable], origin="yours", mine=True)
+            return Given(value=self.env[variable], origin="yours", place="", mine=True)
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
                 # NCCL reads it only if the environment has none, so setting one would override it.
-                return Given(value=setting.value, origin=f"yours, in {setting.path}", mine=True)
+                return Given(
+                    value=setting.value, origin=f"yours, in {setting.path}", place=setting.path, mine=True
+                )
         if variable in self.recipe and variable not in self.unset:
-            return Given(value=self.recipe[variable], origin="from the recipe", mine=False)
+            return Given(
+                value=self.recipe[variable],
+                origin="from the recipe",
+                place="the recipe's system.env",
+                mine=False,
+            )
         return None
+
+    def names(self) -> tuple[str, ...]:
+        """Every variable that is already set."""
+        settings = (setting.name for setting in self.facts.nccl_settings)
+        return tuple(dict.fromkeys((*self.env, *settings, *self.recipe)))
 
     def value(self, variable: str) -> str | None:
         """Value that a worker will see according to the decisions so far."""
         known = self.given(variable)
         return known.value if known else self.chosen.get(variable)
+
+    def warn(self, what: str, fix: str) -> None:
+        """Report what is slow or dangerous, with its remedy."""
+        self.warnings.append(Finding(what=what, fix=fix))
+
+    def block(self, what: str, fix: str) -> None:
+        """Report a reason why NCCL would fail or hang between nodes, with its remedy."""
+        self.blockers.append(Finding(what=what, fix=fix))
+
+    def said(self, variable: str) -> str:
+        """A value with its origin, as findings quote it."""
+        known = self.given(variable)
+        return f"{variable}={known.value if known else ''!r}" + (f" ({known.origin})" if known else "")
+
+    def unsetting(self, variable: str) -> str:
+        """Words that take away a value, by its origin."""
+        known = self.given(variable)
+        if known is None or variable in self.env:
+            return f"unset {variable}"
+        return f"remove {variable} from {known.place}"
 
     def set(self, variable: str, value: str, reason: str) -> None:
         """Set `variable`; if it is already set, keep that value and report both."""

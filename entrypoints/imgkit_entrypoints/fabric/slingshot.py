@@ -64,10 +64,11 @@ def net(draft: PlanDraft) -> None:
         reason = f"{nics(draft.facts)}: NCCL stops instead of using TCP; plugin: {found or 'not found'}"
         draft.set("NCCL_NET", "AWS Libfabric", reason)
     if not found and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
-        draft.warnings.append(
+        draft.warn(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
-            'with "network AWS Libfabric not found". Bind the site\'s plugin and libfabric and put them on '
-            "LD_LIBRARY_PATH, or accept TCP, about 20 times slower: NCCL_NET=Socket"
+            'with "network AWS Libfabric not found"',
+            "bind the site's plugin and libfabric and put them on LD_LIBRARY_PATH, or accept TCP, about 20 "
+            "times slower: NCCL_NET=Socket",
         )
 
 
@@ -97,9 +98,10 @@ def guard(draft: PlanDraft, expected: str) -> None:
         "NCCL_PROTO", "^LL128", f"{said}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
     )
     if allows_ll128(draft.value("NCCL_PROTO") or "") and draft.value("NCCL_LL128_C2C") != "0":
-        draft.warnings.append(
+        draft.warn(
             f"NCCL_PROTO={draft.value('NCCL_PROTO')} allows LL128, which silently gives wrong sums here "
-            f"({said}, NVIDIA/nccl issue 2001). Unset it, or set NCCL_PROTO=^LL128"
+            f"({said}, NVIDIA/nccl issue 2001)",
+            f"{draft.unsetting('NCCL_PROTO')}, or set NCCL_PROTO=^LL128",
         )
 
 

@@ -119,8 +119,9 @@ def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
         draft.note(NCCL, "", reason)
         if draft.several and draft.facts.interfaces:
-            draft.blockers.append(
-                f"{reason}: nodes cannot connect. Check the network option of the container"
+            draft.block(
+                f"{reason}: nodes cannot connect",
+                "start the container with the host's network (docker: --network host)",
             )
         return None
     item, reason = found

@@ -87,8 +87,9 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
 
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
     known = reader.not_files()
-    gpus, gpus_source = compute.gpus(reader, env)
+    gpus = compute.gpus(reader, env)
     cpus = compute.cpus(reader, known)
+    processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source = software.nccl(reader, env)
     libraries = software.libraries(reader, env)
     return HostFacts(
@@ -96,8 +97,9 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         arch=str(known.get("arch") or platform.machine()),
         python=str(known.get("python") or platform.python_version()),
         cpus=cpus.allowed,
-        gpus=gpus,
-        gpus_source=gpus_source,
+        gpus=gpus.count,
+        gpus_source=gpus.source,
+        gpus_problem=gpus.problem,
         cpus_source=cpus.source,
         cpu_quota=cpus.quota,
         gpu_devices=compute.gpu_devices(reader),
@@ -107,6 +109,8 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         memlock=compute.limit(reader, "Max locked memory"),
         stack=compute.limit(reader, "Max stack size"),
         open_files=compute.limit(reader, "Max open files"),
+        processes=processes,
+        processes_source=processes_source,
         shm_bytes=compute.shm_bytes(reader, known),
         ephemeral_ports=compute.ephemeral_ports(reader),
         rdma=rdma.devices(reader),

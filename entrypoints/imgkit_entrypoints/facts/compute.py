@@ -55,20 +55,40 @@ def _affinity(reader: Reader, known: Mapping[str, Any]) -> tuple[int, str]:
 
 def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
     """Quota of every cgroup above this process, in both versions, with its evidence."""
+    for version, folder in _cgroups(reader, "cpu"):
+        found = (_quota_v2 if version == 2 else _quota_v1)(reader, folder)
+        if found:
+            yield found
+
+
+def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
+    """Version and folder of every cgroup above this process that may have the controller's files."""
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
-            bases, read = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), _quota_v2
-        elif "cpu" in controllers.split(","):
-            bases, read = (f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"), _quota_v1
+            bases, version = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), 2
+        elif controller in controllers.split(","):
+            bases, version = (f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"), 1
         else:
             continue
         # In a container the path is often the host's and not mounted: then our cgroup is the mount's top.
         folders = (str(folder).lstrip("/") for folder in _upwards(path))
         for folder, base in itertools.product(folders, dict.fromkeys(bases)):
-            found = read(reader, f"{base}/{folder}".rstrip("/"))
-            if found:
-                yield found
+            yield version, f"{base}/{folder}".rstrip("/")
+
+
+def processes(reader: Reader) -> tuple[Limit, str]:
+    """Most processes and threads that this process may have, and the evidence."""
+    own = limit(reader, "Max processes")
+    found = [(own.value, f"/proc/self/limits: Max processes {own.value}")] if own.value is not None else []
+    for _, folder in _cgroups(reader, "pids"):
+        most = reader.number(f"{folder}/pids.max")
+        if most is not None:
+            found.append((most, f"{folder}/pids.max: {most}"))
+    if not found:
+        return own, "/proc/self/limits: Max processes unlimited" if own.unlimited else ""
+    value, source = min(found)
+    return Limit(value=value), source
 
 
 def _upwards(path: str) -> tuple[PurePosixPath, ...]:
@@ -92,8 +112,18 @@ def _quota_v1(reader: Reader, folder: str) -> tuple[float, str] | None:
     return quota / period, f"{folder}/cpu.cfs_quota_us: {quota} of {period}"
 
 
-def gpus(reader: Reader, env: Mapping[str, str]) -> tuple[int, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleGpus:
     """Number of GPUs that a worker could use, and the evidence."""
+
+    count: int
+    source: str
+    problem: str = ""
+    """Mistake in CUDA_VISIBLE_DEVICES."""
+
+
+def gpus(reader: Reader, env: Mapping[str, str]) -> VisibleGpus:
+    """Number of GPUs that a worker could use."""
     devices = reader.names("/dev", r"nvidia\d+")
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -101,12 +131,27 @@ def gpus(reader: Reader, env: Mapping[str, str]) -> tuple[int, str]:
         driver = reader.names("/proc/driver/nvidia/gpus")
         if driver and not devices:
             source += f", but the driver has {len(driver)} (/proc/driver/nvidia/gpus)"
-        return len(devices), source
+        return VisibleGpus(count=len(devices), source=source)
+    source = f"CUDA_VISIBLE_DEVICES={visible!r}, {len(devices)} device files"
     # CUDA ends the list at the first unknown entry, which is usually -1.
     wanted = [item.strip() for item in visible.split(",") if item.strip()]
     usable = list(itertools.takewhile(lambda item: item != "-1", wanted))
     # Slurm also sets the variable for a container without --nv, which has no device file and so no GPU.
-    return min(len(usable), len(devices)), f"CUDA_VISIBLE_DEVICES={visible!r}, {len(devices)} device files"
+    if not devices:
+        return VisibleGpus(count=0, source=source)
+    # Both rules are CUDA's: _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
+    twice = next((item for item in usable if usable.count(item) > 1), "")
+    if twice:
+        problem = f"CUDA_VISIBLE_DEVICES={visible!r} names {twice} twice, so CUDA shows no GPU at all"
+        return VisibleGpus(count=0, source=source, problem=problem)
+    there = list(itertools.takewhile(lambda item: not item.isdigit() or int(item) < len(devices), usable))
+    if len(there) < len(usable):
+        problem = (
+            f"CUDA_VISIBLE_DEVICES={visible!r} names {usable[len(there)]}, but there are {len(devices)} GPUs "
+            f"(/dev: {' '.join(devices)}): CUDA ends the list there and shows {len(there)}"
+        )
+        return VisibleGpus(count=len(there), source=source, problem=problem)
+    return VisibleGpus(count=min(len(usable), len(devices)), source=source)
 
 
 def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:

@@ -199,6 +199,8 @@ class HostFacts:
     gpus: int
     """GPUs that a worker could use: CUDA_VISIBLE_DEVICES if set, else the driver's device files."""
     gpus_source: str
+    gpus_problem: str = ""
+    """Mistake in CUDA_VISIBLE_DEVICES, with its effect."""
     cpus_source: str = ""
     cpu_quota: float | None = None
     """Processors of the cgroup's quota; None without a quota."""
@@ -212,6 +214,9 @@ class HostFacts:
     stack: Limit = Limit()
     """Most bytes of stack."""
     open_files: Limit = Limit()
+    processes: Limit = Limit()
+    """Most processes and threads, of the user's limit and of the cgroups."""
+    processes_source: str = ""
     shm_bytes: int | None = None
     """Size of /dev/shm."""
     ephemeral_ports: tuple[int, int] | None = None

@@ -128,6 +128,18 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
     return tuple(found.values())
 
 
+FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LIB")
+"""Variables that name a file, which NCCL reads at its start."""
+
+
+def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Variables of `env` whose file does not exist, each with the sentence that says so."""
+    wrong = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
+    return tuple(
+        (name, f"{name}={env[name]}: there is no such file, so NCCL ignores it or ends") for name in wrong
+    )
+
+
 def peermem(reader: Reader) -> str:
     """Version file of the peer memory module with its content; empty if there is none (NCCL's gdr.cc)."""
     for path in (

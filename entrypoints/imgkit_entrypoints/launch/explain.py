@@ -67,6 +67,23 @@ KNOWN: tuple[_Known, ...] = (
         stops=True,
     ),
     _Known(
+        pattern=r"Gloo connectFullMesh failed with|failed to connect, willRetry=.*?error=SO_ERROR",
+        cause="Gloo connects every pair of ranks, and one connection failed: a firewall between the nodes "
+        "drops the ports that the kernel hands out, or GLOO_SOCKET_IFNAME names a network that other nodes "
+        "do not reach",
+        remedy="let the nodes connect on all TCP ports (sudo ufw allow from NETWORK), or name the interface "
+        "that all reach: GLOO_SOCKET_IFNAME. The roll call tests both, unless --no-network-test is given",
+        stops=True,
+    ),
+    _Known(
+        pattern=r"Timed out waiting (?P<time>\d+)ms for (?:recv|send) operation to complete",
+        cause="a rank waited {time} ms for another one, which hangs, has ended, or whose packets are lost on "
+        "the way: large ones are, if a switch or tunnel carries a smaller MTU than the nodes have",
+        remedy="look for the first error of all nodes. If there is none, test the path: "
+        "ping -c 3 -M do -s 1472 HOST; without an answer, lower the MTU: sudo ip link set dev IFNAME mtu N",
+        stops=True,
+    ),
+    _Known(
         pattern=r"CUDA out of memory|torch\.OutOfMemoryError",
         cause="a GPU's memory is full",
         remedy="use a smaller batch, --amp bf16, or accumulation; nvidia-smi shows other users of the GPU",
@@ -128,7 +145,10 @@ KNOWN: tuple[_Known, ...] = (
         remedy="end the script with sys.stdout.flush(); os._exit(0) after destroy_process_group()",
     ),
     _Known(
-        pattern=r"Connection reset by peer|Connection closed by peer|Socket closed|recvValue failed",
+        # The C++ frames of c10d::TCPStore below such a line are those of a node without a fault.
+        pattern=r"Connection reset by peer|Connection closed by peer|Socket closed"
+        r"|recvValue(?:WithTimeout)? failed|Failed to recv, got 0 bytes"
+        r"|waitForInput: poll for socket .* likely a timeout",
         cause="another rank's process ended first, and its output has the reason. If there is no other "
         "message at all, another service holds the rendezvous port",
         remedy="look for the first error of all nodes; if another service holds the port: --port N",

@@ -103,9 +103,9 @@ def make(
     network = fabric.choose(host, system, env, nnodes=place.nnodes, head=place.head)
     if network.blockers and device == "cuda" and place.nnodes > 1:
         raise NoPlan(
-            network.blockers[0],
+            network.blockers[0].what,
             where=f"fabric {network.kind}",
-            hint="dist-doctor shows the evidence; --device cpu runs over gloo",
+            hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
     decided = {**network.env, **_threads(host, nproc, env, decisions)}
     # The names tell the program which values are the launcher's choices and not the user's wishes.
@@ -127,7 +127,7 @@ def make(
         env=variables,
         unset=(*operators, *network.unset),
         decisions=(*decisions, *network.decisions),
-        warnings=(*_unused(request, place, nproc, env), *network.warnings),
+        warnings=(*_unused(request, place, nproc, env), *map(str, network.warnings)),
     )
 
 

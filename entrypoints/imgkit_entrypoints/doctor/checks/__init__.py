@@ -6,7 +6,7 @@ NCCL's user guide, "Troubleshooting", unless a check names another source.
 
 from __future__ import annotations
 
-from imgkit_entrypoints.doctor.checks import machine, network, software
+from imgkit_entrypoints.doctor.checks import health, machine, network, software
 from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 
 __all__ = ["CHECKS", "Check", "Subject", "Verdict"]
@@ -21,6 +21,7 @@ CHECKS = (
     machine.memlock,
     machine.shm,
     machine.limits,
+    machine.processes,
     network.network,
     network.bootstrap,
     network.rdma_ports,
@@ -31,5 +32,10 @@ CHECKS = (
     software.glibc,
     machine.iommu,
     machine.nccl,
+    software.variables,
     software.cumem,
+    health.pcie,
+    health.port_errors,
+    health.gpu_health,
+    health.xids,
 )

@@ -14,6 +14,8 @@ MIB, GIB = 1 << 20, 1 << 30
 STACK_BYTES = 8 * MIB
 """Stack that NCCL's graph search needs; 2 MB overflow."""
 OPEN_FILES = 1024
+PROCESSES = 1024
+"""Least number of processes and threads: every core has several threads of OpenMP, NCCL and data workers."""
 SHM = "/dev/shm"  # noqa: S108 - its size is asked for, nothing is put there
 SHM_BYTES = GIB
 DOCKER_SHM_BYTES = 64 * MIB
@@ -186,6 +188,26 @@ def limits(subject: Subject) -> Iterator[Check]:
             evidence=evidence if good else taken,
             fix="" if good else fix,
         )
+
+
+def processes(subject: Subject) -> Iterator[Check]:
+    """The user and the container may have enough processes and threads."""
+    most, source = subject.facts.processes, subject.facts.processes_source
+    least = max(PROCESSES, 4 * subject.facts.cpus)
+    if most == Limit():
+        return
+    if most.value is None or most.value >= least:
+        yield Check(name="processes", verdict="ok", evidence=source or _shown(most))
+        return
+    raised = f"before the launch: ulimit -u {least}"
+    if "pids.max" in source:
+        raised = "docker: --pids-limit=-1; Kubernetes: the kubelet's podPidsLimit; systemd: TasksMax"
+    yield Check(
+        name="processes",
+        verdict="warn",
+        evidence=f"{source or most.value}; the threads of torch, NCCL and data workers may need {least}",
+        fix=raised,
+    )
 
 
 def iommu(subject: Subject) -> Iterator[Check]:

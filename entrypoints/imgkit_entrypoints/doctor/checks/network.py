@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.fabric import gid, ports, sockets
-from imgkit_entrypoints.facts import RdmaDevice
+from imgkit_entrypoints.facts import Port, RdmaDevice
 
 _OWN_CHECKS = {
     "infiniband": ("libibverbs", "cannot be opened"),
@@ -25,13 +25,11 @@ def network(subject: Subject) -> Iterator[Check]:
     yield Check(
         name="network", verdict="ok", evidence=f"{subject.plan.kind} over {carried} ({subject.plan.reason})"
     )
-    for text in subject.plan.blockers:
-        yield Check(
-            name="network", verdict=subject.between, evidence=text, fix="to see every variable: dist-env"
-        )
-    for text in subject.plan.warnings:
-        if not any(word in text for word in _OWN_CHECKS[subject.plan.kind]):
-            yield Check(name="network", verdict="warn", evidence=text, fix="to see every variable: dist-env")
+    for found in subject.plan.blockers:
+        yield Check(name="network", verdict=subject.between, evidence=found.what, fix=found.fix)
+    for found in subject.plan.warnings:
+        if not any(word in found.what for word in _OWN_CHECKS[subject.plan.kind]):
+            yield Check(name="network", verdict="warn", evidence=found.what, fix=found.fix)
 
 
 def bootstrap(subject: Subject) -> Iterator[Check]:
@@ -57,10 +55,12 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
     if used:
         shown = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check(name="rdma ports", verdict="ok", evidence=shown)
+    dead = _dead_siblings(subject, used)
     asked = subject.system is not None and subject.system.fabric.kind in ("infiniband", "roce")
     for item in subject.plan.decisions:
         port = known.get(item.value) if item.variable == ports.VARIABLE and not item.used else None
-        if port is None or port.active or (used and port.state.startswith("1:")):
+        down = port is not None and port.state.startswith("1:")
+        if port is None or port.active or (used and down and port.name not in dead):
             continue  # a port with another purpose, or without a cable
         yield Check(
             name="rdma ports",
@@ -68,6 +68,25 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
             evidence=f"{item.value}: {item.reason}",
             fix="report the node to the site with the output of ibstat; for INIT, check the subnet manager",
         )
+
+
+def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
+    """Ports without a link on a card of their own, where most cards of this kind work: a card has failed.
+
+    The second port of a card with a working one often has no cable on purpose.
+    """
+    cards = {port.name: device.card for device in subject.facts.rdma for port in device.ports}
+    kinds, working = {port.link_layer for port in used}, {cards[port.name] for port in used}
+    dead = {
+        port.name: cards[port.name]
+        for device in subject.facts.rdma
+        for port in device.ports
+        if port.state.startswith("1:") and port.link_layer in kinds and cards[port.name] not in working
+    }
+    nics = subject.system.fabric.nics if subject.system else None
+    if nics is not None and len(used) >= nics:
+        return set()
+    return set(dead) if len(set(dead.values())) < len(working) else set()
 
 
 def verbs(subject: Subject) -> Iterator[Check]:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
+from imgkit_entrypoints.fabric import spelling
 from imgkit_entrypoints.facts import HostFacts, Reader
+from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.schedulers import claims, unseen
 
 LIBC = (
@@ -93,6 +95,24 @@ def cumem(subject: Subject) -> Iterator[Check]:
             "(without CAP_SYS_NICE), so allocating host memory may fail".replace("\t", " "),
             fix="docker: --cap-add SYS_NICE. Or set NCCL_CUMEM_HOST_ENABLE=0, or use NCCL 2.26.5 or later",
         )
+
+
+def variables(subject: Subject) -> Iterator[Check]:
+    """Every variable names a file that exists, and is one that NCCL or Gloo knows."""
+    settings = {item.name: item.value for item in subject.facts.nccl_settings}
+    known = {**(subject.system.env if subject.system else {}), **settings, **subject.env}
+    for name, text in absent_files(subject.reader, known):
+        fix = f"bind the file into the container (--bind {known[name]}), or unset {name}"
+        yield Check(name="variables", verdict="warn", evidence=text, fix=fix)
+    for name in spelling.unknown(known):
+        # A name that is like a known one is among the network's warnings; torch's prefix is anybody's.
+        if not name.startswith("TORCH_") and not spelling.meant(name):
+            yield Check(
+                name="variables",
+                verdict="unknown",
+                evidence=f"{name}={known[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable",
+                fix=f"unset {name}, unless a plug-in of this site reads it",
+            )
 
 
 def fuse(subject: Subject) -> Iterator[Check]:

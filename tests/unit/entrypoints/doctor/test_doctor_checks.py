@@ -164,6 +164,7 @@ def test_laptop_is_fine_without_anything() -> None:
         ({"cpus": 1}, "processors", "warn", "--cpus-per-task=80"),
         ({"stack": Limit(value=2 << 20)}, "stack", "warn", "ulimit -s"),
         ({"open_files": Limit(value=256)}, "open files", "warn", "ulimit -n"),
+        ({"processes": Limit(value=512)}, "processes", "warn", "ulimit -u 1024"),
         ({"ephemeral_ports": (1024, 65535)}, "ports", "warn", "--port"),
         ({"rdma_cm": False}, "rdma devices", "warn", "rdma/rdma=1"),
         ({"rdma": (dataclasses.replace(NIC, verbs_opens=False),)}, "rdma devices", "fail", "--device"),
@@ -188,6 +189,7 @@ def test_one_fault_is_named_with_its_fix(
     assert len(hits) == 1, node.table(found)
     assert said in hits[0].fix
     assert hits[0].evidence
+    assert "dist-env" not in hits[0].fix
     assert node.passed(found) == (verdict != "fail")
 
 
@@ -204,6 +206,57 @@ def test_unplugged_second_port_does_not_matter(image: Path) -> None:
     down = dataclasses.replace(PORT, number=2, state="1: DOWN", path=PORT.path[:-1] + "2")
     found = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(PORT, down)),))
     assert verdicts(found, "rdma ports") == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("state", "working", "card", "told"),
+    [
+        ("1: DOWN", 3, 4, ["ok", "warn"]),  # the fourth card has failed
+        ("1: DOWN", 1, 4, ["ok"]),  # half of the cards: nobody plugged them in
+        ("1: DOWN", 3, 0, ["ok"]),  # the second port of a working card, without a cable
+    ],
+)
+def test_dead_fourth_port_is_told_without_a_recipe(
+    state: str, working: int, card: int, told: list[str]
+) -> None:
+    def nic(number: int, where: int, function: int, state: str) -> RdmaDevice:
+        path = f"/sys/class/infiniband/mlx5_{number}/ports/1"
+        port = dataclasses.replace(PORT, device=f"mlx5_{number}", path=path, state=state)
+        pci = f"pci0000:{where}0/0000:{where}1:00.{function}"
+        return dataclasses.replace(NIC, name=f"mlx5_{number}", pci=pci, ports=(port,), numa_node=0)
+
+    nics = [nic(number, number, 0, "4: ACTIVE") for number in range(working)]
+    found = examine(IB, rdma=(*nics, nic(working, card, 1 if card == 0 else 0, state)))
+    assert verdicts(found, "rdma ports") == told
+
+
+def test_card_that_the_recipe_does_not_count_may_be_dead() -> None:
+    down = dataclasses.replace(PORT, device="mlx5_9", state="1: DOWN", path=PORT.path.replace("_0", "_9"))
+    nics = tuple(
+        dataclasses.replace(NIC, name=name, pci=f"pci0000:{name[-1]}0/0000:{name[-1]}1:00.0", ports=(port,))
+        for name, port in (
+            ("mlx5_0", PORT),
+            ("mlx5_1", dataclasses.replace(PORT, device="mlx5_1")),
+            ("mlx5_9", down),
+        )
+    )
+    assert verdicts(examine(IB, rdma=nics), "rdma ports") == ["ok", "warn"]
+    assert verdicts(examine(IB, MN5, rdma=nics), "rdma ports") == ["ok"]
+
+
+@pytest.mark.parametrize("name", ["NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"])
+def test_file_of_a_variable_has_to_exist(tmp_path: Path, name: str) -> None:
+    (tmp_path / "topo.xml").write_text("<system/>")
+    assert verdicts(examine(GOOD, None, {name: "/topo.xml"}, root=tmp_path), "variables") == []
+    for given in ({"env": {name: "/gone.xml"}}, {"system": SystemFacts(env={name: "/gone.xml"})}):
+        (hit,) = [check for check in examine(GOOD, root=tmp_path, **given) if check.name == "variables"]  # type: ignore[arg-type]
+        assert (hit.verdict, f"{name}=/gone.xml" in hit.evidence) == ("warn", True)
+        assert "--bind /gone.xml" in hit.fix
+
+
+def test_variable_like_no_other_is_unknown_not_wrong() -> None:
+    (hit,) = [check for check in examine(GOOD, None, {"NCCL_SITE_X": "1"}) if check.name == "variables"]
+    assert (hit.verdict, hit.fix.startswith("unset NCCL_SITE_X")) == ("unknown", True)
 
 
 def test_asked_for_processors_only_means_no_gpu_failure(image: Path) -> None:
@@ -355,6 +408,25 @@ def test_broken_manifest_is_unknown(image: Path) -> None:
     for text in ("{", "[]", "{}", '{"platform": 3}'):
         (image / "opt/imgkit/manifest.json").write_text(text)
         assert verdicts(examine(GOOD, SystemFacts(), root=image), "image") == ["unknown"]
+
+
+STRICT = (["--strict"], ["--strict", "--json"])
+
+
+@pytest.mark.parametrize("words", STRICT)
+def test_strict_makes_a_warning_a_failure(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = {"IMGKIT_ROOT": str(tmp_path), "NCCL_BLOCKING_WAIT": "1"}
+    assert node.main(words[1:], env) == 0
+    assert node.main(words, env) == 1
+    text = capsys.readouterr().out
+    assert '"passed": false' in text if "--json" in words else "FAILED: --strict counts warnings" in text
+
+
+@pytest.mark.parametrize("words", STRICT)
+def test_strict_passes_a_node_without_warnings(words: list[str], tmp_path: Path) -> None:
+    assert node.main(words, {"IMGKIT_ROOT": str(tmp_path)}) == 0
 
 
 def saved(root: Path, memlock: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -38,10 +39,10 @@ def recipes() -> Mapping[str, SystemFacts]:
 
 @pytest.fixture
 def machine(planted: Callable[[str], Path]) -> Callable[..., HostFacts]:
-    """Function that reads the facts of a tree, by its name and the image's NCCL version."""
+    """Function that reads the facts of a tree, by its name, the image's NCCL version and `env`."""
 
-    def gather(name: str, nccl: str = "2.27.3") -> HostFacts:
-        env = {"IMGKIT_ROOT": str(planted(name)), "IMGKIT_NCCL_VERSION": nccl}
+    def gather(name: str, nccl: str = "2.27.3", env: Mapping[str, str] = MappingProxyType({})) -> HostFacts:
+        env = {**env, "IMGKIT_ROOT": str(planted(name)), "IMGKIT_NCCL_VERSION": nccl}
         return facts.gather(env={key: value for key, value in env.items() if value})
 
     return gather

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from imgkit_entrypoints import fabric
-from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.fabric import spelling
+from imgkit_entrypoints.facts import HostFacts, Setting
 from imgkit_entrypoints.system import SystemFacts
 
 Machine = Callable[..., HostFacts]
@@ -54,6 +56,19 @@ DANGERS = {
     "rendezvous not zero": ("cxi4", {"FI_CXI_RDZV_THRESHOLD": "16384"}, "needs 0 for correct results"),
     "old spelling": ("none", {"NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT"),
     "removed variable": ("none", {"NCCL_IB_CUDA_SUPPORT": "1"}, "removed in NCCL 2.4"),
+    "rdma off": ("ib4_ndr200", {"NCCL_IB_DISABLE": "1"}, "mlx5_3:1 would carry 800 Gbit/s, and TCP over ib0"),
+    "sockets instead of rdma": ("roce_single_v2", {"NCCL_NET": "Socket"}, "25 Gbit/s at most (4 times less)"),
+    "sockets on slingshot": ("cxi4", {"NCCL_NET": "Socket"}, "would carry 800 Gbit/s, and TCP over hsn0"),
+    "misspelled name": ("none", {"NCCL_SOKET_IFNAME": "eth0"}, "Rename it to NCCL_SOCKET_IFNAME"),
+    "misspelled gloo": ("none", {"GLOO_SOCKET_IFNAMES": "eth0"}, "Rename it to GLOO_SOCKET_IFNAME"),
+    "misspelled torch": ("none", {"TORCH_NCCL_BLOCKNG_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT exists"),
+    "misspelled algorithm": ("none", {"NCCL_ALGO": "Tree,Rign"}, "Set NCCL_ALGO='Tree,Ring'"),
+    "algorithm of no function": ("none", {"NCCL_ALGO": "allreducer:ring"}, "'allreducer' is none of"),
+    "misspelled protocol": ("none", {"NCCL_PROTO": "^LL129"}, "Set NCCL_PROTO='^LL128'"),
+    "unknown network": ("none", {"NCCL_NET": "foo"}, "is neither IB nor Socket"),
+    "misspelled network": ("none", {"NCCL_NET": "Sockets"}, "Set NCCL_NET=Socket"),
+    "gpu named twice": ("cxi4", {"CUDA_VISIBLE_DEVICES": "0,0,9"}, "names 0 twice, so CUDA shows no GPU"),
+    "gpu that is not there": ("cxi4", {"CUDA_VISIBLE_DEVICES": "0,1,9"}, "names 9, but there are 4 GPUs"),
     "debugging left on": ("none", {"CUDA_LAUNCH_BLOCKING": "1"}, "for debugging"),
     "traces left on": ("none", {"NCCL_DEBUG": "TRACE"}, "for debugging"),
 }
@@ -67,6 +82,12 @@ HARMLESS = {
     "tutorial's sockets": ("none", {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "8"}),
     "information": ("none", {"NCCL_DEBUG": "INFO"}),
     "prefix of an interface": ("none", {"NCCL_SOCKET_IFNAME": "eth"}),
+    "algorithms by function": ("none", {"NCCL_ALGO": "ring,collnetdirect;allreduce:^Tree;broadcast:ring"}),
+    "protocol left out": ("none", {"NCCL_PROTO": "^LL128;allreduce:LL128"}),
+    "network of a plug-in": ("none", {"NCCL_NET": "IBext_v8"}),
+    "path of a build": ("none", {"NCCL_ROOT": "/opt/nccl", "NCCL_LIB_DIR": "/opt/nccl/lib"}),
+    "variable of a plug-in": ("none", {"NCCL_TUNER_CONFIG_FILE": "/x"}),
+    "name that is like none": ("none", {"NCCL_OUR_SITES_OWN": "1"}),
     "verbs on": ("ib4_ndr200", {"NCCL_IB_DISABLE": "0"}),
 }
 
@@ -74,15 +95,18 @@ HARMLESS = {
 @pytest.mark.parametrize("danger", DANGERS)
 def test_danger_is_named_with_remedy(machine: Machine, danger: str):
     tree, env, words = DANGERS[danger]
-    plan = fabric.choose(machine(tree), None, env, nnodes=2)
-    assert any(words in text for text in plan.warnings), plan.warnings
+    plan = fabric.choose(machine(tree, env=env), None, env, nnodes=2)
+    assert any(words in str(text) for text in plan.warnings), plan.warnings
     assert not set(env) & set(plan.env)
+    for found in plan.warnings:
+        assert found.fix
+        assert "dist-env" not in str(found)
 
 
 @pytest.mark.parametrize("case", HARMLESS)
 def test_right_values_pass_in_silence(machine: Machine, case: str):
     tree, env = HARMLESS[case]
-    assert fabric.choose(machine(tree), None, env, nnodes=2).warnings == ()
+    assert fabric.choose(machine(tree, env=env), None, env, nnodes=2).warnings == ()
 
 
 def test_gid_that_older_nccl_needs_passes(machine: Machine):
@@ -92,10 +116,28 @@ def test_gid_that_older_nccl_needs_passes(machine: Machine):
 
 def test_plugin_on_one_node_is_named(machine: Machine):
     plan = fabric.choose(machine("cxi4"), None, {"NCCL_NET": "AWS Libfabric"}, nnodes=1)
-    assert any("on one node" in text for text in plan.warnings)
+    assert any("on one node" in str(text) for text in plan.warnings)
+
+
+def test_remedy_names_the_file_of_a_value(machine: Machine):
+    facts = replace(
+        machine("none"), nccl_settings=(Setting(name="NCCL_DEBUG", value="TRACE", path="/etc/nccl.conf"),)
+    )
+    (found,) = fabric.choose(facts, None, {}, nnodes=2).warnings
+    assert found.fix == "remove NCCL_DEBUG from /etc/nccl.conf"
+
+
+def test_recipe_that_turns_rdma_off_is_right(machine: Machine):
+    system = SystemFacts(env={"NCCL_IB_DISABLE": "1"})
+    assert fabric.choose(machine("ib4_ndr200"), system, {}, nnodes=2).warnings == ()
+
+
+def test_unknown_names_are_found():
+    names = ("NCCL_DEBUG", "NCCL_FOO", "GLOO_FOO", "TORCHELASTIC_RUN_ID", "PATH", "NCCL_UCX_TLS")
+    assert spelling.unknown(names) == ("NCCL_FOO", "GLOO_FOO")
 
 
 def test_recipes_values_are_checked_too(machine: Machine):
     system = SystemFacts(env={"FI_PROVIDER": "efa"})
     plan = fabric.choose(machine("cxi4"), system, {}, nnodes=2)
-    assert any("FI_PROVIDER='efa' (from the recipe)" in text for text in plan.warnings)
+    assert any("FI_PROVIDER='efa' (from the recipe)" in str(text) for text in plan.warnings)

@@ -113,6 +113,68 @@ def test_visible_list_ends_at_minus_one(planted: Planted):
 
 
 @pytest.mark.parametrize(
+    ("visible", "count", "problem"),
+    [
+        ("0,1", 2, ""),
+        ("3,2", 2, ""),
+        ("0,0,9", 0, "names 0 twice"),
+        ("1,9,2", 1, "names 9, but there are 4 GPUs"),
+        ("GPU-1f2a,GPU-77cd", 2, ""),
+        ("GPU-1f2a,GPU-1f2a", 0, "names GPU-1f2a twice"),
+        ("", 0, ""),
+    ],
+)
+def test_mistakes_in_visible_gpus_count_as_cuda_counts(
+    planted: Callable[[str], Path], visible: str, count: int, problem: str
+):
+    found = facts.gather(planted("cxi4"), {"CUDA_VISIBLE_DEVICES": visible})
+    assert found.gpus == count
+    assert problem in found.gpus_problem
+    assert bool(problem) == bool(found.gpus_problem)
+
+
+@pytest.mark.parametrize(
+    ("files", "most", "source"),
+    [
+        (
+            {"proc/self/limits": "Max processes  512  4096  processes"},
+            512,
+            "/proc/self/limits: Max processes 512",
+        ),
+        ({"proc/self/limits": "Max processes  unlimited  unlimited  processes"}, None, "unlimited"),
+        (
+            {
+                "proc/self/cgroup": "0::/pod",
+                "sys/fs/cgroup/pod/pids.max": "max",
+                "sys/fs/cgroup/pids.max": "600",
+            },
+            600,
+            "/sys/fs/cgroup/pids.max: 600",
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:pids:/x",
+                "sys/fs/cgroup/pids/pids.max": "512",
+                "proc/self/limits": "Max processes 900",
+            },
+            512,
+            "/sys/fs/cgroup/pids/pids.max: 512",
+        ),
+        ({}, None, ""),
+    ],
+)
+def test_most_processes_are_those_of_the_tightest_limit(
+    tmp_path: Path, files: dict[str, str], most: int | None, source: str
+):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    found = facts.gather(tmp_path, {})
+    assert found.processes.value == most
+    assert source in found.processes_source
+
+
+@pytest.mark.parametrize(
     ("files", "env", "version", "source"),
     [
         ({}, {"IMGKIT_NCCL_VERSION": "2.20.5"}, "2.20.5", "IMGKIT_NCCL_VERSION=2.20.5"),

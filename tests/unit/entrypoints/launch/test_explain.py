@@ -30,6 +30,33 @@ SEEN = [
         "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
         "holds torchrun's port",
     ),
+    (
+        "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/"
+        "pair.h:311] Connect timeout [none]",
+        "a firewall between the nodes",
+    ),
+    (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/debug_logger.cc:9] ERROR failed to connect, "
+        "willRetry=1, retry=1, retryLimit=3, rank=1, size=2, local=[10.42.0.12]:46232, "
+        "remote=[10.42.0.11]:20879$1, error=SO_ERROR: Connection timed out, remote=[10.42.0.11]:20879$1",
+        "a firewall between the nodes",
+    ),
+    (
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out "
+        "waiting 20000ms for recv operation to complete",
+        "a rank waited 20000 ms for another one",
+    ),
+    (
+        "[rank1]:[W1122 08:05:00.409975725 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on "
+        "SocketImpl(fd=3, addr=[::]:40910, remote=[fdff::]:28199): Failed to recv, got 0 bytes. "
+        "Connection was likely closed. Did the remote server shutdown or crash?",
+        "another rank's process ended first",
+    ),
+    (
+        "[rank0]:[W1122 08:04:44.268087772 socket.cpp:469] [c10d] waitForInput: poll for socket "
+        "SocketImpl(fd=3, addr=[200::]:4639, remote=[fdff::]:59356) returned 0, likely a timeout",
+        "another rank's process ended first",
+    ),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "a GPU's memory is full"),
     ("RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error.", "is too small"),
     ("NCCL WARN Error: failed to extend /dev/shm/nccl-03v824 to 4194660 bytes", "too small for NCCL"),
@@ -65,7 +92,12 @@ def test_only_the_root_of_a_rendezvous_failure_is_told() -> None:
 def test_closed_connection_alone_points_to_other_ranks() -> None:
     reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
     assert "another rank's process ended first" in explain(reset)[0].cause
-    assert len(explain(f"{reset}\n{SEEN[5][0]}")) == 1
+    assert len(explain(f"{reset}\ntorch.OutOfMemoryError: CUDA out of memory.")) == 1
+
+
+def test_closed_store_does_not_hide_the_lost_packets() -> None:
+    text = "\n".join(text for text, _ in SEEN if "recv" in text)
+    assert [found.cause[:14] for found in explain(text)] == ["a rank waited "]
 
 
 def test_every_entry_formats_without_its_groups_missing() -> None:

@@ -1,0 +1,117 @@
+"""Health of GPUs, ports and PCIe links: read for dist-doctor only, because a launch has no time for it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from imgkit_entrypoints.facts.host_facts import HostFacts
+from imgkit_entrypoints.facts.reader import Reader
+
+COMMAND_S = 30.0
+NVIDIA_SMI = "/commands/nvidia-smi.xml"
+XIDS = "/commands/xid.txt"
+"""Places of a saved tree with what the commands printed."""
+KEPT = ("ecc_errors", "remapped_rows", "clocks_event_reasons", "clocks_throttle_reasons")
+"""Parts of nvidia-smi's report that are read; the others name processes and serial numbers."""
+ERRORS = (
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+"""Counters of bad cables and switches (Documentation/ABI/stable/sysfs-class-infiniband)."""
+GTps_Gbps = ((64.0, 242 / 256), (8.0, 128 / 130), (0.0, 8 / 10))
+"""Least GT/s per lane, and the share that is data: PCIe's codings since generations 6, 3 and 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """Link of a GPU or a NIC to its slot."""
+
+    device: str
+    path: str
+    width: int
+    most_width: int
+    speed: str
+    """Content of the file: ``32.0 GT/s PCIe``."""
+
+    @property
+    def rate_Gbps(self) -> float | None:
+        """Rate in one direction, in 1e9 bit/s."""
+        found = re.match(r"([\d.]+) GT/s", self.speed)
+        lane = float(found[1]) if found else 0.0
+        return next(lane * share * self.width for least, share in GTps_Gbps if lane >= least) or None
+
+
+def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
+    """PCIe links of all GPUs and NICs, where sysfs shows them; a virtual function has none."""
+    devices = {gpu.address: gpu.address for gpu in facts.gpu_devices}
+    devices |= {nic.name: nic.pci.rsplit("/", 1)[-1] for nic in facts.rdma if nic.pci}
+    devices |= {nic.name: nic.pci.rsplit("/", 1)[-1] for nic in facts.cxi if nic.pci}
+    found = []
+    for name, address in devices.items():
+        path = f"/sys/bus/pci/devices/{address}"
+        width, most = (reader.number(f"{path}/{which}_link_width") for which in ("current", "max"))
+        speed = reader.text(f"{path}/current_link_speed") or ""
+        if width and most:
+            found.append(PcieLink(device=name, path=path, width=width, most_width=most, speed=speed))
+    return tuple(found)
+
+
+def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
+    """Error counters that are not zero, by the name of their port."""
+    found = {}
+    for device in facts.rdma:
+        for port in device.ports:
+            counts = {name: reader.number(f"{port.path}/counters/{name}") or 0 for name in ERRORS}
+            found[port.name] = {name: count for name, count in counts.items() if count}
+    return {name: counts for name, counts in found.items() if counts}
+
+
+def nvidia_smi(reader: Reader) -> str:
+    """The kept parts of nvidia-smi's report as XML; empty where it cannot be had."""
+    if not reader.live:
+        return reader.text(NVIDIA_SMI) or ""
+    return kept(_output("nvidia-smi", "-q", "-x"))
+
+
+def kept(report: str) -> str:
+    """Leave out everything of nvidia-smi's report that is not read; empty if it is no report."""
+    try:
+        root = ElementTree.fromstring(report)  # noqa: S314 - the driver's own program wrote it
+    except ElementTree.ParseError:
+        return ""
+    smaller = ElementTree.Element(root.tag)
+    for gpu in root.iter("gpu"):
+        copy = ElementTree.SubElement(smaller, "gpu", {"id": gpu.get("id", "")})
+        copy.extend(part for part in gpu if part.tag in KEPT)
+    return ElementTree.tostring(smaller, encoding="unicode")
+
+
+def xids(reader: Reader) -> str:
+    """The kernel log's lines with errors of GPUs; empty where it cannot be read."""
+    if not reader.live:
+        return reader.text(XIDS) or ""
+    lines = _output("dmesg").splitlines()
+    return "\n".join(line for line in lines if "NVRM: Xid" in line)
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,203 @@
+"""Checks of the hardware's health, on files as in sysfs and on texts as nvidia-smi and dmesg print them.
+
+No GPU was at hand: the texts follow NVIDIA's documentation of nvidia-smi and of Xid errors.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import facts
+from imgkit_entrypoints.doctor import bundle, node
+from imgkit_entrypoints.doctor.checks import Check
+from imgkit_entrypoints.facts import health
+
+GPU, NIC = "0000:18:00.0", "0000:17:00.0"
+REPORT = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log>
+  <driver_version>550.54.15</driver_version>
+  <gpu id="00000000:18:00.0">
+    <serial>1650123456789</serial>
+    <ecc_errors>
+      <volatile>
+        <sram_correctable>7</sram_correctable>
+        <sram_uncorrectable_parity>0</sram_uncorrectable_parity>
+        <dram_uncorrectable>0</dram_uncorrectable>
+      </volatile>
+      <aggregate><dram_uncorrectable>3</dram_uncorrectable></aggregate>
+    </ecc_errors>
+    <remapped_rows>
+      <remapped_row_corr>0</remapped_row_corr>
+      <remapped_row_pending>No</remapped_row_pending>
+      <remapped_row_failure>No</remapped_row_failure>
+    </remapped_rows>
+    <clocks_event_reasons>
+      <clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
+      <clocks_event_reason_sw_power_cap>Active</clocks_event_reason_sw_power_cap>
+      <clocks_event_reason_hw_thermal_slowdown>Not Active</clocks_event_reason_hw_thermal_slowdown>
+    </clocks_event_reasons>
+    <processes><process_info><process_name>python secret.py</process_name></process_info></processes>
+  </gpu>
+</nvidia_smi_log>
+"""
+XID = "[Sun Nov 22 07:00:01 2026] NVRM: Xid (PCI:0000:18:00): {}, pid='<unknown>', name=<unknown>"
+
+
+def put(root: Path, path: str, text: str) -> None:
+    place = root / path.lstrip("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text + "\n")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A node with a GPU, and a NIC with one port of 200 Gbit/s; both are healthy."""
+    root = tmp_path / "root"
+    port = "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1"
+    for name, text in (("state", "4: ACTIVE"), ("link_layer", "InfiniBand"), ("rate", "200 Gb/sec (2X NDR)")):
+        put(root, f"{port}/{name}", text)
+    for name in health.ERRORS:
+        put(root, f"{port}/counters/{name}", "0")
+    put(root, f"/proc/driver/nvidia/gpus/{GPU}/information", "Model: \t\t NVIDIA H100")
+    for address in (GPU, NIC):
+        device = f"/sys/devices/pci0000:16/{address}"
+        for name, text in (("current", "16"), ("max", "16")):
+            put(root, f"{device}/{name}_link_width", text)
+        put(root, f"{device}/current_link_speed", "32.0 GT/s PCIe")
+        (root / "sys/bus/pci/devices").mkdir(parents=True, exist_ok=True)
+        (root / "sys/bus/pci/devices" / address).symlink_to(f"../../../devices/pci0000:16/{address}")
+    (root / "sys/class/infiniband").mkdir(parents=True)
+    (root / "sys/class/infiniband/mlx5_0").symlink_to(
+        "../../devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0"
+    )
+    device = root / "sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/device"
+    device.symlink_to("../../../0000:17:00.0")
+    put(root, health.NVIDIA_SMI, health.kept(REPORT))
+    return root
+
+
+def checks(root: Path) -> dict[str, list[Check]]:
+    env = {"IMGKIT_ROOT": str(root)}
+    found = node.examine(facts.gather(env=env), None, env, reader=facts.Reader(root=root))
+    return {
+        name: [check for check in found if check.name == name]
+        for name in ("pcie", "port errors", "gpu health", "xid")
+    }
+
+
+def test_healthy_hardware_is_ok(root: Path) -> None:
+    found = checks(root)
+    assert [check.verdict for check in found["pcie"] + found["gpu health"]] == ["ok", "ok"]
+    assert found["port errors"] == found["xid"] == []
+
+
+@pytest.mark.parametrize(
+    ("address", "lanes", "speed", "told"),
+    [
+        (NIC, "1", "32.0 GT/s PCIe", "mlx5_0: .*: 1 of 16 lanes .*32 Gbit/s.*; its ports have 200 Gbit/s"),
+        (NIC, "8", "16.0 GT/s PCIe", "126 Gbit/s"),
+        (NIC, "8", "32.0 GT/s PCIe", ""),  # a slot of 8 lanes carries 252 Gbit/s
+        (GPU, "1", "2.5 GT/s PCIe", "0000:18:00.0: .*: 1 of 16 lanes"),
+        (GPU, "16", "2.5 GT/s PCIe", ""),  # an idle GPU lowers its speed, not its width
+    ],
+)
+def test_narrow_link_is_told(root: Path, address: str, lanes: str, speed: str, told: str) -> None:
+    import re
+
+    put(root, f"/sys/devices/pci0000:16/{address}/current_link_width", lanes)
+    put(root, f"/sys/devices/pci0000:16/{address}/current_link_speed", speed)
+    (hit,) = checks(root)["pcie"]
+    assert hit.verdict == ("warn" if told else "ok")
+    assert re.search(told, hit.evidence)
+    assert (f"lspci -vv -s {address}" in hit.fix) == bool(told)
+
+
+def test_link_of_unknown_width_is_left_out(root: Path) -> None:
+    for address in (GPU, NIC):
+        put(root, f"/sys/devices/pci0000:16/{address}/max_link_width", "Unknown")
+    assert checks(root)["pcie"] == []
+
+
+def test_counted_port_errors_are_told(root: Path) -> None:
+    counters = "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1/counters"
+    put(root, f"{counters}/symbol_error", "4711")
+    (hit,) = checks(root)["port errors"]
+    assert (hit.verdict, hit.evidence) == (
+        "warn", "/sys/class/infiniband/mlx5_0/ports/1/counters/symbol_error: 4711",
+    )  # fmt: skip
+    assert "perfquery -C mlx5_0 -P 1 -R" in hit.fix
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict", "said"),
+    [
+        ("parity>0<", "parity>2<", "warn", "2 uncorrectable ECC errors"),
+        ("pending>No<", "pending>Yes<", "warn", "Remapped Rows Pending: Yes"),
+        ("failure>No<", "failure>Yes<", "fail", "Remapping Failure Occurred: Yes"),
+        ("slowdown>Not Active<", "slowdown>Active<", "warn", "held down by heat"),
+    ],
+)
+def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, said: str) -> None:
+    for report in (
+        REPORT,
+        REPORT.replace("clocks_event_reason", "clocks_throttle_reason"),
+    ):  # until driver 535
+        put(root, health.NVIDIA_SMI, health.kept(report.replace(old, new)))
+        (hit,) = checks(root)["gpu health"]
+        assert (hit.verdict, said in hit.evidence, "18:00.0" in hit.evidence) == (verdict, True, True)
+        assert hit.fix
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (79, "the GPU has fallen off the bus"),
+        (94, "contained memory error"),
+        (143, "Xid 143"),
+        (13, ""),
+        (31, ""),
+    ],
+)
+def test_xid_of_hardware_is_told(root: Path, number: int, said: str) -> None:
+    put(root, health.XIDS, "\n".join([XID.format(number)] * 3))
+    found = checks(root)["xid"]
+    assert [said in check.evidence for check in found] == ([True] if said else [])
+    assert all("nvidia-smi -r" in check.fix for check in found)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "NVIDIA-SMI has failed because it could not communicate", "<gpu", "<log/>"]
+)
+def test_report_that_is_none_is_no_finding(root: Path, text: str) -> None:
+    put(root, health.NVIDIA_SMI, health.kept(text))
+    assert all(check.verdict == "ok" for check in checks(root)["gpu health"])
+
+
+def test_kept_report_names_no_program_and_no_serial_number() -> None:
+    assert "python" not in health.kept(REPORT)
+    assert "1650123456789" not in health.kept(REPORT)
+    assert "dram_uncorrectable" in health.kept(REPORT)
+
+
+def test_bundle_replays_the_health(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(root, f"/sys/devices/pci0000:16/{GPU}/current_link_width", "1")
+    put(root, "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1/counters/link_downed", "9")
+    put(root, health.XIDS, XID.format(79))
+    put(root, health.NVIDIA_SMI, health.kept(REPORT.replace("pending>No<", "pending>Yes<")))
+    bundle.save(tmp_path / "node.tar.gz", {"IMGKIT_ROOT": str(root)})
+    with tarfile.open(tmp_path / "node.tar.gz") as archive:
+        archive.extractall(tmp_path / "copy", filter="data")
+    texts = []
+    for place in (root, tmp_path / "copy"):
+        node.main(["--json"], {"IMGKIT_ROOT": str(place)})
+        found = json.loads(capsys.readouterr().out)["checks"]
+        texts.append(
+            [check for check in found if check["name"] in ("pcie", "port errors", "gpu health", "xid")]
+        )
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 4
