@@ -47,6 +47,17 @@ def _docker() -> str | None:
     return reason and f"no Docker engine answers ({reason}); as root: ci/lab/engine start"
 
 
+def _podman() -> str | None:
+    lacking = [name for name in ("podman", "busybox") if shutil.which(name) is None]
+    reason = f"{', '.join(lacking)} missing" if lacking else probe(["podman", "--version"])
+    return reason and f"{reason}; as root: apt-get install podman busybox-static"
+
+
+def _buildx() -> str | None:
+    reason = _docker() or probe(["docker", "buildx", "version"])
+    return reason and f"the docker program has no buildx ({reason}); as root: apt-get install docker-buildx"
+
+
 def _singularity() -> str | None:
     command = shutil.which("singularity") or shutil.which("apptainer")
     if command is None:
@@ -78,6 +89,8 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     name: functools.cache(function)
     for name, function in {
         "docker": _docker,
+        "podman": _podman,
+        "buildx": _buildx,
         "singularity": _singularity,
         "qemu": _qemu,
         "cluster": _cluster,

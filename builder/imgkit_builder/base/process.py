@@ -144,7 +144,7 @@ def through(
         ) as program,
     ):
         try:
-            yield from _pumped(program, iter(chunks))
+            yield from pumped(program, iter(chunks))
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
             if program.poll() is None and program.stdout is not None and not program.stdout.closed:
@@ -157,7 +157,8 @@ def through(
             )
 
 
-def _pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterator[bytes]:
+def pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Feed `chunks` to the running `program` and yield its output until that ends."""
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
     sink, source = program.stdin, program.stdout

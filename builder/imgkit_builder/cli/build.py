@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,21 @@ from imgkit_builder.cli.progress import reporter
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.engine import Built, Engine, ImageInfo
+    from imgkit_builder.engine import Builder, Built, Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
+
+
+class BuilderName(str, enum.Enum):
+    """The values of ``--builder``."""
+
+    AUTO = "auto"
+    CLASSIC = "classic"
+    BUILDX = "buildx"
+    PODMAN = "podman"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +44,7 @@ class BuildOptions:
     no_cache: bool
     no_test: bool
     large: bool = False
+    builder: Builder = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,11 @@ def verb_build(
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     no_test: bool = typer.Option(False, "--no-test", help="Skip the smoke test."),
     large: bool = LARGE,
+    builder: BuilderName = typer.Option(
+        BuilderName.AUTO,
+        help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
+        "auto: podman for Podman, else classic.",
+    ),
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker."
     ),
@@ -78,7 +94,13 @@ def verb_build(
 
     loaded = load(recipe)
     options = BuildOptions(
-        tag=tag, base=base, platform=platform, pull=pull, no_cache=no_cache, no_test=no_test
+        tag=tag,
+        base=base,
+        platform=platform,
+        pull=pull,
+        no_cache=no_cache,
+        no_test=no_test,
+        builder=builder.value,
     )
 
     def run(large: bool) -> Outcome:
@@ -142,6 +164,7 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     tag = options.tag or engines.default_tag(recipe)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
+        builder = engines.choose(engine.facts(), options.builder)
         report.stage(f"base {options.base or recipe.image.base}")
         base = engines.resolve_base(
             engine, recipe, override=options.base, platform=options.platform, pull=options.pull, report=report
@@ -167,7 +190,13 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
                 tested.extend(_smoke(engine, image, context, report))
 
         built = engines.build(
-            engine, context, tag=tag, report=report, no_cache=options.no_cache, accept=accept
+            engine,
+            context,
+            tag=tag,
+            report=report,
+            builder=builder,
+            no_cache=options.no_cache,
+            accept=accept,
         )
     # The next command takes the same word, unless --tag gave the image another name.
     return _outcome(built, base, tested, again=options.tag or typed)

@@ -68,7 +68,7 @@ def trees(
     elif copies := _copies(image, base, shared, work):
         return copies
     else:
-        report.note("only root can read the engine's layers on its disk: imgkit reads the whole image")
+        report.note(f"{image.why_unreadable()}: imgkit reads the whole image")
         new = _saved(image, work / "new", report)
         if shared < len(have):
             other = image.other(base.base.image_id)

@@ -1,10 +1,11 @@
 """The Docker engine: the only importer of docker, and only inside functions.
 
-Read in this order: ``connection``, ``images``, ``base_image``, ``probing``, ``building``, ``streams``,
-``transfer``, ``storage``, ``copies``, ``local_image``.
+Read in this order: ``connection``, ``images``, ``base_image``, ``probing``, ``builders``, ``building``,
+``streams``, ``transfer``, ``storage``, ``copies``, ``local_image``.
 """
 
 from imgkit_builder.engine.base_image import choose_platform, resolve_base
+from imgkit_builder.engine.builders import Builder, choose
 from imgkit_builder.engine.building import Built, build, default_tag
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.containers import run
@@ -17,6 +18,7 @@ from imgkit_builder.engine.streams import export_stream, read_file, save_stream
 from imgkit_builder.engine.transfer import add_tag, load, pull, push
 
 __all__ = [
+    "Builder",
     "Built",
     "Engine",
     "ImageFacts",
@@ -25,6 +27,7 @@ __all__ = [
     "add_tag",
     "build",
     "check_name",
+    "choose",
     "choose_platform",
     "connect",
     "default_tag",

@@ -6,9 +6,11 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.engine.address import address, unreachable
+from imgkit_builder.engine.address import endpoint, unreachable
+from imgkit_builder.engine.contexts import Endpoint
+from imgkit_builder.engine.facts import EngineFacts, engine_facts
 from imgkit_entrypoints.errors import ToolMissing
 
 if TYPE_CHECKING:
@@ -24,12 +26,12 @@ class Engine:
     Attributes
     ----------
     api : the SDK's low-level client; only modules of this room use it.
-    host : the address, for example ``unix:///var/run/docker.sock``.
+    endpoint : its address, and what named it.
     """
 
-    def __init__(self, api: docker.APIClient, host: str) -> None:
+    def __init__(self, api: docker.APIClient, endpoint: Endpoint) -> None:
         self.api = api
-        self.host = host
+        self.endpoint = endpoint
         self._platform = ""
 
     def __enter__(self) -> Engine:
@@ -51,6 +53,13 @@ class Engine:
             self._platform = f"{about.get('Os', 'linux')}/{about.get('Arch', 'amd64')}"
         return self._platform
 
+    def facts(self) -> EngineFacts:
+        """Ask what the engine is, and how it stores images."""
+        from imgkit_builder.engine.errors import translated
+
+        with translated("ask about the engine"):
+            return engine_facts(self.endpoint, version=self.api.version(), info=self.api.info())
+
     @property
     def has_nvidia(self) -> bool:
         """Whether containers can use GPUs."""
@@ -62,7 +71,7 @@ class Engine:
     @property
     def is_here(self) -> bool:
         """Whether containers run on this machine's kernel, so that its /proc describes them."""
-        return self.host.startswith("unix://") and sys.platform == "linux"
+        return self.endpoint.host.startswith("unix://") and sys.platform == "linux"
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[docker.APIClient]:
@@ -81,26 +90,47 @@ class Engine:
 
 
 def connect(*, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
-    """Connect to the engine of ``DOCKER_HOST``, else of the default socket.
+    """Connect to the engine of ``DOCKER_HOST``, the chosen context or the first usual socket.
 
     Raises
     ------
     ToolMissing : no engine, no permission for its socket, or no SDK.
     ToolFailed : something answers, but not as an engine.
-    UsageError : ``DOCKER_HOST`` is not an address.
+    UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
     try:
         import docker
         import docker.errors
-        import docker.utils
     except ImportError as error:
         raise ToolMissing(
             f"the Python package docker cannot be imported: {error}", hint="pip install docker"
         ) from error
-    host = address()
+    place = endpoint()
     try:
-        options = docker.utils.kwargs_from_env()
-        options.setdefault("base_url", host)
-        return Engine(docker.APIClient(**options, version="auto", timeout=timeout_s), host)  # type: ignore[arg-type]
-    except (docker.errors.DockerException, ValueError) as error:
-        raise unreachable(host, error) from error
+        options = client_options(place)
+        return Engine(docker.APIClient(**options, version="auto", timeout=timeout_s), place)  # type: ignore[arg-type]
+    except (docker.errors.DockerException, ValueError, OSError) as error:
+        raise unreachable(place, error) from error
+    except Exception as error:
+        # SSH has exceptions of its own, which are no OSErrors.
+        if place.host.startswith("ssh://"):
+            raise unreachable(place, error) from error
+        raise
+
+
+def client_options(place: Endpoint) -> dict[str, Any]:
+    """The SDK's arguments for `place`.
+
+    ``ssh://`` goes through the program ssh, as Docker's own command does, so ``~/.ssh/config`` counts.
+    """
+    import docker.tls
+
+    options: dict[str, Any] = {"base_url": place.host}
+    if place.host.startswith("ssh://"):
+        options["use_ssh_client"] = True
+    tls = place.tls
+    if tls and place.host.startswith(("tcp://", "http://", "https://")):
+        pair = (str(tls.cert), str(tls.key)) if tls.cert and tls.key else None
+        ca = str(tls.ca) if tls.ca else None
+        options["tls"] = docker.tls.TLSConfig(client_cert=pair, ca_cert=ca, verify=tls.verify)
+    return options

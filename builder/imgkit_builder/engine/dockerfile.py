@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 
-def instruction_lines(text: str) -> tuple[int, ...]:
-    """First line, from 1, of each instruction of the Dockerfile `text`.
+
+def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:
+    """First line, from 1, of each instruction of the Dockerfile `text`; `only` of these kinds.
 
     The engine numbers its steps in the same order, from 1. Here-documents are not supported: the classic
     builder does not know them either.
@@ -16,7 +18,7 @@ def instruction_lines(text: str) -> tuple[int, ...]:
         # A continued instruction may contain comments and empty lines.
         if not word or word.startswith("#"):
             continue
-        if not continued:
+        if not continued and (not only or word.split()[0].upper() in only):
             found.append(number)
         continued = word.endswith("\\")
     return tuple(found)

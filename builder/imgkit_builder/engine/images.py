@@ -65,11 +65,11 @@ def find(engine: Engine, name: str) -> ImageInfo | None:
 
 def _info(data: dict[str, Any], name: str) -> ImageInfo:
     config = data.get("Config") or {}
-    tags = [tag for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
+    tags = [plain(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
     # The requested name comes first, so that saving and messages use it.
-    tags.sort(key=lambda tag: tag not in (name, f"{name}:latest"))
-    digests = [digest for digest in data.get("RepoDigests") or () if not digest.startswith("<none>")]
-    digests.sort(key=lambda digest: digest.partition("@")[0] != repository(name))
+    tags.sort(key=lambda tag: tag not in (plain(name), f"{plain(name)}:latest"))
+    digests = [plain(digest) for digest in data.get("RepoDigests") or () if not digest.startswith("<none>")]
+    digests.sort(key=lambda digest: digest.partition("@")[0] != repository(plain(name)))
     pairs = (word.partition("=") for word in config.get("Env") or ())
     return ImageInfo(
         id=str(data["Id"]),
@@ -85,6 +85,14 @@ def _info(data: dict[str, Any], name: str) -> ImageInfo:
         size_bytes=int(data.get("Size") or 0),
         digest=digests[0] if digests else "",
     )
+
+
+_PREFIXES = ("docker.io/library/", "docker.io/", "localhost/")
+
+
+def plain(name: str) -> str:
+    """`name` without the registry that Podman puts before a short name: ``mn5:1`` of ``localhost/mn5:1``."""
+    return next((name.removeprefix(one) for one in _PREFIXES if name.startswith(one)), name)
 
 
 def check_name(name: str, *, where: str | None = None) -> None:

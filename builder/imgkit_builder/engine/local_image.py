@@ -42,6 +42,10 @@ class LocalImage:
         """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
         return storage.layer_folders(self.engine, diff_ids)
 
+    def why_unreadable(self) -> str:
+        """The reason why `folders` gives None."""
+        return storage.why_unreadable(self.engine)
+
     def copied(self, layers: int) -> tuple[str, ...] | None:
         """Targets of the last `layers` layers where they only copy; None where they do more."""
         return copies.copied(self.engine, self.config.image_id, layers)

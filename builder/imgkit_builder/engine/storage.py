@@ -23,12 +23,8 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
     The engine names a layer by its chain: the digest of all layers up to it. The folder of that name contains
     the layer's own digest and the name of the overlay2 folder, whose content never changes.
     """
-    if not engine.is_here or os.geteuid() != 0:
-        return None
-    with translated("ask where the engine keeps its layers"):
-        about: dict[str, Any] = engine.api.info()
-    options = [option for option in about.get("SecurityOptions") or () if option.startswith(_SHIFTED)]
-    if about.get("Driver") != "overlay2" or options:
+    about = _about(engine)
+    if _obstacle(engine, about):
         return None
     root, chain, found = Path(str(about.get("DockerRootDir"))), "", []
     for diff_id in diff_ids:
@@ -44,6 +40,27 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
             return None
         found.append(folder)
     return tuple(found)
+
+
+def why_unreadable(engine: Engine) -> str:
+    """The reason why `layer_folders` finds nothing."""
+    about = _about(engine)
+    return _obstacle(engine, about) or f"{about.get('DockerRootDir')} has no folder of its layers"
+
+
+def _about(engine: Engine) -> dict[str, Any]:
+    with translated("ask where the engine keeps its layers"):
+        return engine.api.info()
+
+
+def _obstacle(engine: Engine, about: dict[str, Any]) -> str:
+    if not engine.is_here:
+        return "the engine is on another machine"
+    if about.get("Driver") != "overlay2":
+        return f"the engine keeps its layers by {about.get('Driver')}, not overlay2"
+    if any(option.startswith(_SHIFTED) for option in about.get("SecurityOptions") or ()):
+        return "the engine shifts the owners of files on its disk"
+    return "" if os.geteuid() == 0 else "only root can read the engine's layers on its disk"
 
 
 def _chained(chain: str, diff_id: str) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import http.client
-import os
 import shutil
 import socket
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from imgkit_builder.engine.address import address as engine_address
-from imgkit_builder.engine.address import unreachable
+from imgkit_builder.engine.address import endpoint, unreachable
+from imgkit_builder.engine.contexts import Endpoint, Tls
+from imgkit_builder.engine.facts import EngineFacts, engine_facts
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed
 
@@ -21,86 +20,80 @@ TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What an engine reports about itself."""
+class EngineAnswer:
+    """What an engine reports about itself, and the space that it has."""
 
-    address: str
-    version: str
-    api: str
-    arch: str
-    """``amd64``, ``arm64``."""
+    facts: EngineFacts
     free_bytes: int | None
     """Free space where images are kept; None for an engine on another machine."""
 
 
-def query(host: str | None = None) -> EngineFacts:
-    """Ask the engine at `host` (default: ``DOCKER_HOST``, else the default socket) for its version.
+def query(place: Endpoint | None = None) -> EngineAnswer:
+    """Ask the engine at `place` (default: the one that every verb uses) about itself.
 
     Raises
     ------
     ToolMissing : nothing answers there, or this user has no permission.
     ToolFailed : the answer is not that of an engine, or the address is of an unsupported kind.
+    UsageError : the chosen context does not exist.
     """
-    address = host or engine_address()
+    place = place or endpoint()
     try:
-        version = _get(address, "/version")
-        free_bytes = _free(_get(address, "/info")) if address.startswith("unix://") else None
-        return EngineFacts(
-            address=address,
-            version=str(version["Version"]),
-            api=str(version["ApiVersion"]),
-            arch=str(version["Arch"]),
-            free_bytes=free_bytes,
-        )
+        facts = engine_facts(place, version=_get(place, "/version"), info=_get(place, "/info"))
+        return EngineAnswer(facts=facts, free_bytes=_free(facts) if facts.is_here else None)
     except (OSError, http.client.HTTPException) as error:
-        raise unreachable(address, error) from error
-    except (KeyError, TypeError, ValueError) as error:
+        raise unreachable(place, error) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ToolFailed(
-            f"{address} does not answer like a Docker engine: {error!r}", hint="correct DOCKER_HOST"
+            f"{place.host} does not answer like a Docker engine: {error!r}",
+            where=place.source or None,
+            hint="correct the address; see what answers: docker version",
         ) from error
 
 
-def _free(info: Any) -> int | None:
-    folder = str(info["DockerRootDir"])
+def _free(facts: EngineFacts) -> int | None:
     try:
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(facts.root).free
     except OSError:
         return None  # Docker Desktop keeps it inside a virtual machine; or this user may not read it
 
 
-def _get(address: str, path: str) -> Any:
-    connection = _connection(address)
+def _get(place: Endpoint, path: str) -> Any:
+    connection = _connection(place)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
         text = answer.read()
         if answer.status != http.client.OK:
-            raise ToolFailed(f"the engine at {address} answers {answer.status} to {path}: {text[:200]!r}")
+            raise ToolFailed(f"the engine at {place.host} answers {answer.status} to {path}: {text[:200]!r}")
         return json_text.parse(text)
     finally:
         connection.close()
 
 
-def _connection(address: str) -> http.client.HTTPConnection:
-    parts = urlsplit(address)
+def _connection(place: Endpoint) -> http.client.HTTPConnection:
+    parts = urlsplit(place.host)
     if parts.scheme == "unix":
         return _UnixConnection(parts.path)
     if parts.scheme in ("tcp", "http", "https") and parts.hostname:
-        if parts.scheme == "https" or os.environ.get("DOCKER_TLS_VERIFY"):
+        if parts.scheme == "https" or place.tls:
             return http.client.HTTPSConnection(
-                parts.hostname, parts.port or 2376, timeout=TIMEOUT_S, context=_tls()
+                parts.hostname, parts.port or 2376, timeout=TIMEOUT_S, context=_tls(place.tls)
             )
         return http.client.HTTPConnection(parts.hostname, parts.port or 2375, timeout=TIMEOUT_S)
     raise ToolFailed(
-        f"imgkit cannot ask an engine at {address}",
+        f"imgkit doctor cannot ask an engine at {place.host}",
+        where=place.source or None,
         hint="write unix:///path/docker.sock or tcp://host:2375; for ssh:// try: docker version",
     )
 
 
-def _tls() -> ssl.SSLContext:
-    folder = Path(os.environ.get("DOCKER_CERT_PATH") or Path.home() / ".docker")
-    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+def _tls(tls: Tls | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(tls.ca) if tls and tls.ca else None)
+    if tls and not tls.verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if tls and tls.cert:
+        context.load_cert_chain(tls.cert, tls.key)
     return context
 
 

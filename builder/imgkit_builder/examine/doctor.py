@@ -18,7 +18,8 @@ from typing import Literal
 from imgkit_builder.base import process
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
-from imgkit_builder.engine import address, without_sdk
+from imgkit_builder.engine import builders, without_sdk
+from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import runtime
 from imgkit_builder.sif.convert import SPACE_FACTOR
@@ -96,26 +97,30 @@ def _engine() -> Check:
     try:
         answer = without_sdk.query()
     except ImgkitError as error:
-        return Check(name=name, verdict="fail", found=error.what, hint=_context_hint() or error.hint or "")
-    found = f"engine {answer.version}, API {answer.api}, {answer.arch}, at {answer.address}"
-    if answer.free_bytes is None:
-        return Check(name=name, verdict="ok", found=found)
-    found += f", {answer.free_bytes / 1e9:.0f} GB free for images"
-    if answer.free_bytes >= BUILD_SPACE_BYTES:
-        return Check(name=name, verdict="ok", found=found)
+        found = f"{error.where}: {error.what}" if error.where else error.what
+        return Check(name=name, verdict="fail", found=found, hint=error.hint or "")
+    facts = answer.facts
+    parts = [
+        f"{facts.product} {facts.version}",
+        f"API {facts.api}",
+        facts.arch,
+        f"store {facts.store}",
+        f"builder {builders.choose(facts).name}",
+        _reached(facts.endpoint),
+    ]
+    if answer.free_bytes is not None:
+        parts.append(f"{answer.free_bytes / 1e9:.0f} GB free for images")
+    found = ", ".join(parts)
+    if answer.free_bytes is None or answer.free_bytes >= BUILD_SPACE_BYTES:
+        return Check(name=name, verdict="ok", found=found, hint=builders.choose(facts).note)
     hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
     return Check(name=name, verdict="warn", found=found, hint=hint)
 
 
-def _context_hint() -> str:
-    """The docker program follows contexts (rootless, Desktop); imgkit reads ``DOCKER_HOST`` only."""
-    if os.environ.get("DOCKER_HOST") or not shutil.which("docker"):
-        return ""
-    argv = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
-    shown = process.run(argv, check=False)
-    host = shown.output.strip()
-    elsewhere = shown.returncode == 0 and "://" in host and host != address.DEFAULT_HOST
-    return f"export DOCKER_HOST={host}" if elsewhere else ""
+def _reached(place: Endpoint) -> str:
+    if place.context:
+        return f"context {place.context} at {place.host}"
+    return f"at {place.host}" + (f" ({place.source})" if place.source else "")
 
 
 def _runtime(target: Target | None) -> Check:

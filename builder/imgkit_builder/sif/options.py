@@ -53,6 +53,9 @@ class EngineImage(Protocol):
     def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
         """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
 
+    def why_unreadable(self) -> str:
+        """The reason why `folders` gives None."""
+
     def copied(self, layers: int) -> tuple[str, ...] | None:
         """Targets of the last `layers` layers where they only copy; None where they do more."""
 

@@ -24,6 +24,8 @@ from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
 
+VERSION = {"Version": "20.10.24", "ApiVersion": "1.41", "Os": "linux", "Arch": "amd64"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
@@ -185,7 +187,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """A running fake engine that ``DOCKER_HOST`` points to; its state and cache folders are fresh."""
     found = FakeEngine(socket=tmp_path / "docker.sock")
-    found.on("GET", "/version", Reply(data={"ApiVersion": "1.41", "Os": "linux", "Arch": "amd64"}))
+    found.on("GET", "/version", Reply(data=VERSION))
     found.on("GET", "/info", Reply(data={"OperatingSystem": "Debian", "Runtimes": {"runc": {}}}))
     found.on("GET", "/images/.+/json", FakeEngine.refused(404, "No such image"))
     found.on("POST", "/images/.+/tag", Reply(status=201))

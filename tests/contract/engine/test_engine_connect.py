@@ -15,21 +15,21 @@ def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
-    monkeypatch.setattr("docker.constants.DEFAULT_UNIX_SOCKET", f"http+unix://{tmp_path}/docker.sock")
     with pytest.raises(ToolMissing, match="no Docker engine answers") as caught:
         engines.connect()
     assert "systemctl start docker" in str(caught.value)
     assert caught.value.exit_code == 3
 
 
-def test_missing_socket_names_rootless_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_address_names_the_other_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/other.sock")
+    monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "docker.sock").touch()
     with pytest.raises(ToolMissing) as caught:
         engines.connect()
     assert caught.value.where == "DOCKER_HOST"
-    assert f"export DOCKER_HOST=unix://{tmp_path}/docker.sock" in str(caught.value.hint)
+    assert f"unset DOCKER_HOST, which leads to {tmp_path}/docker.sock" in str(caught.value.hint)
 
 
 def test_closed_tcp_port_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +63,20 @@ def test_denied_socket_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
     monkeypatch.setattr("docker.transport.unixconn.UnixHTTPConnection.connect", refuse)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(ToolMissing, match="no permission") as caught:
         engines.connect()
     assert "usermod -aG docker" in str(caught.value.hint)
+
+
+def test_root_is_not_told_to_use_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
+    monkeypatch.setattr("docker.transport.unixconn.UnixHTTPConnection.connect", refuse)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    with pytest.raises(ToolMissing, match="no permission") as caught:
+        engines.connect()
+    assert "security policy" in str(caught.value.hint)
+    assert "sudo" not in str(caught.value.hint)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from imgkit_builder.engine.connection import Engine
+from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.engine.copies import copied
 from imgkit_builder.engine.storage import layer_folders
 
@@ -28,7 +29,7 @@ class Api:
 
 
 def engine(api: Api, host: str = "unix:///var/run/docker.sock") -> Engine:
-    return Engine(cast("Any", api), host)
+    return Engine(cast("Any", api), Endpoint(host=host))
 
 
 NOP = "/bin/sh -c #(nop) "

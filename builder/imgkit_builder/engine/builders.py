@@ -1,0 +1,107 @@
+"""Which program builds: the engine's own API, ``docker buildx``, or ``podman``. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from imgkit_builder.base import process
+from imgkit_builder.engine.facts import EngineFacts
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
+
+Builder = Literal["auto", "classic", "buildx", "podman"]
+"""``classic`` is the builder behind the engine's API; ``auto`` lets `choose` decide."""
+
+PODMAN = ("podman", "--remote=false")
+"""The program on the user's own storage, without a connection to a service."""
+
+_STORE = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The builder to use."""
+
+    name: Literal["classic", "buildx", "podman"]
+    note: str = ""
+    """What this builder lacks, where there would be a better one."""
+    containers: Path | None = None
+    """The folder in which podman keeps its containers."""
+
+
+def choose(facts: EngineFacts, wanted: Builder = "auto") -> Choice:
+    """The builder for the engine: what `wanted` names, else podman for Podman and the classic one for Docker.
+
+    Raises
+    ------
+    UsageError : `wanted` is not a builder of this engine.
+    ToolMissing : its program is missing.
+    """
+    if wanted == "classic":
+        return Choice(name="classic")
+    if wanted == "buildx":
+        _need_buildx(facts)
+        return Choice(name="buildx")
+    if wanted == "podman" or facts.is_podman:
+        try:
+            return Choice(name="podman", containers=_podman_containers(facts))
+        except ImgkitError as error:
+            if wanted == "podman":
+                raise
+            lacks = "an interrupted build goes on in Podman, and nothing is taken from its cache"
+            return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {lacks}")
+    return Choice(name="classic")
+
+
+def _need_buildx(facts: EngineFacts) -> None:
+    if facts.is_podman:
+        raise UsageError(
+            "Podman has no BuildKit, which buildx needs", where="--builder", hint="use --builder podman"
+        )
+    install = "sudo apt-get install docker-buildx-plugin (or docker-buildx); or use --builder classic"
+    process.need("docker", install)
+    if process.run(["docker", "buildx", "version"], check=False).returncode:
+        raise ToolMissing("the docker program has no buildx", where="--builder", hint=install)
+
+
+def _podman_containers(facts: EngineFacts) -> Path:
+    """The folder of working containers, where the program podman uses the same storage as the engine."""
+    use_classic = "or use --builder classic"
+    if not facts.is_podman:
+        raise UsageError(
+            f"the engine at {facts.endpoint.host} is {facts.product}",
+            where="--builder",
+            hint="use --builder auto, or start Podman's socket: systemctl --user start podman.socket",
+        )
+    if not facts.is_here:
+        raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
+    if shutil.which(PODMAN[0]) is None:
+        raise ToolMissing(
+            "the program 'podman' is not on PATH", hint=f"sudo apt-get install podman, {use_classic}"
+        )
+    asked = process.run([*PODMAN, "info", "--format", _STORE], env=own_storage(), check=False)
+    found = re.search(r"^store=(.+) driver=(\S+)\.$", asked.output, re.MULTILINE)
+    if found is None:
+        raise ToolMissing(
+            f"podman info fails: {asked.tail().strip()[-200:]}", hint=f"podman info; {use_classic}"
+        )
+    if os.path.realpath(found[1]) != os.path.realpath(facts.root):
+        raise UsageError(
+            f"the program podman stores images in {found[1]}, the engine in {facts.root}",
+            where=facts.endpoint.host,
+            hint=f"run imgkit as the user whose engine it is, {use_classic}",
+        )
+    return Path(found[1]) / f"{found[2]}-containers"
+
+
+def own_storage() -> dict[str, str]:
+    """This process's variables without those that send podman to another machine."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CONTAINER_HOST", "CONTAINER_CONNECTION")
+    }

@@ -1,0 +1,235 @@
+"""Builds on a real Podman with a storage of its own; gated by the marker ``podman``. The base is busybox."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from labkit import output, run, until
+
+from imgkit_builder import engine as engines
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.engine import Engine, ImageInfo
+from imgkit_builder.image import context as contexts
+from imgkit_builder.image.context import BuildContext, TarMember
+from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_entrypoints.errors import ToolFailed
+
+pytestmark = [
+    pytest.mark.podman,
+    pytest.mark.xdist_group("podman"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a storage outside of the user's own needs root"),
+]
+
+BASE = "imgkit.local/busybox:1"
+SETTINGS = "[engine]\ncgroup_manager = 'cgroupfs'\nevents_logger = 'file'\n"
+MARK = 4321 + os.getpid()
+"""Seconds that steps of this run sleep: the number marks their processes."""
+
+
+def podman(*words: object) -> str:
+    return output("podman", "--remote=false", *words).strip()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Path]:
+    """The folder of a Podman that ``DOCKER_HOST`` names, with the base in it."""
+    folder = Path(f"/tmp/imgkit-podman-{os.getpid()}")
+    folder.mkdir()
+    (folder / "storage.conf").write_text(
+        f"[storage]\ndriver = 'overlay'\ngraphroot = '{folder}/root'\nrunroot = '{folder}/run'\n"
+    )
+    (folder / "containers.conf").write_text(SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
+        patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
+        patch.setenv("DOCKER_HOST", f"unix://{folder}/socket")
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        patch.delenv("SOURCE_DATE_EPOCH", raising=False)
+        process = subprocess.Popen(
+            ["podman", "system", "service", "--time", "0", f"unix://{folder}/socket"],
+            stderr=(folder / "log").open("w"),
+        )
+        try:
+            _import_base(folder)
+            until((folder / "socket").exists, told=(folder / "log").read_text)
+            yield folder
+        finally:
+            process.terminate()
+            process.wait()
+            run("podman", "--remote=false", "system", "reset", "--force")
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _import_base(folder: Path) -> None:
+    """Make an image of nothing but busybox."""
+    with tarfile.open(folder / "base.tar", "w") as tar:
+        tar.add(str(shutil.which("busybox")), "bin/busybox")
+        for name in ("sh", "sleep", "echo"):
+            member = tarfile.TarInfo(f"bin/{name}")
+            member.type, member.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(member)
+    podman("import", folder / "base.tar", BASE)
+
+
+def context(*steps: str, copied: bytes = b"1") -> BuildContext:
+    """A context as imgkit packs it, without what needs Python in the base."""
+    rows = [f"# small.yaml:{number}\nRUN {step}\n" for number, step in enumerate(steps, 5)]
+    members = (TarMember(name="file", data=copied, size_bytes=len(copied)),)
+    base = BaseImage(name=BASE, id="sha256:" + "b" * 64, platform="linux/amd64")
+    return BuildContext(
+        dockerfile=f"# small.yaml:3\nFROM {BASE}\n" + "".join(rows) + 'COPY ["file", "/x/"]\n',
+        manifest=Manifest(
+            imgkit="1",
+            recipe="small",
+            recipe_sha256="",
+            base=base,
+            platform=_platform(),
+            wheel_sha256="",
+            revision="",
+        ),
+        members=members,
+        sha256=hashlib.sha256(b"".join(contexts._tar(members))).hexdigest(),
+        size_bytes=0,
+    )
+
+
+def _platform() -> str:
+    with engines.connect() as engine:
+        return engine.platform
+
+
+class Stages(Silent):
+    """Records the stages and notes."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self.seen.append(text)
+
+    def note(self, text: str) -> None:
+        self.seen.append(text)
+
+
+def build(
+    engine: Engine, what: BuildContext, *, tag: str, builder: engines.Builder = "auto"
+) -> tuple[ImageInfo, str]:
+    """The image and the log."""
+    chosen = engines.choose(engine.facts(), builder)
+    assert chosen.name == ("podman" if builder == "auto" else builder)
+    built = engines.build(engine, what, tag=tag, report=Silent(), builder=chosen)
+    return built.image, built.log.read_text()
+
+
+@pytest.fixture
+def engine(service: Path) -> Iterator[Engine]:
+    with engines.connect() as found:
+        yield found
+
+
+def steps() -> list[str]:
+    """Processes of this run's sleeping step."""
+    lines = output("ps", "-eo", "args").splitlines()
+    return [line for line in lines if line.endswith(f"sleep {MARK}")]
+
+
+def left() -> list[str]:
+    """What is still there: processes of steps, or else working containers."""
+    return steps() or podman("ps", "--all", "--external", "--quiet").splitlines()
+
+
+def test_second_build_is_cached_and_has_the_labels(engine: Engine) -> None:
+    assert engine.facts().product == "Podman"
+    first, _ = build(engine, context("echo one"), tag="imgkit-cached")
+    again, log = build(engine, context("echo one"), tag="imgkit-cached")
+    assert again.id == first.id
+    assert log.count("Using cache") == 3
+    assert len(again.labels["imgkit.context.sha256"]) == 64
+    assert again.labels["org.opencontainers.image.base.name"] == BASE
+    # A changed file makes new layers from its step on.
+    changed, log = build(engine, context("echo one", copied=b"2"), tag="imgkit-cached")
+    assert (changed.id != first.id, log.count("Using cache")) == (True, 1)
+    assert not left()
+
+
+def test_names_match_without_podmans_prefix(engine: Engine) -> None:
+    build(engine, context("echo one"), tag="imgkit-named")
+    podman("tag", "imgkit-named", "localhost/imgkit-other:2")
+    assert engines.inspect(engine, "imgkit-named").tag == "imgkit-named:latest"
+    assert engines.inspect(engine, "imgkit-other:2").tag == "imgkit-other:2"
+    assert engines.inspect(engine, "localhost/imgkit-other:2").tag == "imgkit-other:2"
+
+
+@pytest.mark.parametrize("builder", ["podman", "classic"])
+def test_failing_step_names_its_line(engine: Engine, builder: engines.Builder) -> None:
+    stages = Stages()
+    with pytest.raises(ToolFailed) as caught:
+        engines.build(
+            engine,
+            context("echo fine", "echo why-it-failed >&2; exit 7"),
+            tag="imgkit-fails",
+            report=stages,
+            builder=engines.choose(engine.facts(), builder),
+        )
+    assert caught.value.where == "small.yaml:6"
+    assert (
+        "step 3/5 (RUN echo why-it-failed >&2; exit 7): while running runtime: exit status 7"
+        in caught.value.what
+    )
+    assert "\nwhy-it-failed\n" in str(caught.value.hint)
+    assert "step 2/5: RUN echo fine" in stages.seen
+    assert engines.find(engine, "imgkit-fails") is None
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_podman_real import *
+with engines.connect() as engine:
+    build(engine, context("echo one", "sleep {seconds}"), tag="imgkit-ends")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals) -> None:
+    here = Path(__file__).resolve().parent
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(folder=str(here), seconds=MARK)],
+        env={**os.environ, "PYTHONPATH": str(here.parent)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(steps, within_s=60, told=lambda: str(process.poll()))
+        process.send_signal(number)
+        process.wait(timeout=120)
+        until(lambda: not left(), within_s=60, told=lambda: json.dumps(left()))
+    finally:
+        process.kill()
+    with engines.connect() as engine:
+        assert engines.find(engine, "imgkit-ends") is None
+
+
+def test_other_storage_is_not_used(service: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONTAINERS_STORAGE_CONF")
+    with engines.connect() as engine:
+        found = engines.choose(engine.facts())
+    assert found.name == "classic"
+    assert str(service / "root") in found.note
+
+
+def test_doctor_names_podman(service: Path) -> None:
+    from imgkit_builder.examine import doctor
+
+    (check,) = (one for one in doctor.examine(purpose="build") if one.name == "docker")
+    assert "Podman " in check.found
+    assert "store overlay, builder podman, " in check.found
