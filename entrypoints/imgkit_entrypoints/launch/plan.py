@@ -219,7 +219,7 @@ def _threads(
     name = "OMP_NUM_THREADS"
     given = env.get(name)
     # PBS sets it to the chunk's processors, and mpiexec hands it on. That is no wish of the user's, and nproc
-    # times too many. A task of pbsdsh has no NCPUS.
+    # times too many.
     by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
     if given and not by_pbs:
         decisions.append(Decision(variable=name, value=given, reason="yours"))

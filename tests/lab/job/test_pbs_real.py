@@ -65,8 +65,8 @@ class Pbs(Cluster):
         """Exit code and output of a job, when it has ended."""
         file = self.state / "pbs/jobs" / job
         until(file.exists)
-        (output,) = self.work.glob(f"*.o{job.partition('.')[0]}")
-        return int(file.read_text()), output.read_text()
+        streams = sorted(self.work.glob(f"*.[eo]{job.partition('.')[0]}"))
+        return int(file.read_text()), "".join(file.read_text() for file in streams)
 
     def script(self, *lines: str) -> tuple[int, str]:
         """Exit code and output of a script that is submitted as it is."""
@@ -140,6 +140,24 @@ def test_cancelled_job_leaves_no_process(pbs: Pbs, start: str) -> None:
     assert pbs.imgkit("status", job).split()[-1] == "R"
     pbs.imgkit("cancel", job)
     assert pbs.end(job)[0] != 0
+    until(lambda: not pbs.processes())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
+def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
+    (pbs.work / "wait.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
+    job = pbs.submit("--", "dist-run", "wait.py", start=start)
+    spool = pbs.state / f"pbs/spool/{job}.OU"
+    until(lambda: spool.read_text().count("waits") == 4, told=spool.read_text)
+    try:
+        pbs("fault", "crash", "node2")
+        code, output = pbs.end(job)
+        assert code not in (0, 256 + 9), output
+        assert "lost node 1 of 2 (node2)" in output
+        assert f"imgkit: {start} does not return from node2: ended\n" in output
+    finally:
+        pbs("fault", "boot", "node2")
     until(lambda: not pbs.processes())
 
 

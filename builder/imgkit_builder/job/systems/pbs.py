@@ -22,6 +22,8 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import pals, pbs
 
 RUN_DIR = "IMGKIT_RUN_DIR"
+PATIENCE_S = 30
+"""Time for the launchers on the other hosts to end after one has failed: they learn of it within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Pbs(System):
             "pbs.sh.j2",
             directives=_lines(("-S", "/bin/bash", "-j", "oe", *_asked(job))),
             by_task=by_task,
+            patience_s=PATIENCE_S,
             rdzv=rdzv and not by_task,
             node=line(_node(job, rdzv=rdzv)),
             words=line(_remote(by_task)) if by_task else "",
@@ -135,7 +138,7 @@ def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
 def _remote(by_task: str) -> tuple[str, ...]:
     """The words that run ``$task`` on a host."""
     if by_task == "pbsdsh":
-        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"$1"'))
+        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
     return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 

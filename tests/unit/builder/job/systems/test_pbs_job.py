@@ -45,14 +45,19 @@ def own(tmp_path: Path, *lines: str) -> Any:
     return find(file)
 
 
-def run(script: str, folder: Path, nodefile: str = "x9\nx10\n") -> subprocess.CompletedProcess[str]:
-    """`script` by bash where apptainer prints its words and the list of hosts, and the starts run theirs."""
+def run(
+    script: str, folder: Path, nodefile: str = "x9\nx10\n", before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`script` by bash where apptainer prints its words and the list of hosts, and the starts run theirs.
+
+    `before` is what pbsdsh and ssh do first.
+    """
     programs = {
         "apptainer": 'printf \'%s\\0\' "$@" "$IMGKIT_NODES"',
         "mpiexec": 'printf \'%s\\0\' "$@" "$IMGKIT_NODES"',
         # As OpenPBS does: 0 in any case, and the task's output passes it by.
-        "pbsdsh": 'shift 4; env -u IMGKIT_NODES "$@" >&3; echo "pbsdsh: task 0x0 exit status $?"',
-        "ssh": 'shift 3; exec env -u IMGKIT_NODES "$@"',
+        "pbsdsh": before + 'shift 4; env -u IMGKIT_NODES "$@" >&3; echo "pbsdsh: task 0x0 exit status $?"',
+        "ssh": before + 'shift 3; exec env -u IMGKIT_NODES "$@"',
     }
     for name, body in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -117,15 +122,32 @@ def test_words_and_lists_reach_every_host(tmp_path: Path, start: str) -> None:
 def test_worst_exit_code_is_the_job_s(tmp_path: Path, start: str) -> None:
     script = text(pbs_start=start, directory=tmp_path)
     script = script.replace("exec apptainer", "exec sh -c 'exit $(( PBS_NODENUM * 3 ))'")
-    script = script.replace("/bin/bash -lc", 'env PBS_NODENUM="$1" /bin/bash -lc')
+    script = script.replace("/bin/bash -lc", 'env PBS_NODENUM="$rank" /bin/bash -lc')
     assert run(script, tmp_path).returncode == 3
 
 
 def test_task_that_was_not_started_is_told(tmp_path: Path) -> None:
-    script = text(pbs_start="pbsdsh", directory=tmp_path).replace("pbsdsh -v", "echo spawn failed; exit; ")
-    done = run(script, tmp_path)
+    script = text(pbs_start="pbsdsh", directory=tmp_path)
+    done = run(script, tmp_path, before="echo spawn failed; exit; ")
     assert done.returncode == 1
-    assert "did not report how line 1 of the hosts ended: spawn failed" in done.stderr
+    assert "did not report how the command on x10 ended: spawn failed" in done.stderr
+
+
+@pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
+@pytest.mark.parametrize("deaf", [False, True], ids=["asked to end", "killed"])
+def test_host_that_is_lost_does_not_keep_the_job(tmp_path: Path, start: str, deaf: bool) -> None:
+    script = text(pbs_start=start, directory=tmp_path, command=("sleep", "600"))
+    assert "SECONDS + 30))" in script
+    script = script.replace("SECONDS + 30))", "SECONDS + 1))").replace("SECONDS + 5))", "SECONDS + 1))")
+    # A fake start that never returns from the second host, as pbsdsh and ssh do when it loses its power.
+    ignores = "trap '' TERM; " if deaf else ""
+    lost = f'if [[ $rank == 1 ]]; then exec -a lost bash -c "{ignores}while true; do sleep 0.1; done"; fi; '
+    script = script.replace("exec apptainer", "exit 3; exec apptainer")
+    words = "pbsdsh -v -n" if start == "pbsdsh" else "ssh -o BatchMode"
+    script = script.replace(f"    {words}", f"    export rank; {words}")
+    done = run(script, tmp_path, before=lost)
+    assert done.returncode == 3, "the code of the host that failed"
+    assert done.stderr == f"imgkit: {start} does not return from x10: ended\n"
 
 
 def test_script_asks_for_the_network_option_that_mpiexec_has(tmp_path: Path) -> None:
