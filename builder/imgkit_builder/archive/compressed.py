@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +15,39 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
+UNPACKED_FACTOR = 100
+"""Most bytes to which one byte unpacks: images reach 5, an archive made to fill a disk reaches 1000."""
+UNPACKED_LEAST_BYTES = 10**9
 _MAGICS: tuple[tuple[bytes, Compress], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 _REFUSED = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Bytes to which an archive of `packed_bytes` may unpack; `limit_bytes` replaces the default limit."""
+
+    packed_bytes: int
+    name: str
+    limit_bytes: int | None = None
+    _taken_bytes: int = 0
+
+    def take(self, count: int) -> None:
+        """Count unpacked bytes, also those of a compressed layer in a compressed archive.
+
+        Raises
+        ------
+        CheckFailed : they are too many.
+        """
+        self._taken_bytes += count
+        default = max(UNPACKED_LEAST_BYTES, UNPACKED_FACTOR * self.packed_bytes)
+        limit = default if self.limit_bytes is None else self.limit_bytes
+        if self._taken_bytes > limit:
+            raise CheckFailed(
+                f"its {self.packed_bytes / 1e6:.1f} MB unpack to more than {limit / 1e9:g} GB: somebody may "
+                "have made it to fill a disk (--unpack-limit GB allows more)",
+                where=self.name,
+                hint="raise the limit only if you know its author",
+            )
 
 
 def kind(path: Path) -> Compress:
@@ -42,25 +74,31 @@ def kind_of(start: bytes) -> Compress:
     return next((name for magic, name in _MAGICS if start.startswith(magic)), "none")
 
 
-def chunks(path: Path, *, advance: Callable[[int], None] | None = None) -> Generator[bytes, None, None]:
+def chunks(
+    path: Path, *, advance: Callable[[int], None] | None = None, allowance: Allowance | None = None
+) -> Generator[bytes, None, None]:
     """Yield the plain bytes of `path`, at most 1 MiB at a time; `advance` gets the bytes of the file read.
 
     Raises
     ------
-    CheckFailed : damaged or cut short.
+    CheckFailed : damaged, cut short, or larger than `allowance`.
     ToolMissing : zstd data and no ``zstd`` program.
     """
-    return unpacked(_raw(path, advance or (lambda _: None)), kind(path), name=str(path))
+    raw = _raw(path, advance or (lambda _: None))
+    return unpacked(raw, kind(path), name=str(path), allowance=allowance)
 
 
-def unpacked(raw: Iterable[bytes], compress: Compress, *, name: str) -> Generator[bytes, None, None]:
+def unpacked(
+    raw: Iterable[bytes], compress: Compress, *, name: str, allowance: Allowance | None = None
+) -> Generator[bytes, None, None]:
     """Yield the plain bytes of the stream `raw`; `name` is for messages. Raises as `chunks` does."""
-    if compress == "gzip":
-        yield from _gunzipped(raw, name)
-    elif compress == "zstd":
-        yield from _unzstd(raw, name)
-    else:
+    if compress == "none":
         yield from raw
+        return
+    for chunk in _gunzipped(raw, name) if compress == "gzip" else _unzstd(raw, name):
+        if allowance:
+            allowance.take(len(chunk))
+        yield chunk
 
 
 class Gunzip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_builder.archive import compressed, read
-from imgkit_builder.archive.compressed import CHUNK_BYTES, Compress
+from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
 from imgkit_builder.archive.read import BLOBS, MAX_JSON_BYTES, Members, SelectedImage
 from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
@@ -64,8 +65,10 @@ def archive_compression(path: Path) -> Compress | None:
         return "none" if stream.read(262)[257:] == b"ustar" else None
 
 
-def digest_archive(path: Path, *, compress: Compress, report: Reporter) -> Contents:
-    """Read the archive at `path` once, to its end even where it is damaged.
+def digest_archive(
+    path: Path, *, compress: Compress, report: Reporter, unpack_limit_bytes: int | None = None
+) -> Contents:
+    """Read the archive at `path` once, to its end even where it is damaged; unpack no more than the limit.
 
     Raises
     ------
@@ -77,10 +80,13 @@ def digest_archive(path: Path, *, compress: Compress, report: Reporter) -> Conte
     wrong: tuple[str, ...] = ()
     problem = ""
     with path.open("rb", buffering=0) as file:
-        whole = _WholeFile(file, path.stat().st_size, report)
+        size_bytes = path.stat().st_size
+        whole = _WholeFile(file, size_bytes, report)
+        allowance = Allowance(size_bytes, where, unpack_limit_bytes)
+        unpacked = compressed.unpacked(whole, compress, name=where, allowance=allowance)
         try:
-            with contextlib.closing(compressed.unpacked(whole, compress, name=where)) as chunks:
-                members = read.members(chunks, _hashed, where=where)
+            with contextlib.closing(unpacked) as chunks:
+                members = read.members(chunks, functools.partial(_hashed, allowance), where=where)
             wrong = _wrong_blobs(members)
             digests = read.manifest_digests(members.find, where=where)
             image = read.select(members.find, where=where)
@@ -132,7 +138,7 @@ class _WholeFile:
             pass
 
 
-def _hashed(name: str, size_bytes: int, pieces: Iterator[memoryview]) -> HashedFile:
+def _hashed(allowance: Allowance, name: str, size_bytes: int, pieces: Iterator[memoryview]) -> HashedFile:
     start = b""
     while len(start) < _MAGIC_BYTES and (piece := next(pieces, None)):
         start += piece
@@ -142,6 +148,7 @@ def _hashed(name: str, size_bytes: int, pieces: Iterator[memoryview]) -> HashedF
     for piece in itertools.chain([memoryview(start)], pieces):
         stored.update(piece)
         for plain in gunzip.feed(piece) if gunzip else ():
+            allowance.take(len(plain))
             unpacked.update(plain)
         if small:
             kept += piece

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.archive import compressed, read
+from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
@@ -70,20 +71,23 @@ class _Member:
         return stream.read() if stream else None
 
 
-def from_archive(path: Path, folder: Path, report: Reporter) -> Laid:
+def from_archive(
+    path: Path, folder: Path, report: Reporter, *, unpack_limit_bytes: int | None = None
+) -> Laid:
     """Lay out a docker or OCI archive, plain or compressed, below `folder` (made; must not exist).
 
     Raises
     ------
-    CheckFailed : cut short, damaged, or a layer that differs from the image configuration.
+    CheckFailed : cut short, damaged, too large once unpacked, or a layer that differs from the configuration.
     UsageError : several images, none, or not an image archive at all.
     ToolMissing : a zstd archive and no ``zstd`` program.
     """
     total = path.stat().st_size
+    allowance = Allowance(total, str(path), unpack_limit_bytes)
     with contextlib.closing(
-        compressed.chunks(path, advance=lambda done: report.advance(done, total))
+        compressed.chunks(path, advance=lambda done: report.advance(done, total), allowance=allowance)
     ) as chunks:
-        return from_chunks(chunks, folder, name=str(path))
+        return from_chunks(chunks, folder, name=str(path), allowance=allowance)
 
 
 def from_chunks(
@@ -93,6 +97,7 @@ def from_chunks(
     name: str,
     report: Reporter | None = None,
     expected_bytes: int | None = None,
+    allowance: Allowance | None = None,
 ) -> Laid:
     """Like `from_archive`, from a stream of uncompressed bytes; `name` is for messages."""
     spool = folder / "spool"
@@ -109,17 +114,21 @@ def from_chunks(
 
     counted = _counted(chunks, report, expected_bytes) if report else chunks
     members = read.members(counted, store, where=name)
-    laid = _assemble(read.select(members.find, where=name), folder, name=name, owned=True)
+    laid = _assemble(
+        read.select(members.find, where=name), folder, name=name, owned=True, allowance=allowance
+    )
     shutil.rmtree(spool)
     return laid
 
 
-def from_folder(source: Path, folder: Path, report: Reporter) -> Laid:
+def from_folder(
+    source: Path, folder: Path, report: Reporter, *, unpack_limit_bytes: int | None = None
+) -> Laid:
     """Lay out an OCI folder: plain layers are hard links (copies across file systems), others unpacked.
 
     Raises
     ------
-    CheckFailed : a blob is missing or differs from its digest.
+    CheckFailed : a blob is missing, differs from its digest, or is larger than the limit once unpacked.
     UsageError : several images, none, or no OCI folder.
     """
     folder.mkdir(parents=True)
@@ -129,7 +138,9 @@ def from_folder(source: Path, folder: Path, report: Reporter) -> Laid:
         return _File(path=path, sha256=None) if path.exists() else None
 
     selected = read.select_oci(find, where=str(source))
-    return _assemble(selected, folder, name=str(source), owned=False, report=report)
+    packed_bytes = sum(path.stat().st_size for path in source.glob("blobs/sha256/*"))
+    allowance = Allowance(packed_bytes, str(source), unpack_limit_bytes)
+    return _assemble(selected, folder, name=str(source), owned=False, report=report, allowance=allowance)
 
 
 def empty(config: ImageConfig, folder: Path) -> Path:
@@ -173,7 +184,13 @@ def _counted(chunks: Iterator[bytes], report: Reporter, expected_bytes: int | No
 
 
 def _assemble(
-    image: SelectedImage[_File], folder: Path, *, name: str, owned: bool, report: Reporter | None = None
+    image: SelectedImage[_File],
+    folder: Path,
+    *,
+    name: str,
+    owned: bool,
+    report: Reporter | None = None,
+    allowance: Allowance | None = None,
 ) -> Laid:
     """Write blobs, manifest and index; `owned` files may be renamed, others are linked or copied."""
     config = image.config
@@ -189,7 +206,7 @@ def _assemble(
         target = blobs / diff_id.removeprefix("sha256:")
         # Equal layers (several empty ones, say) share one file, which may be the one already renamed.
         if not target.exists():
-            found = _store(file, target, owned=owned)
+            found = _store(file, target, owned=owned, allowance=allowance)
             if found != target.name:
                 raise CheckFailed(
                     f"layer {number} of {len(config.diff_ids)} is damaged: its sha256 is {found}, "
@@ -204,7 +221,7 @@ def _assemble(
     return Laid(folder=folder, config=config, names=image.names, layer_bytes=sum(size for _, size in sizes))
 
 
-def _store(file: _File, target: Path, *, owned: bool) -> str:
+def _store(file: _File, target: Path, *, owned: bool, allowance: Allowance | None) -> str:
     """Put the uncompressed bytes of `file` at `target`; return their hex sha256."""
     if owned and file.sha256 == target.name:
         file.path.rename(target)
@@ -220,7 +237,7 @@ def _store(file: _File, target: Path, *, owned: bool) -> str:
         return digest
     unpacked = hashlib.sha256()
     with target.open("wb", buffering=0) as out:
-        for chunk in compressed.chunks(file.path):
+        for chunk in compressed.chunks(file.path, allowance=allowance):
             unpacked.update(chunk)
             _write_all(out.fileno(), memoryview(chunk))
     return unpacked.hexdigest()

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from imgkit_builder.cli.common import JSON, VERBOSE, image_name, module_line, show, stem
+from imgkit_builder.cli.common import (
+    JSON,
+    UNPACK_LIMIT,
+    VERBOSE,
+    gigabytes,
+    image_name,
+    module_line,
+    show,
+    stem,
+)
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
@@ -199,6 +208,7 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
 
 def verb_verify(
     file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif or delta."),
+    unpack_limit: float | None = UNPACK_LIMIT,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -217,7 +227,7 @@ def verb_verify(
     from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
-        results = verify.verify(file, report=report)
+        results = verify.verify(file, report=report, unpack_limit_bytes=gigabytes(unpack_limit))
     show(checks.to_dict(results, file=str(file)), checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

@@ -23,7 +23,18 @@ JSON: bool = typer.Option(
 RESULT_JSON: bool = typer.Option(False, "--json", help="Print one JSON object on stdout.")
 """``--json`` of verbs without progress."""
 LARGE: bool = typer.Option(False, "--large", help="Pack more than 1 GB of code without a question.")
+UNPACK_LIMIT: float | None = typer.Option(
+    None,
+    metavar="GB",
+    min=0,
+    help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
+)
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
+
+
+def gigabytes(value: float | None) -> int | None:
+    """Bytes of so many GB; None for None."""
+    return None if value is None else int(value * 1e9)
 
 
 def show(data: Mapping[str, Any], text: str, *, as_json: bool) -> None:

@@ -16,6 +16,8 @@ from imgkit_builder.cli.common import (
     ARCHIVE_SUFFIXES,
     JSON,
     RECIPE_SUFFIXES,
+    UNPACK_LIMIT,
+    gigabytes,
     module_line,
     show,
     stem,
@@ -81,6 +83,7 @@ def verb_sif(
         help="Folder for temporary files, 3.3 times the image's size (default: $IMGKIT_TMPDIR, "
         "$APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else beside the .sif).",
     ),
+    unpack_limit: float | None = UNPACK_LIMIT,
     force: bool = typer.Option(
         False, "--force", help="Convert even if the .sif is up to date; overwrite a file that is no .sif."
     ),
@@ -118,6 +121,7 @@ def verb_sif(
             compression=compression.value,
             direct=origin is Origin.DAEMON,
             tmpdir=tmpdir,
+            unpack_limit_bytes=gigabytes(unpack_limit),
             force=force,
             test=not no_test,
         )

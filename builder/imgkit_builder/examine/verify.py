@@ -23,8 +23,12 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
-def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
+def verify(
+    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
+) -> tuple[Check, ...]:
     """Check the archive, .sif or delta at `path`; reads it once, and extracts or changes nothing.
+
+    An archive that unpacks to more than `unpack_limit_bytes` fails (default: `compressed.Allowance`).
 
     Raises
     ------
@@ -49,7 +53,9 @@ def verify(path: Path, *, report: Reporter | None = None) -> tuple[Check, ...]:
             hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
     report.stage(f"read {path.name}")
-    held = digests.digest_archive(path, compress=compress, report=report)
+    held = digests.digest_archive(
+        path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes
+    )
     return _archive_checks(path, held)
 
 

@@ -120,13 +120,13 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
 
 def _lay_out(source: Archive | OciFolder | EngineImage, job: ConversionJob) -> _Made:
     """Write an OCI folder into the workspace, under the name of the image."""
-    folder, clock = job.work.folder / "layout", job.clock
+    folder, clock, limit = job.work.folder / "layout", job.clock, job.options.unpack_limit_bytes
     if isinstance(source, Archive):
         clock.stage(f"read {source.path.name}")
-        laid = oci_folder.from_archive(source.path, folder, clock)
+        laid = oci_folder.from_archive(source.path, folder, clock, unpack_limit_bytes=limit)
     elif isinstance(source, OciFolder):
         clock.stage(f"read {source.path.name}")
-        laid = oci_folder.from_folder(source.path, folder, clock)
+        laid = oci_folder.from_folder(source.path, folder, clock, unpack_limit_bytes=limit)
     else:
         clock.stage(f"save {source.name} from the engine")
         with source.save() as chunks:

@@ -88,6 +88,8 @@ class Options:
     direct: bool = False
     """Convert an `EngineImage` from its export stream (faster), not from its layers."""
     tmpdir: Path | None = None
+    unpack_limit_bytes: int | None = None
+    """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
     force: bool = False
     """Convert even if the target is up to date; replace a target that is no .sif."""
     test: bool = True

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.archive import oci_folder, read
+from imgkit_builder.archive import compressed, oci_folder, read
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
@@ -401,6 +401,36 @@ def test_names_never_become_paths(made: Made, tmp_path: Path, name: str) -> None
     assert not Path("/etc/evil").exists()
     assert answers(path)["layers"].verdict == "ok"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, *(inside / "laid").rglob("*"), inside / "laid"])
+
+
+@pytest.mark.parametrize("packed", ["archive", "layers", "both"])
+def test_archive_made_to_fill_the_disk_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str
+) -> None:
+    """Eight thousand bytes of gzip unpack to eight million."""
+    monkeypatch.setattr(compressed, "UNPACKED_LEAST_BYTES", 10**6)
+    big = dataclasses.replace(made, layers=[made.layer("big", 8 << 20)])
+    members = big.legacy_members() if packed == "archive" else big.modern_members(gzip.compress)
+    path = tmp_path / "image.tar.gz"
+    path.write_bytes(big.tar(members) if packed == "layers" else gzip.compress(big.tar(members)))
+    if packed == "layers":
+        path = path.rename(tmp_path / "image.tar")
+    with pytest.raises(CheckFailed, match=r"unpack to more than .* GB.*--unpack-limit GB allows more"):
+        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+    assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 3 * 10**6
+    found = answers(path)["archive"]
+    assert (found.verdict, "--unpack-limit" in found.found) == ("fail", True)
+    laid = oci_folder.from_archive(path, tmp_path / "more", Silent(), unpack_limit_bytes=10**8)
+    assert laid.config.image_id == big.image_id
+
+
+def test_folder_made_to_fill_the_disk_refused(made: Made, tmp_path: Path) -> None:
+    for name, data in made.oci_members(gzip.compress).items():
+        (tmp_path / "oci" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "oci" / name).write_bytes(data)
+    with pytest.raises(CheckFailed, match="unpack to more than"):
+        oci_folder.from_folder(tmp_path / "oci", tmp_path / "laid", Silent(), unpack_limit_bytes=50_000)
+    oci_folder.from_folder(tmp_path / "oci", tmp_path / "more", Silent())
 
 
 def test_verify_refuses_a_configuration_without_os(made: Made, tmp_path: Path) -> None:
