@@ -6,7 +6,6 @@ Memory stays small for any image size: each chunk is hashed, compressed and writ
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -32,7 +31,6 @@ ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compr
 
 _BLOCK = 256 << 10
 _FLUSH_BYTES = 64 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +76,7 @@ def save(
                 size_bytes += len(chunk)
                 flush(size_bytes)
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
-        if error.errno in _FULL:
+        if error.errno in files.FULL:
             raise ToolFailed(
                 f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; nothing was kept",
                 where=str(target),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, a used up quota, and a file beyond the limit of its size."""
 
 
 def state_dir() -> Path:
@@ -41,6 +47,11 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         publish(temporary, target)
+    except OSError as error:
+        if error.errno in FULL:
+            # A write has no name in its error, and a copy names the file that it reads.
+            error.filename, error.filename2 = str(target), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -55,6 +66,21 @@ def publish(temporary: Path, target: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def fullest(*folders: Path) -> Path:
+    """The one of `folders`, which exist, whose disk has the least free space."""
+    return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
+
+
+def where_full(error: OSError) -> str:
+    """The file whose disk is full; if `error` does not name it, the fullest folder that imgkit writes to."""
+    if error.filename:
+        return str(error.filename)
+    own = [Path.cwd(), Path(tempfile.gettempdir())]
+    with contextlib.suppress(RuntimeError):  # no home folder at all
+        own += [state_dir(), cache_dir()]
+    return str(fullest(*(folder for folder in own if folder.is_dir())))
 
 
 def write_text(target: Path, text: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from imgkit_builder import __version__
-from imgkit_entrypoints.errors import EXIT_TOOL_FAILED, ImgkitError
+from imgkit_builder.base import files
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 VERBS: dict[str, str] = {
     "list": "recipes",
@@ -107,9 +108,14 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         # No function expected this one: a full disk or a denied folder needs no traceback.
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"imgkit: {place}{error.strerror or error}", file=sys.stderr)
-        sys.exit(EXIT_TOOL_FAILED)
+        full = error.errno in files.FULL
+        told = ToolFailed(
+            error.strerror or str(error),
+            where=files.where_full(error) if full else error.filename,
+            hint="free some space there, or write to another disk" if full else None,
+        )
+        print(f"imgkit: {told}", file=sys.stderr)
+        sys.exit(told.exit_code)
     except SystemExit as done:
         # typer has turned Ctrl-C into this code.
         if done.code == INTERRUPTED:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import disk_usage
@@ -67,7 +64,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         report.note(packing.note)
     base = tmp_base(target, options.tmpdir)
     _check_space(source, target, base, direct=options.direct)
-    with _no_space(base), workspace(target, base) as work, log_file(target.stem) as log:
+    with workspace(target, base) as work, log_file(target.stem) as log:
         job = ConversionJob(
             tool=tool, options=options, compression=packing, work=work, clock=Clock(report), log=log
         )
@@ -332,16 +329,3 @@ def _check_space(source: Source, target: Path, base: Path, *, direct: bool) -> N
                 where=str(folder),
                 hint="--tmpdir DIR on a larger disk" if folder == base else "-o FILE.sif on a larger disk",
             )
-
-
-@contextlib.contextmanager
-def _no_space(base: Path) -> Iterator[None]:
-    """Turn a full disk or quota into a ToolFailed."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ToolFailed(
-            f"no space left: {error.strerror}", where=str(base), hint="--tmpdir DIR on a larger disk"
-        ) from error

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from imgkit_builder.base import files
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
+_NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -66,12 +68,13 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     Raises
     ------
     UsageError : another process is writing `target`, or its folder is not writable.
+    ToolFailed : the disk of the target or of `base` is full.
     """
     key = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:12]
     token = secrets.token_hex(4)
     folder = base / f".imgkit-sif.{key}.{token}"
     part = target.with_name(f".{target.name}.{token}.part")
-    with _locked(target, key, folder):
+    with _named_if_full(target, base), _locked(target, key, folder):
         try:
             folder.mkdir(mode=0o700)
             yield Workspace(folder=folder, part=part)
@@ -81,16 +84,39 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 
 @contextlib.contextmanager
+def _named_if_full(target: Path, base: Path) -> Iterator[None]:
+    """Name the full disk and the option for another one, also where the runtime or mksquashfs met it."""
+    try:
+        yield
+    except (OSError, ToolFailed) as error:
+        tool = error if isinstance(error, ToolFailed) else None
+        if tool and not _NO_SPACE.search(f"{tool.what} {tool.hint}"):
+            raise
+        if isinstance(error, OSError) and error.errno not in files.FULL:
+            raise
+        said = tool.what if tool else getattr(error, "strerror", "")
+        folder = files.fullest(target.parent, base)
+        other = "-o FILE" if folder != base else "--tmpdir DIR"
+        both = "-o FILE, and --tmpdir DIR," if target.parent == base else other
+        raise ToolFailed(
+            f"the disk of {folder} is full: {said}",
+            where=str(target),
+            hint="\n".join(filter(None, (f"{both} on a larger disk", tool.hint if tool else ""))),
+        ) from error
+
+
+@contextlib.contextmanager
 def _locked(target: Path, key: str, folder: Path) -> Iterator[None]:
     path = target.with_name(f".{target.name}.lock")
     descriptor = _open_lock(path, target)
     try:
-        if _take(descriptor, path, target):
-            _clean(target, key, _read(descriptor))
-        os.ftruncate(descriptor, 0)
-        about = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
-        os.pwrite(descriptor, json.dumps(about).encode(), 0)
+        locked = _take(descriptor, path, target)
         try:
+            if locked:
+                _clean(target, key, _read(descriptor))
+            os.ftruncate(descriptor, 0)
+            about = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
+            os.pwrite(descriptor, json.dumps(about).encode(), 0)
             yield
         finally:
             path.unlink(missing_ok=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from imgkit_builder.base import files
 from imgkit_builder.sif.workspace import remove_tree, tmp_base, workspace
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
 
@@ -112,3 +114,47 @@ def test_removing_spares_what_links_point_to(tmp_path: Path) -> None:
     remove_tree(gone)
     assert not gone.exists()
     assert (kept / "file").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/base.sif"),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        ToolFailed("mksquashfs failed", hint="Write failed because No space left on device"),
+    ],
+)
+def test_full_disk_names_the_target_and_the_options(tmp_path: Path, error: Exception) -> None:
+    target = tmp_path / "x.sif"
+    with (
+        pytest.raises(ToolFailed, match=f"the disk of {tmp_path} is full") as caught,
+        workspace(target, tmp_path),
+    ):
+        raise error
+    assert caught.value.where == str(target)
+    assert "-o FILE, and --tmpdir DIR, on a larger disk" in str(caught.value.hint)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), ToolFailed("mksquashfs failed")])
+def test_other_failures_pass_unchanged(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, workspace(tmp_path / "x.sif", tmp_path):
+        raise error
+    assert caught.value is error
+
+
+def test_lock_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ToolFailed), workspace(tmp_path / "x.sif", tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_of_any_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as caught, files.writing(tmp_path / "x"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "source", None, "other")
+    assert files.where_full(caught.value) == str(tmp_path / "x")
+    assert Path(files.where_full(OSError(errno.ENOSPC, "full"))).is_dir()
