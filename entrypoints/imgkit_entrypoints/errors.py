@@ -7,12 +7,27 @@ Library functions raise; only ``main`` prints and exits. Exit codes are part of 
 
 from __future__ import annotations
 
+import re
+
 EXIT_NO = 1
 EXIT_USAGE = 2
 EXIT_TOOL_MISSING = 3
 EXIT_TOOL_FAILED = 4
 EXIT_NO_PLAN = 5
 EXIT_SAVED = 85
+
+
+_LONG, _HEAD, _TAIL = 200, 40, 20
+"""A value of more characters is shortened to its head and tail: a message may repeat it three times."""
+_LINE = 1000
+_VALUE = re.compile(rf"""'[^'\n]{{{_LONG},}}'|"[^"\n]{{{_LONG},}}"|[^\s'"]{{{_LONG},}}""")
+
+
+def shortened(text: str) -> str:
+    """Return a message without the middle of very long quoted values, words and lines."""
+    text = _VALUE.sub(lambda found: f"{found[0][:_HEAD]}…{found[0][-_TAIL:]}", text)
+    lines = (line if len(line) <= _LINE else f"{line[:_LONG]}…" for line in text.split("\n"))
+    return "\n".join(lines)
 
 
 class ImgkitError(Exception):
@@ -35,7 +50,7 @@ class ImgkitError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  -> {self.hint}" if self.hint else text
+        return shortened(f"{text}\n  -> {self.hint}" if self.hint else text)
 
 
 class CheckFailed(ImgkitError):

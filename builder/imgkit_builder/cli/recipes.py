@@ -125,6 +125,7 @@ def verb_check(
 ) -> None:
     """Check recipes and report every problem in one run.
 
+    Also looks for what cannot go into an image in the folders that they copy.
     Exit code 2 if a recipe has a problem.
 
     \b
@@ -132,13 +133,14 @@ def verb_check(
       imgkit check mine.yaml
       imgkit check recipes/*.yaml
     """
+    from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe.problems import RecipeErrors
     from imgkit_entrypoints.errors import UsageError
 
     failed: list[UsageError] = []
     for file in files:
         try:
-            load_recipe(file)
+            check_code(load_recipe(file))
         except UsageError as error:
             failed.append(error)
             print(f"bad  {file}")

@@ -140,6 +140,18 @@ def pack(
     )
 
 
+def check_code(recipe: Recipe) -> None:
+    """Look at everything that `pack` would take from projects and copies, and read no file.
+
+    Raises
+    ------
+    UsageError : as `pack` does.
+    """
+    for code in _code(recipe):
+        for _ in members.of_code(code, []):
+            pass
+
+
 def _code(recipe: Recipe) -> Iterator[Code]:
     """The projects and copies of `recipe`."""
     for number, step in enumerate(recipe.image.pip):

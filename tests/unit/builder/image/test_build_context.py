@@ -304,8 +304,9 @@ def test_socket_and_fifo_refused(pack: Pack, code: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(code)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("s")
-        with pytest.raises(UsageError, match="not a file, folder or link") as caught:
+        with pytest.raises(UsageError, match="code/s is a socket, and only files") as caught:
             pack()
+    assert caught.value.where == "mine.yaml:2"
     assert caught.value.hint == "add 's' to this copy's `ignore`"
     os.mkfifo("f")
     assert "f" not in copied(pack(ignore=("s", "f")))
