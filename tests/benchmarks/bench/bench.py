@@ -73,7 +73,7 @@ def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) 
     op = collectives.named("all_reduce")
     count = size_bytes // DTYPE.item_bytes
     (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
-    run, tensor = launch(op, buffers, group), buffers.input
+    run, tensor = launch(op, count, buffers, group), buffers.input
 
     def bare() -> None:
         timing.meet(here)
@@ -107,13 +107,13 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
         def bare(op: Collective = op) -> None:
             count = op.elements(size_bytes, DTYPE.item_bytes, group.size)
             (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
-            launch(op, buffers, group)()
+            launch(op, count, buffers, group)()
 
         def measured(op: Collective = op) -> None:
             Measurer(
                 options=asked,
                 here=here,
-                group=group,
+                groups=(group,),
                 dtype=DTYPE,
                 expected=ExpectedValues(DTYPE, here.world_size, here.device),
                 counting=False,
@@ -133,7 +133,7 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
 def worker(rounds: int, size_bytes: int) -> None:
     """One rank; rank 0 prints."""
     with ranks.opened() as here:
-        group = groups.joined("world", groups.locations(here), here)
+        (group,) = groups.joined("world", groups.locations(here), here)
         processor_time(here, group, rounds, size_bytes)
         memory(here, group, size_bytes)
 

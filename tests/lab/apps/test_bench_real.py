@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 from labkit import AS_ROOT, Cluster, Done, cluster_marks, in_image
 
-from imgkit_entrypoints.apps.bench.measure.collectives import NAMES, named
+from imgkit_entrypoints.apps.bench.measure.collectives import EVERY, named
 from imgkit_entrypoints.apps.bench.record import json_schema, reader
 from imgkit_entrypoints.apps.bench.record.values import Run
 
@@ -49,7 +49,7 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     found = loaded(tmp_path / "run.json")
     assert found.complete
-    assert {result.op for result in found.results} == set(NAMES)
+    assert {result.op for result in found.results} == set(EVERY)
     assert {result.wrong for result in found.results if result.timing == "iteration"} == {0}
     assert all(len(result.times_us) == 20 for result in found.results if result.timing == "iteration")
     assert {one.size_bytes % 48 for one in found.results if named(one.op).parts} == {0}, (
@@ -89,6 +89,47 @@ def test_batches_rotate_through_random_data(standin: str, tmp_path: Path) -> Non
     launches, buffers, kinds = map(int, done.stdout.split()) if not done.returncode else (0, 0, 0)
     assert (launches, buffers) == (50, 10), done.stderr  # 5 batches of 10
     assert kinds > 1000, "few of 1024 random numbers are equal"
+
+
+# Each line is a run. In the last one, the library adds where it is asked for the largest value.
+VARIANTS = """
+import torch.distributed as dist
+from imgkit_entrypoints.apps import ranks
+from imgkit_entrypoints.apps.bench import options, setup, sighup, sweep
+asked = '''
+alltoallv --skew 1.5 --dtype bf16
+all_reduce --redop max --out-of-place --communicators 2
+reduce --redop min
+reduce_scatter --redop avg
+broadcast --out-of-place
+all_reduce --redop max
+'''.split(chr(10))[1:-1]
+def main():
+    with ranks.opened() as here:
+        for number, line in enumerate(asked):
+            if number == len(asked) - 1:
+                right = dist.all_reduce
+                dist.all_reduce = lambda tensor, *args, **kwargs: right(tensor, **kwargs)
+            words = f"{line} --size 1M --iters 5 --save {number}.json".split()
+            sweep.Sweep(setup.set_up(options.read(words), here)).run(sighup.HangupThread())
+ranks.run_worker(main)
+"""
+
+
+@pytest.mark.docker
+def test_variants_are_measured_and_right(standin: str, tmp_path: Path) -> None:
+    done = inside(standin, tmp_path, *TORCHRUN, "/given.py", given=VARIANTS)
+    assert done.returncode == 0, done.stderr
+    found = [loaded(tmp_path / f"{number}.json").results[1] for number in range(6)]
+    assert [one.variant for one in found] == [
+        "skew 1.5",
+        "max, out of place, 2 communicators at once",
+        "min",
+        "avg",
+        "out of place",
+        "max",
+    ]
+    assert [bool(one.wrong) for one in found] == [False] * 5 + [True]
 
 
 # A broken library's results on one rank, before they are compared with the expected ones.

@@ -129,11 +129,11 @@ def compare(new: Run, old: Run, tolerance: float) -> BaselineVerdict:
     return BaselineVerdict(tolerance=tolerance, changes=tuple(judged), not_compared=apart)
 
 
-_Key = tuple[str, str, str, int]
+_Key = tuple[str, str, str, str, int]
 
 
 def _with_spread(run: Run) -> Mapping[_Key, Result]:
-    return {one.key[:4]: one for one in run.results if one.timing == "iteration"}
+    return {one.key[:-1]: one for one in run.results if one.timing == "iteration"}
 
 
 def _change(new: Result, old: Result, tolerance: float) -> Change:
@@ -178,7 +178,7 @@ def _same_timing(
     new: Run, old: Run, new_spread: Mapping[_Key, Result], old_spread: Mapping[_Key, Result]
 ) -> None:
     for run, other, mine, others in ((new, old, new_spread, old_spread), (old, new, old_spread, new_spread)):
-        batched = {one.key[:4] for one in run.results if one.timing == "batched"}
+        batched = {one.key[:-1] for one in run.results if one.timing == "batched"}
         if not mine and batched & others.keys():
             raise UsageError(
                 f"this run has only batched times, {other.where} has times per iteration: "

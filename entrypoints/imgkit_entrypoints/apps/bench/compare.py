@@ -276,5 +276,6 @@ def _joined(found: Sequence[Result]) -> Result:
         iterations=iterations,
         wrong=sum(checked) if checked else None,
         times=times or None,
+        variant=first.variant,
         batches=[time_us / 1e6 for one in found for time_us in one.batches_us],
     )

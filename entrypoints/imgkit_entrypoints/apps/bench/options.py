@@ -35,6 +35,10 @@ class BenchOptions:
     seconds: float
     warmup: int
     group: str
+    redop: str
+    out_of_place: bool
+    skew: float
+    communicators: int
     check: bool
     matrix: str
     """"nodes": one rank per node; "rails": each local rank in turn; "": no matrix."""
@@ -52,6 +56,7 @@ EXAMPLES = """examples:
   dist-bench --save run.json                          # all_reduce, 8 bytes to 4 GiB (gloo: 64 MiB)
   dist-bench all --nproc 2 --device cpu               # all nine collectives, on a laptop
   dist-bench all_gather --size 4GB --dtype bf16 --iters 50
+  dist-bench alltoallv --skew 1.5                     # experts that are not equally popular
   dist-bench --matrix                                 # find the slow link among many nodes
   dist-bench --matrix rails                           # the same for the network port of each GPU
   dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the line rate
@@ -69,10 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all_reduce",
         choices=(*collectives.NAMES, "all"),
         metavar="OP",
-        help=f"{', '.join(collectives.NAMES)} or all (default: all_reduce); "
+        help=f"{', '.join(collectives.NAMES)} or all (without alltoallv; default: all_reduce); "
         "`dist-bench report FILE...` draws saved runs",
     )
     _what(parser.add_argument_group("measurement"))
+    _variants(parser.add_argument_group("variants"))
     _how_long(parser.add_argument_group("duration"))
     _compared(parser.add_argument_group("comparison and output"))
 
@@ -121,6 +127,34 @@ def _what(group: argparse._ArgumentGroup) -> None:
         default="",
         choices=("nodes", "rails"),
         help="run sendrecv between every two nodes, and name slow links; rails: for each local rank in turn",
+    )
+
+
+def _variants(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--redop",
+        choices=collectives.REDOPS,
+        default="sum",
+        help="how all_reduce, reduce and reduce_scatter combine the values (default: sum)",
+    )
+    group.add_argument(
+        "--out-of-place",
+        action="store_true",
+        help="run all_reduce, broadcast and reduce on a copy of the input, and time the copy as well",
+    )
+    group.add_argument(
+        "--skew",
+        type=_number,
+        default=1.0,
+        metavar="X",
+        help="alltoallv: rank k receives 1/(1+k)^X of what rank 0 receives (default: 1; 0: all the same)",
+    )
+    group.add_argument(
+        "--communicators",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="run each operation on N communicators of the same ranks at once (default: 1)",
     )
 
 
@@ -209,7 +243,7 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
             "--require with --matrix takes GBps: the line rate is that of all ports, a link uses one"
         )
     return BenchOptions(
-        ops=collectives.NAMES if found.op == "all" else (found.op,),
+        ops=collectives.EVERY if found.op == "all" else (found.op,),
         least_bytes=least,
         most_bytes=most,
         factor=found.factor,
@@ -218,6 +252,10 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         seconds=found.seconds,
         warmup=found.warmup,
         group=found.group,
+        redop=found.redop,
+        out_of_place=found.out_of_place,
+        skew=found.skew,
+        communicators=found.communicators,
         check=found.check,
         matrix=found.matrix,
         compare=found.compare,
@@ -238,12 +276,19 @@ def _factor(text: str) -> int:
     return value
 
 
-def _positive_number(text: str) -> float:
+def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _positive_number(text: str) -> float:
+    value = _number(text)
+    if not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 

@@ -51,6 +51,7 @@ class Outcome:
             "size_bytes": measured.size_bytes,
             "dtype": setup.dtype.name,
             "group": setup.options.group,
+            "variant": setup.variant(op),
         }
         batch_s = sum(measured.batches)
         batched = writer.result(
@@ -75,7 +76,7 @@ class Outcome:
         self.record.results += [batched, single]
         before = self._largest.get(op.name)
         self._largest[op.name] = verdict.Largest(
-            op=op.name,
+            op=op,
             size_bytes=measured.size_bytes,
             seconds=seconds,
             batch_s=batch_s,
@@ -144,6 +145,7 @@ class Outcome:
             carried_by=transport.sentences(self.record.transport),
             decided=self.nccl_choices,
             conditions=self.conditions,
+            communicators=setup.options.communicators,
         )
 
     def _judge(self) -> dict[str, Any]:

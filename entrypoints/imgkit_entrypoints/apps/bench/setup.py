@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench.judge import stragglers
-from imgkit_entrypoints.apps.bench.measure import dtypes, groups, memory, timing
+from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, groups, memory, timing
 from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
 from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
@@ -65,6 +65,17 @@ class RunSetup:
         """Line rate of a node's network: ``--line-rate``, or the sum of its active ports."""
         return self.options.line_rate_Gbps or self.machine.line_rate_Gbps
 
+    def collective(self, name: str) -> collectives.Collective:
+        """The collective with this name, in the variant that was asked for."""
+        asked = self.options
+        return collectives.asked(name, redop=asked.redop, out_of_place=asked.out_of_place, skew=asked.skew)
+
+    def variant(self, op: collectives.Collective) -> str:
+        """What differs from the plain run of `op`, in words; empty for the plain one."""
+        many = self.options.communicators
+        parts = (op.variant, f"{many} communicators at once" if many > 1 else "")
+        return ", ".join(part for part in parts if part)
+
     def new_record(self) -> writer.Record:
         """A record without results, started now."""
         return writer.Record(
@@ -87,7 +98,7 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
         ``--require``, or rank 0 cannot use the files of ``--save`` and ``--baseline``.
     """
     locations = groups.locations(here)
-    group = groups.joined(options.group, locations, here)
+    joined = groups.joined(options.group, locations, here, options.communicators)
     dtype = dtypes.named(options.dtype)
     nodes = 1 + max(one.node for one in locations)
     hosts = tuple(next(one.host for one in locations if one.node == node) for node in range(nodes))
@@ -106,9 +117,11 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
         measurer=Measurer(
             options=options,
             here=here,
-            group=group,
+            groups=joined,
             dtype=dtype,
-            expected=ExpectedValues(dtype, group.size, here.device) if options.check else None,
+            expected=ExpectedValues(dtype, joined[0].size, here.device, options.redop)
+            if options.check
+            else None,
             counting=nodes > 1 and speaks,
             nodes=nodes,
             noise=Noise(dtype, here.device),

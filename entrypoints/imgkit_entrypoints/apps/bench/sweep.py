@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench import sizes, table
 from imgkit_entrypoints.apps.bench.judge import stragglers
-from imgkit_entrypoints.apps.bench.measure import collectives, matrix, memory, nccl_log, node_conditions
+from imgkit_entrypoints.apps.bench.measure import matrix, memory, nccl_log, node_conditions
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts
 from imgkit_entrypoints.apps.bench.measure.measurement import OutOfMemory
 from imgkit_entrypoints.apps.bench.measure.one_size import Stopped
-from imgkit_entrypoints.apps.bench.measure.operations import launch
 from imgkit_entrypoints.apps.bench.options import MOST_BYTES
 from imgkit_entrypoints.apps.bench.outcome import Outcome
 from imgkit_entrypoints.apps.bench.setup import RunSetup, set_up
@@ -79,14 +78,15 @@ class Sweep:
             self._outcome.record.complete = True
             return
         # One collective that runs out of memory does not keep the next one from its smaller sizes.
-        ended = [self._collective(collectives.named(name)) for name in self._setup.options.ops]
+        ended = [self._collective(self._setup.collective(name)) for name in self._setup.options.ops]
         self._outcome.record.complete = all(ended)
 
     def _collective(self, op: Collective) -> bool:
         """Measure all sizes of one collective; False if it ended early."""
         setup = self._setup
         planned = self._sizes(op)
-        self._outcome.print(table.title(op, setup.dtype, setup.world, setup.options.group, setup.group.size))
+        group, variant = setup.options.group, setup.variant(op)
+        self._outcome.print(table.title(op, setup.dtype, setup.world, group, setup.group.size, variant))
         if refused := self._refused(op, planned[0]):
             self._outcome.remark(f"{op.name}: {setup.world.backend} does not support it: {refused}")
             return True
@@ -95,11 +95,11 @@ class Sweep:
         for place, asked in enumerate(planned):
             began = time.monotonic()
             try:
-                if op.buffer_bytes(asked, setup.group.size) > memory.AT_MOST * setup.free_bytes:
+                if self._measurer.needed_bytes(op, asked) > memory.AT_MOST * setup.free_bytes:
                     raise OutOfMemory
                 measured = self._measurer.measure(op, asked, before)
             except OutOfMemory:
-                need = sizes.both(op.buffer_bytes(asked, setup.group.size))
+                need = sizes.both(self._measurer.needed_bytes(op, asked))
                 self._outcome.remark(
                     f"OUT OF MEMORY: {op.name} of {sizes.both(asked)} needs {need} per rank, and "
                     f"{sizes.both(int(setup.free_bytes))} were free. Its sweep ends here."
@@ -118,7 +118,7 @@ class Sweep:
         if most is None:
             most = MOST_BYTES.get(self._setup.world.backend, MOST_BYTES["gloo"])
             room = memory.BY_DEFAULT * self._setup.free_bytes
-            while most > options.least_bytes and op.buffer_bytes(most, self._setup.group.size) > room:
+            while most > options.least_bytes and self._measurer.needed_bytes(op, most) > room:
                 most //= 2
         swept = sizes.swept(options.least_bytes, max(most, options.least_bytes), options.factor)
         return list(dict.fromkeys(self._measurer.size_bytes(op, asked) for asked in swept))
@@ -127,8 +127,7 @@ class Sweep:
         """The backend's error if it lacks this operation or type, else ""; a collective call."""
         least = min(size_bytes, self._measurer.size_bytes(op, 1))
         try:
-            launch(op, self._measurer.buffers(op, least)[0], self._setup.group)()
-            self._here.synchronize()
+            self._measurer.once(op, least)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if isinstance(error, RuntimeError) and not any(
@@ -156,8 +155,7 @@ class Sweep:
         if self._here.device.type != "cuda":
             return
         with contextlib.suppress(OutOfMemory), nccl_log.deciding(self._log, os.environ) as begin:
-            launch(op, self._measurer.buffers(op, size_bytes)[0], self._setup.group)()
-            self._here.synchronize()
+            self._measurer.once(op, size_bytes)
             if choice := nccl_log.decided(self._log, begin):
                 self._outcome.nccl_choices[op.name] = choice
 

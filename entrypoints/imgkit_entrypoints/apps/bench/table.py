@@ -14,12 +14,14 @@ HEADER = (
 )
 
 
-def title(op: Collective, dtype: Dtype, world: World, group: str, ranks: int) -> str:
-    """The line above the table: the collective, the ranks and the unit."""
+def title(op: Collective, dtype: Dtype, world: World, group: str, ranks: int, variant: str) -> str:
+    """The line above the table: the collective, its variant, the ranks and the unit."""
     number = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
-    kind = f"{op.name} {dtype.torch}{' sum' if op.sums else ''}, {number}, {world.backend}"
+    kind = f"{op.name} {dtype.torch}{' sum' if op.sums and not op.variant else ''}, {number}, {world.backend}"
     if group != "world":
         kind += f", {world.ranks // ranks} groups of {ranks} at once ({group})"
+    if variant:
+        kind += f"; {variant}"
     return (
         f"{kind}, {world.nodes} nodes; 1 GBps = 1e9 B/s" if world.nodes > 1 else f"{kind}; 1 GBps = 1e9 B/s"
     )

@@ -44,7 +44,7 @@ def missed(
     if not largest:
         yield f"nothing was measured that could reach the {asked} of --require"
     for item in largest:
-        at = f"{item.op} of {sizes.both(item.size_bytes)} reached"
+        at = f"{item.op.name} of {sizes.both(item.size_bytes)} reached"
         if asked.GBps is not None and item.busbw_GBps < asked.GBps:
             yield f"{at} {item.busbw_GBps:.4g} GBps of busbw, --require asks for {asked}"
         if asked.percent is None:

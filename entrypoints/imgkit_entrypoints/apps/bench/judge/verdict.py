@@ -25,7 +25,7 @@ Engineering, network)."""
 class Largest:
     """The batches of one collective at its largest size, and the times of all its sizes."""
 
-    op: str
+    op: collectives.Collective
     size_bytes: int
     seconds: float
     """Time of one operation: the median of the batches."""
@@ -58,6 +58,8 @@ class RunContext:
     decided: Mapping[str, nccl_log.NcclChoice] = field(default_factory=dict)
     """NCCL's algorithm and protocol of each collective at its largest size."""
     conditions: tuple[NodeConditions, ...] = ()
+    communicators: int = 1
+    """Communicators that run each operation at once."""
 
     @property
     def nodes(self) -> int:
@@ -91,10 +93,10 @@ def traffic(largest: Largest, context: RunContext) -> Traffic | None:
     """The traffic that crossed the network; None if none had to."""
     if context.nodes < 2 or context.group == "node":
         return None
-    op = collectives.named(largest.op)
+    op = largest.op
     per_node = context.together // context.nodes
     algbw_Gbps = 8 * largest.size_bytes / largest.seconds / 1e9
-    algbw_Gbps *= context.ranks // context.together  # all groups at once
+    algbw_Gbps *= context.ranks // context.together * context.communicators  # all groups at once
     counted = [port_counters.busiest(ports) for ports in largest.ports]
     measured = 8 * max(counted) / largest.batch_s / 1e9 if any(counted) else None
     least = algbw_Gbps * op.least_traffic(context.nodes, per_node)
@@ -102,7 +104,7 @@ def traffic(largest: Largest, context: RunContext) -> Traffic | None:
     if measured is not None and measured < 0.5 * least:
         measured = None
     made = Traffic(
-        op=largest.op,
+        op=op.name,
         size_bytes=largest.size_bytes,
         least_Gbps=least,
         ring_Gbps=algbw_Gbps * op.ring_traffic(context.nodes, per_node),
@@ -124,7 +126,7 @@ def judge(
 ) -> dict[str, Any]:
     """The verdict in the form of the saved file; its ``sentences`` are printed."""
     crossings = [traffic(item, context) for item in largest]
-    lines = [(item.op, latency_fit.fit(item.times)) for item in largest]
+    lines = [(item.op.name, latency_fit.fit(item.times)) for item in largest]
     ports = _ports(largest, context)
     sentences = [*_where(context)]
     for crossed in crossings:
@@ -133,7 +135,7 @@ def judge(
     for item in largest:
         sentences += _decided(item, context)
     for op, line in lines:
-        sentences += _line(op, line, next(item for item in largest if item.op == op))
+        sentences += _line(op, line, next(item for item in largest if item.op.name == op))
     sentences += _late(late, hosts_by_rank, context) if context.ranks > 1 else []
     sentences += conditions.sentences(context.conditions)
     return {
@@ -244,12 +246,12 @@ def _carriers(ports: Sequence[tuple[str, str, port_counters.Count]], context: Ru
 
 
 def _decided(item: Largest, context: RunContext) -> list[str]:
-    how = context.decided.get(item.op)
+    how = context.decided.get(item.op.name)
     if how is None:
         return []
     by = f", {how.channels} channels" if how.channels else ""
     return [
-        f"{item.op} of {sizes.both(item.size_bytes)}: NCCL uses algorithm {how.algorithm}, protocol "
+        f"{item.op.name} of {sizes.both(item.size_bytes)}: NCCL uses algorithm {how.algorithm}, protocol "
         f"{how.protocol}{by}."
     ]
 

@@ -1,10 +1,11 @@
-"""The nine collectives: their size and bus bandwidth as nccl-tests defines them, and their expected results.
+"""The collectives: their size and bus bandwidth as nccl-tests defines them, and their expected results.
 
 Definitions: NVIDIA/nccl-tests, doc/PERFORMANCE.md and src/*.cu (v2.19).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,8 +25,26 @@ class Collective:
     sums: bool = False
     separate: bool = False
     """Input and output are two buffers; otherwise one."""
-    rooted: bool = False
-    """One rank plays another part, so that the other ranks' waits say nothing about them."""
+    redop: str = "sum"
+    """How the values of all ranks are combined: one of `REDOPS`."""
+    copied: bool = False
+    """The input is copied into the output first: torch runs this operation in place only."""
+    skew: float = 0.0
+    """alltoallv: rank k receives (1 + k)^-skew of what rank 0 receives, as from popular experts."""
+
+    @property
+    def variant(self) -> str:
+        """What differs from the plain operation, in words; empty for the plain one."""
+        parts = (
+            self.redop if self.redop != "sum" else "",
+            "out of place" if self.copied else "",
+            f"skew {self.skew:g}" if self.name == "alltoallv" else "",
+        )
+        return ", ".join(part for part in parts if part)
+
+    def exact(self, ranks: int) -> bool:
+        """True if the result does not depend on rounding: averages of 2, 4, 8, ... ranks do not."""
+        return self.redop != "avg" or ranks & (ranks - 1) == 0
 
     def factor(self, ranks: int) -> float:
         """busbw / algbw: bytes that the links must carry for each byte, by nccl-tests' definition."""
@@ -50,6 +69,8 @@ class Collective:
         if nodes == 1:
             return 0.0
         share = (nodes - 1) / nodes
+        if self.name == "alltoallv":
+            return share * sum(self._share(rank) for rank in range(per_node))
         return {
             "all_reduce": 2 * share,
             "all_gather": share,
@@ -73,6 +94,8 @@ class Collective:
 
     def input_elements(self, count: int, ranks: int, rank: int) -> int:
         """Elements of the input buffer of `rank`; `count` is the whole size in elements."""
+        if self.name == "alltoallv":
+            return sum(self.splits(count, ranks))
         if self.name in ("all_gather", "gather"):
             return count // ranks
         return 0 if self.name == "scatter" and rank != ROOT else count
@@ -81,7 +104,20 @@ class Collective:
         """Elements of the separate output buffer of `rank`."""
         if not self.separate or (self.name == "gather" and rank != ROOT):
             return 0
+        if self.name == "alltoallv":
+            return self.splits(count, ranks)[rank] * ranks
         return count // ranks if self.name in ("reduce_scatter", "scatter") else count
+
+    def splits(self, count: int, ranks: int) -> tuple[int, ...]:
+        """Elements that each rank sends to rank 0, 1, ... in an alltoallv; rank 0 receives `count`."""
+        part = count // ranks
+        least = min(part, CHUNK_BYTES)  # of any type a multiple of 16 bytes
+        cut = (int(part * self._share(rank)) // CHUNK_BYTES * CHUNK_BYTES for rank in range(1, ranks))
+        return (part, *(max(least, elements) for elements in cut)) if self.skew else (part,) * ranks
+
+    def _share(self, rank: int) -> float:
+        """Bytes for `rank` as a share of those for rank 0."""
+        return float((1 + rank) ** -self.skew)
 
     def buffer_bytes(self, size_bytes: int, ranks: int) -> int:
         """Bytes of all buffers of the rank that needs most."""
@@ -105,6 +141,13 @@ class Collective:
                 Segment(start=source * part, count=part, source=source, offset=rank * part)
                 for source in range(ranks)
             )
+        if self.name == "alltoallv":
+            splits = self.splits(count, ranks)
+            mine, before = splits[rank], sum(splits[:rank])
+            return tuple(
+                Segment(start=source * mine, count=mine, source=source, offset=before)
+                for source in range(ranks)
+            )
         if self.name == "broadcast":
             return (Segment(start=0, count=count, source=ROOT, offset=0),)
         if self.name == "scatter":
@@ -121,7 +164,7 @@ class Segment:
     start: int
     count: int
     source: int | None
-    """Rank whose input the elements are; None: the sum over all ranks."""
+    """Rank whose input the elements are; None: all ranks' inputs, combined."""
     offset: int
     """Position of the first element in that input."""
 
@@ -130,16 +173,30 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective(name="all_reduce", sums=True),
     Collective(name="all_gather", parts=True, separate=True),
     Collective(name="reduce_scatter", parts=True, sums=True, separate=True),
-    Collective(name="broadcast", rooted=True),
-    Collective(name="reduce", sums=True, rooted=True),
+    Collective(name="broadcast"),
+    Collective(name="reduce", sums=True),
     Collective(name="alltoall", parts=True, separate=True),
+    Collective(name="alltoallv", parts=True, separate=True),
     Collective(name="sendrecv", separate=True),
-    Collective(name="gather", parts=True, separate=True, rooted=True),
-    Collective(name="scatter", parts=True, separate=True, rooted=True),
+    Collective(name="gather", parts=True, separate=True),
+    Collective(name="scatter", parts=True, separate=True),
 )
 NAMES = tuple(item.name for item in COLLECTIVES)
+EVERY = tuple(name for name in NAMES if name != "alltoallv")
+"""The collectives of ``dist-bench all``."""
+REDOPS = ("sum", "min", "max", "avg")
 
 
 def named(name: str) -> Collective:
     """Return the collective with this name."""
     return next(item for item in COLLECTIVES if item.name == name)
+
+
+def asked(name: str, *, redop: str = "sum", out_of_place: bool = False, skew: float = 0.0) -> Collective:
+    """Return the collective with this name, in the variant that the options ask for where it has one."""
+    op = named(name)
+    if op.sums:
+        op = dataclasses.replace(op, redop=redop)
+    if out_of_place and not op.separate:
+        op = dataclasses.replace(op, separate=True, copied=True)
+    return dataclasses.replace(op, skew=skew) if name == "alltoallv" else op

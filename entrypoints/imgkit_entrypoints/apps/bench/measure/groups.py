@@ -98,16 +98,19 @@ def members(kind: str, all_ranks: Sequence[RankLocation], asked: str = "") -> tu
     return tuple(tuple(ranks) for ranks in groups.values())
 
 
-def joined(kind: str, all_ranks: Sequence[RankLocation], here: Ranks) -> RankGroup:
-    """Make all groups and return this rank's; a collective call."""
+def joined(
+    kind: str, all_ranks: Sequence[RankLocation], here: Ranks, number: int = 1
+) -> tuple[RankGroup, ...]:
+    """Make all groups, `number` communicators of each, and return this rank's; a collective call."""
     import torch.distributed as dist
 
-    mine: RankGroup | None = None
+    mine: list[RankGroup] = []
     for ranks in members(kind, all_ranks):
-        group = (
-            None if kind == "world" else dist.new_group(list(ranks))
-        )  # every rank must call this, members or not
-        if here.rank in ranks:
-            mine = RankGroup(torch_group=group, ranks=ranks, rank=ranks.index(here.rank))
-    assert mine is not None
-    return mine
+        for again in range(number):
+            whole = kind == "world" and not again
+            group = (
+                None if whole else dist.new_group(list(ranks))
+            )  # every rank must call this, members or not
+            if here.rank in ranks:
+                mine.append(RankGroup(torch_group=group, ranks=ranks, rank=ranks.index(here.rank)))
+    return tuple(mine)

@@ -17,7 +17,7 @@ from imgkit_entrypoints.apps.bench.measure.counts import Counts, planned
 from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
 from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
 from imgkit_entrypoints.apps.bench.measure.one_size import OneSize, Stopped, asked_to_stop
-from imgkit_entrypoints.apps.bench.measure.operations import Buffers, allocated, launch
+from imgkit_entrypoints.apps.bench.measure.operations import Slot, prepared
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise, WrongElement
 from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.facts import Reader, root_of
@@ -65,7 +65,8 @@ class Measurer:
 
     options: BenchOptions
     here: Ranks
-    group: RankGroup
+    groups: tuple[RankGroup, ...]
+    """The communicators that run each operation at once; all have the same ranks."""
     dtype: Dtype
     expected: ExpectedValues | None
     """None: values are not verified."""
@@ -76,24 +77,28 @@ class Measurer:
     rotated_bytes: int
     """Memory through which batches rotate."""
 
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that run a collective together with this one."""
+        return self.groups[0]
+
     def size_bytes(self, op: Collective, asked: int) -> int:
         """Round `asked` to whole elements, or to whole chunks for every rank."""
         item = self.dtype.item_bytes
         return op.elements(asked, item, self.group.size) * item
 
-    def buffers(self, op: Collective, size_bytes: int, slots: int = 1) -> tuple[Buffers, ...]:
-        """Allocate memory for `size_bytes`, `slots` times, on all ranks or on none.
+    def slots(self, op: Collective, size_bytes: int, number: int = 1) -> tuple[Slot, ...]:
+        """Allocate memory for `number` launches of `size_bytes`, on all ranks or on none.
 
         Raises
         ------
         OutOfMemory : on all ranks, if one of them has too little memory.
         """
-        made: tuple[Buffers, ...] = ()
+        made: tuple[Slot, ...] = ()
         failed = torch.zeros(1, device=self.here.device)
         try:
-            kind = getattr(torch, self.dtype.torch)
-            count = size_bytes // self.dtype.item_bytes
-            made = allocated(op, count, kind, self.group, self.here.device, slots)
+            kind, count = getattr(torch, self.dtype.torch), size_bytes // self.dtype.item_bytes
+            made = prepared(op, count, kind, self.groups, self.here.device, number)
         except (
             RuntimeError,
             MemoryError,
@@ -104,6 +109,15 @@ class Measurer:
             raise OutOfMemory
         return made
 
+    def once(self, op: Collective, size_bytes: int) -> None:
+        """Run `op` once, untimed; a collective call."""
+        self.slots(op, size_bytes)[0].launch()
+        self.here.synchronize()
+
+    def needed_bytes(self, op: Collective, size_bytes: int) -> int:
+        """Memory for one launch, on the rank that needs most."""
+        return len(self.groups) * op.buffer_bytes(size_bytes, self.group.size)
+
     def measure(self, op: Collective, asked: int, before: Counts | None = None) -> Measurement:
         """Take both timings of `op` at `asked` bytes; a collective call. `before` is of the last size.
 
@@ -112,21 +126,17 @@ class Measurer:
         Stopped : on all ranks; the size is not measured. OutOfMemory : on all ranks.
         """
         size_bytes = self.size_bytes(op, asked)
-        (buffers,) = self.buffers(op, size_bytes)
-        run = launch(op, buffers, self.group)
+        slots = self.slots(op, size_bytes)
+        run = slots[0].launch
         if self.options.warmup:
             run()
         guesses = [timing.batch(run, 1, self.here) for _ in range(max(1, self.options.warmup - 1))]
         counts, watched = self._counts(size_bytes, statistics.median(guesses), before)
-        one = OneSize(
-            op,
-            counts,
-            self._rotated(op, buffers, counts),
-            here=self.here,
-            group=self.group,
-            noise=self.noise,
-            expected=self.expected,
-        )
+        rotated = min(counts.launches, self.rotated_bytes // self.needed_bytes(op, size_bytes))
+        if rotated > 1:
+            slots = self.slots(op, size_bytes, rotated)
+        expected = self.expected if op.exact(self.group.size) else None
+        one = OneSize(op, counts, slots, here=self.here, noise=self.noise, expected=expected)
         grown: list[Mapping[str, port_counters.Count]] = []
         for batches, singles in counts.turns():
             ports = self._ports()
@@ -139,17 +149,10 @@ class Measurer:
             counts=counts,
             batches=tuple(slowest[: counts.batches]),
             times=tuple(slowest[counts.batches :]),
-            wrong=sum(int(row[0]) for row in together) if self.expected else None,
+            wrong=sum(int(row[0]) for row in together) if expected else None,
             first=self._first(one.first) if any(row[0] for row in together) else (),
             nodes=self._nodes(port_counters.total(grown)),
         )
-
-    def _rotated(self, op: Collective, buffers: Buffers, counts: Counts) -> tuple[Buffers, ...]:
-        """The buffers that the launches of a batch rotate through: `buffers` alone if they are large."""
-        slots = min(
-            counts.launches, self.rotated_bytes // op.buffer_bytes(counts.size_bytes, self.group.size)
-        )
-        return self.buffers(op, counts.size_bytes, slots) if slots > 1 else (buffers,)
 
     def waits(self) -> list[list[float]]:
         """Seconds that every rank waited in each of many tiny collectives; a collective call."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints.apps.bench.measure import timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts
-from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
-from imgkit_entrypoints.apps.bench.measure.operations import Buffers, launch, rotating
+from imgkit_entrypoints.apps.bench.measure.operations import Lane, Slot, rotating
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise, WrongElement
 from imgkit_entrypoints.launch import stop_protocol
 
@@ -29,16 +29,14 @@ class OneSize:
         self,
         op: Collective,
         counts: Counts,
-        buffers: tuple[Buffers, ...],
+        slots: Sequence[Slot],
         *,
         here: Ranks,
-        group: RankGroup,
         noise: Noise,
         expected: ExpectedValues | None,
     ) -> None:
-        self._op, self._counts, self._buffers = op, counts, buffers
-        self._here, self._group, self._noise, self._expected = here, group, noise, expected
-        self._launches = [launch(op, one, group) for one in buffers]
+        self._op, self._counts, self._slots = op, counts, slots
+        self._here, self._noise, self._expected = here, noise, expected
         self.batches: list[float] = []
         """Time of each batch."""
         self.singles: list[float] = []
@@ -50,9 +48,10 @@ class OneSize:
         """Time `count` batches, whose launches rotate through buffers of random data."""
         for turn in range(count):
             if turn == 0 or (self._op.sums and not self._op.separate):  # sums in place grow, up to infinity
-                for slot, one in enumerate(self._buffers):
-                    self._noise.fill(one.input, self._group.rank, slot)
-            run = rotating(self._launches)
+                for number, slot in enumerate(self._slots):
+                    for lane in slot.lanes:
+                        self._noise.fill(lane.buffers.input, lane.group.rank, number)
+            run = rotating([slot.launch for slot in self._slots])
             self.batches.append(timing.batch(run, self._counts.launches, self._here))
 
     def time_singles(self, count: int, *, watched: bool) -> None:
@@ -65,23 +64,25 @@ class OneSize:
         for _ in range(count):
             if watched and timing.agreed(lambda: (asked_to_stop(),), 1, self._here)[0]:
                 raise Stopped
-            turn, buffers = len(self.singles), self._buffers[0]
+            turn, slot = len(self.singles), self._slots[0]
+            numbered = [(turn * len(slot.lanes) + place, lane) for place, lane in enumerate(slot.lanes)]
             if self._expected:
-                self._expected.fill(buffers.input, self._group.rank, turn)
-            self.singles.append(timing.once(self._launches[0], self._here).took)
+                for number, lane in numbered:
+                    self._expected.fill(lane.buffers.input, lane.group.rank, number)
+            self.singles.append(timing.once(slot.launch, self._here).took)
             if self._expected:
-                self._verify(self._expected, buffers, turn)
+                for number, lane in numbered:
+                    self._verify(self._expected, lane, turn, number)
 
-    def _verify(self, expected: ExpectedValues, buffers: Buffers, turn: int) -> None:
-        size_bytes, ranks = self._counts.size_bytes, self._group.size
-        result = self._op.result(size_bytes // buffers.input.element_size(), ranks, self._group.rank)
-        count, what = expected.wrong(buffers.output, result, turn)
+    def _verify(self, expected: ExpectedValues, lane: Lane, turn: int, number: int) -> None:
+        result = self._op.result(lane.count, lane.group.size, lane.group.rank)
+        count, what = expected.wrong(lane.buffers.output, result, number)
         self.wrong += count
         if what and self.first is None:
             index, must, is_ = what
             self.first = WrongElement(
                 op=self._op.name,
-                size_bytes=size_bytes,
+                size_bytes=self._counts.size_bytes,
                 iteration=turn,
                 rank=self._here.rank,
                 index=index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,24 @@ class Buffers:
 
     input: torch.Tensor
     output: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The memory of one communicator."""
+
+    group: RankGroup
+    count: int
+    """Elements of the whole size."""
+    buffers: Buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The memory of one launch, and the function that runs it on all communicators at once."""
+
+    lanes: tuple[Lane, ...]
+    launch: Launch
 
 
 class Works:
@@ -60,25 +79,56 @@ def allocated(
     return tuple(Buffers(input=one, output=other) for one, other in zip(given, made, strict=True))
 
 
-def launch(op: Collective, buffers: Buffers, group: RankGroup) -> Launch:
-    """Return the function that runs `op` once on `buffers`."""
+def prepared(
+    op: Collective,
+    count: int,
+    dtype: torch.dtype,
+    groups: Sequence[RankGroup],
+    device: torch.device,
+    slots: int = 1,
+) -> tuple[Slot, ...]:
+    """Allocate memory for `slots` launches of `op` on `count` elements by all `groups`."""
+    columns = [
+        [
+            Lane(group=group, count=count, buffers=one)
+            for one in allocated(op, count, dtype, group, device, slots)
+        ]
+        for group in groups
+    ]
+    return tuple(
+        Slot(lanes=lanes, launch=together([launch(op, count, one.buffers, one.group) for one in lanes]))
+        for lanes in zip(*columns, strict=True)
+    )
+
+
+def launch(op: Collective, count: int, buffers: Buffers, group: RankGroup) -> Launch:
+    """Return the function that runs `op` once on `buffers` for `count` elements."""
     members, given, made = group.torch_group, buffers.input, buffers.output
+    if op.copied:
+        return _after_copy(op, count, buffers, group)
     root = group.ranks[ROOT]
+    redop = getattr(dist.ReduceOp, op.redop.upper())
     if op.name == "all_reduce":
-        return lambda async_op=False: dist.all_reduce(given, group=members, async_op=async_op)
+        return lambda async_op=False: dist.all_reduce(given, redop, group=members, async_op=async_op)
     if op.name == "all_gather":
         # torch 2.13 deprecates the older name.
         gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return lambda async_op=False: gather_all(made, given, group=members, async_op=async_op)
     if op.name == "reduce_scatter":
         scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda async_op=False: scatter_sum(made, given, group=members, async_op=async_op)
+        return lambda async_op=False: scatter_sum(made, given, redop, group=members, async_op=async_op)
     if op.name == "broadcast":
         return lambda async_op=False: dist.broadcast(given, root, group=members, async_op=async_op)
     if op.name == "reduce":
-        return lambda async_op=False: dist.reduce(given, root, group=members, async_op=async_op)
+        return lambda async_op=False: dist.reduce(given, root, redop, group=members, async_op=async_op)
     if op.name == "alltoall":
         return lambda async_op=False: dist.all_to_all_single(made, given, group=members, async_op=async_op)
+    if op.name == "alltoallv":
+        sent = list(op.splits(count, group.size))
+        received = [sent[group.rank]] * group.size
+        return lambda async_op=False: dist.all_to_all_single(
+            made, given, received, sent, group=members, async_op=async_op
+        )
     if op.name == "gather":
         parts = list(made.chunk(group.size)) if group.rank == ROOT else None
         return lambda async_op=False: dist.gather(given, parts, root, group=members, async_op=async_op)
@@ -91,7 +141,34 @@ def launch(op: Collective, buffers: Buffers, group: RankGroup) -> Launch:
 def rotating(launches: Sequence[Launch]) -> Launch:
     """Return the function that runs the next of `launches` each time, from the first one on."""
     turn = itertools.cycle(launches)
-    return lambda async_op=False: next(turn)(async_op)
+    return lambda async_op=False: next(turn)(async_op=async_op)
+
+
+def together(launches: Sequence[Launch]) -> Launch:
+    """Return the function that runs all `launches` at once, each on a communicator of its own."""
+    if len(launches) == 1:
+        return launches[0]
+
+    def run(async_op: bool = False) -> Works | None:
+        works = Works([one(async_op=True) for one in launches])
+        if async_op:
+            return works
+        works.wait()
+        return None
+
+    return run
+
+
+def _after_copy(op: Collective, count: int, buffers: Buffers, group: RankGroup) -> Launch:
+    """Copy the input to the output, and run `op` there: what torch's functional collectives do."""
+    in_place = dataclasses.replace(op, copied=False, separate=False)
+    run = launch(in_place, count, Buffers(input=buffers.output, output=buffers.output), group)
+
+    def copy_and_run(async_op: bool = False) -> Any:
+        buffers.output.copy_(buffers.input)
+        return run(async_op=async_op)
+
+    return copy_and_run
 
 
 def _ring(given: torch.Tensor, made: torch.Tensor, group: RankGroup) -> Launch:

@@ -94,16 +94,19 @@ class Noise:
 
 
 class ExpectedValues:
-    """The tables for one type and number of ranks, on one device."""
+    """The tables for one type, number of ranks and way to combine their values, on one device."""
 
-    def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
+    def __init__(self, dtype: Dtype, ranks: int, device: torch.device, redop: str = "sum") -> None:
         import torch
 
         one = torch.frombuffer(numbers(dtype, ranks), dtype=torch.int32)
-        total = torch.zeros_like(one)
-        for rank in range(ranks):
-            total += one.roll(-(rank * _RANK_STEP) % PERIOD)
+        combine = {"min": torch.minimum, "max": torch.maximum}.get(redop, torch.add)
+        total = one
+        for rank in range(1, ranks):
+            total = combine(total, one.roll(-(rank * _RANK_STEP) % PERIOD))
         assert int(total.max()) <= dtype.exact, (dtype, ranks)
+        if redop == "avg":
+            total = total / ranks
         kind = getattr(torch, dtype.torch)
         self._bits = getattr(torch, dtype.bits)
         self._block = BLOCK[device.type]

@@ -68,7 +68,7 @@ def made() -> Schema:
 
 def _result() -> Schema:
     derived: Schema = {name: {"type": "number", "exclusiveMinimum": 0} for name in values.BAND}
-    found = _of(values.Result, optional=(*_SPREAD, "batches_us", *values.BAND, "wrong"), **derived)
+    found = _of(values.Result, optional=(*_SPREAD, "batches_us", *values.BAND, "variant", "wrong"), **derived)
     for name in ("times_us", "batches_us"):
         found["properties"][name] = _array({"type": "number", "exclusiveMinimum": 0})
     single = {"properties": {"timing": {"const": "iteration"}}}

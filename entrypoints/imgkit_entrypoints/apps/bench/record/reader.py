@@ -59,7 +59,7 @@ def parse(data: object, where: str) -> Run:
         _result(_Fields(entry, f"{where}: results[{index}]"))
         for index, entry in enumerate(top.array("results"))
     )
-    seen: set[tuple[str, str, str, int, Timing]] = set()
+    seen: set[tuple[str, str, str, str, int, Timing]] = set()
     for index, result in enumerate(results):
         if result.key in seen:
             top.refuse(f"results[{index}] repeats {result.op}, {result.size_bytes} B, {result.timing}")
@@ -120,6 +120,7 @@ def _result(entry: _Fields) -> Result:
         p99_us=entry.number("p99_us") if spread else None,
         cv=entry.number("cv") if spread else None,
         times_us=times,
+        variant=entry.text("variant") if "variant" in entry.data else "",
         batches_us=_batches(entry) if not spread else (),
     )
     if spread and (not times or not all(times)):

@@ -55,6 +55,9 @@ class Result:
     batches_us: tuple[float, ...] = ()
     """The slowest rank's time of one operation in each batch; empty for timing per iteration."""
 
+    variant: str = ""
+    """What differs from the plain operation, in words: "avg, out of place"."""
+
     @property
     def spread_us(self) -> Spread | None:
         """The spread of the batches or iterations; None in files of imgkit 0.1, which have one batch."""
@@ -83,9 +86,9 @@ class Result:
         return mine is not None and theirs is not None and mine.overlaps(theirs)
 
     @property
-    def key(self) -> tuple[str, str, str, int, Timing]:
+    def key(self) -> tuple[str, str, str, str, int, Timing]:
         """Identifies the result: two runs' results with equal keys can be compared."""
-        return self.op, self.group, self.dtype, self.size_bytes, self.timing
+        return self.op, self.group, self.dtype, self.variant, self.size_bytes, self.timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,7 @@ def result(
     wrong: int | None,
     times: Sequence[float] | None = None,
     batches: Sequence[float] = (),
+    variant: str = "",
 ) -> Result:
     """Make a result from the `seconds` of one operation.
 
@@ -117,6 +118,7 @@ def result(
         algbw_GBps=algbw,
         busbw_GBps=algbw * factor,
         wrong=wrong,
+        variant=variant,
         batches_us=tuple(value * 1e6 for value in batches),
     )
     if not times:

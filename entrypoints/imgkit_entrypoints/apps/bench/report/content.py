@@ -153,20 +153,24 @@ def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]
         if (one.op, one.group, one.timing) == (op, group, timing)
     ]
     types = {one.dtype for _, _, one in chosen}
-    keys = dict.fromkeys((name, one.dtype) for name, _, one in chosen)
+    keys = dict.fromkeys((name, one.dtype, one.variant) for name, _, one in chosen)
     runs = {name: run for name, run, _ in chosen}
     return [
         BandwidthCurve(
-            label=f"{name} {dtype}" if len(types) > 1 else name,
+            label=" ".join(filter(None, (name, dtype if len(types) > 1 else "", variant))),
             run=runs[name],
             results=tuple(
                 sorted(
-                    (one for other, _, one in chosen if (other, one.dtype) == (name, dtype)),
+                    (
+                        one
+                        for other, _, one in chosen
+                        if (other, one.dtype, one.variant) == (name, dtype, variant)
+                    ),
                     key=lambda one: one.size_bytes,
                 )
             ),
         )
-        for name, dtype in keys
+        for name, dtype, variant in keys
     ]
 
 
@@ -343,12 +347,12 @@ def _runs(named: Sequence[tuple[str, Run]]) -> Grid:
 
 def _values(run: Run) -> str:
     # Verifying one of the two timings of a size is enough.
-    checked = {one.key[:4] for one in run.results if one.wrong is not None}
+    checked = {one.key[:-1] for one in run.results if one.wrong is not None}
     if total := sum(one.wrong or 0 for one in run.results):
         return f"{total} WRONG elements"
     if not checked:
         return "not verified"
-    every = {one.key[:4] for one in run.results}
+    every = {one.key[:-1] for one in run.results}
     return (
         "verified, all right" if checked == every else f"{len(checked)} of {len(every)} verified, all right"
     )

@@ -80,6 +80,9 @@ def test_one_size_is_first_and_last() -> None:
         ["--min", "1M", "--max", "1K"],
         ["--group", "pair"],
         ["--matrix", "ranks"],
+        ["--redop", "product"],
+        ["--skew", "-1"],
+        ["--communicators", "0"],
         ["--matrix", "--require", "80%"],
     ],
 )

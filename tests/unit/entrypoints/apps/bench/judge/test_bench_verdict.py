@@ -8,6 +8,7 @@ import re
 import pytest
 
 from imgkit_entrypoints.apps.bench.judge import latency_fit, stragglers, verdict
+from imgkit_entrypoints.apps.bench.measure.collectives import named
 from imgkit_entrypoints.apps.bench.measure.port_counters import Count
 
 HOSTS = ("n1", "n2", "n3", "n4")
@@ -15,7 +16,7 @@ HOSTS = ("n1", "n2", "n3", "n4")
 
 def largest(**changed: object) -> verdict.Largest:
     made: dict[str, object] = {
-        "op": "all_reduce",
+        "op": named("all_reduce"),
         "size_bytes": 1_000_000_000,
         "seconds": 0.1,
         "batch_s": 1.0,

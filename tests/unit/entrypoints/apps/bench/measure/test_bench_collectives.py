@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from imgkit_entrypoints.apps.bench.measure import collectives
@@ -16,6 +18,7 @@ from imgkit_entrypoints.apps.bench.measure.collectives import COLLECTIVES, NAMES
         ("all_gather", (0.5, 0.75, 0.875)),
         ("reduce_scatter", (0.5, 0.75, 0.875)),
         ("alltoall", (0.5, 0.75, 0.875)),
+        ("alltoallv", (0.5, 0.75, 0.875)),
         ("gather", (0.5, 0.75, 0.875)),
         ("scatter", (0.5, 0.75, 0.875)),
         ("broadcast", (1.0, 1.0, 1.0)),
@@ -28,7 +31,8 @@ def test_factors_are_those_of_nccl_tests(name: str, factors: tuple[float, ...]) 
 
 
 def test_table_of_factors_is_whole() -> None:
-    assert len(NAMES) == len(set(NAMES)) == 9
+    assert len(NAMES) == len(set(NAMES)) == 10
+    assert len(collectives.EVERY) == 9
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,7 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
     """An independent definition of each collective; None if a rank gets nothing."""
     ranks, root = len(inputs), collectives.ROOT
     part = max(1, len(inputs[root]) // ranks)
+    splits = [0, *itertools.accumulate(op.splits(op.elements(48, 4, ranks), ranks))]
     total = [sum(column) for column in zip(*inputs, strict=False)]
     joined = [value for row in inputs for value in row]
     mine = slice(rank * part, (rank + 1) * part)
@@ -99,6 +104,7 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
         "broadcast": inputs[root],
         "reduce": total if rank == root else None,
         "alltoall": [value for row in inputs for value in row[mine]],
+        "alltoallv": [value for row in inputs for value in row[splits[rank] : splits[rank + 1]]],
         "sendrecv": inputs[(rank - 1) % ranks],
         "gather": joined if rank == root else None,
         "scatter": inputs[root][mine],
@@ -106,8 +112,16 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
     return results[op.name]
 
 
+VARIANTS = (
+    *COLLECTIVES,
+    collectives.asked("alltoallv", skew=1.0),
+    collectives.asked("alltoallv", skew=9.0),
+    *(collectives.asked(name, out_of_place=True) for name in ("all_reduce", "broadcast", "reduce")),
+)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", COLLECTIVES, ids=NAMES)
+@pytest.mark.parametrize("op", VARIANTS, ids=lambda op: f"{op.name} {op.variant}")
 def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> None:
     count = op.elements(48, 4, ranks)
     inputs = [
@@ -130,4 +144,40 @@ def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> 
 @pytest.mark.parametrize(("name", "times"), [("all_reduce", 1), ("broadcast", 1), ("alltoall", 2)])
 def test_buffers_are_at_most_twice_the_size(name: str, times: float) -> None:
     assert named(name).buffer_bytes(4096, 4) == times * 4096
-    assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in COLLECTIVES)
+    assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in VARIANTS)
+
+
+def test_popular_expert_receives_most() -> None:
+    op = collectives.asked("alltoallv", skew=1.0)
+    assert op.splits(1 << 20, 4) == (262144, 131072, 87376, 65536)  # 1, 1/2, 1/3 and 1/4 of it
+    assert op.output_elements(1 << 20, 4, 0) == 1 << 20
+    assert op.variant == "skew 1"
+
+
+def test_no_skew_is_alltoall() -> None:
+    op, plain = collectives.asked("alltoallv", skew=0.0), named("alltoall")
+    assert op.splits(1 << 20, 4) == (1 << 18,) * 4
+    assert op.least_traffic(4, 8) == pytest.approx(plain.least_traffic(4, 8))
+
+
+def test_skew_takes_traffic_from_other_ranks_only() -> None:
+    # Two nodes of two: ranks 0 and 1 receive 1 + 1/2 of a share from each of two other ranks.
+    assert collectives.asked("alltoallv", skew=1.0).least_traffic(2, 2) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+def test_skewed_chunks_are_never_empty(ranks: int) -> None:
+    splits = collectives.asked("alltoallv", skew=5.0).splits(ranks * 4, ranks)
+    assert min(splits) > 0
+    assert all(one % 4 == 0 for one in splits)
+
+
+def test_variant_is_told_where_it_changes_something() -> None:
+    asked = [collectives.asked(name, redop="avg", out_of_place=True).variant for name in NAMES[:3]]
+    assert asked == ["avg, out of place", "", "avg"]
+
+
+@pytest.mark.parametrize(("ranks", "exact"), [(2, True), (8, True), (3, False), (12, False)])
+def test_averages_are_verified_where_they_are_exact(ranks: int, exact: bool) -> None:
+    assert collectives.asked("all_reduce", redop="avg").exact(ranks) is exact
+    assert collectives.asked("all_reduce", redop="max").exact(ranks)

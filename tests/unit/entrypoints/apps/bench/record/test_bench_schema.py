@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from imgkit_entrypoints.apps.bench.judge import verdict
 from imgkit_entrypoints.apps.bench.judge.stragglers import Late
-from imgkit_entrypoints.apps.bench.measure import nccl_log, node_conditions
+from imgkit_entrypoints.apps.bench.measure import collectives, nccl_log, node_conditions
 from imgkit_entrypoints.apps.bench.measure.port_counters import Count
 from imgkit_entrypoints.apps.bench.record import json_schema, reader, values, writer
 from imgkit_entrypoints.errors import UsageError
@@ -28,7 +28,7 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 def whole() -> dict[str, Any]:
     """A file with every optional part, written as a run writes it."""
     sizes = [1 << power for power in (12, 20, 30)]
-    common: dict[str, Any] = {"dtype": "fp32", "group": "world"}
+    common: dict[str, Any] = {"dtype": "fp32", "group": "world", "variant": "2 communicators at once"}
     results = []
     for size in sizes:
         seconds = 1e-5 + size / 5e10
@@ -72,7 +72,7 @@ def whole() -> dict[str, Any]:
         conditions=(node_conditions.NodeConditions(host="n1", before=now, after=now),),
     )
     largest = verdict.Largest(
-        op="all_reduce",
+        op=collectives.named("all_reduce"),
         size_bytes=sizes[-1],
         seconds=0.1,
         batch_s=0.9,
