@@ -118,15 +118,13 @@ kill -KILL $pid
 def test_newest_snapshot_counts_wherever_it_lies(standin: str, runs: Path, whole: dict[str, str]) -> None:
     # Two nodes with a run folder of their own each; the one that has trained on is the second one next time.
     script = """
-both() {
-    steps=$1; first=$2; second=$3; shift 3
-    (train --nproc 1 --nnodes 2 --head 127.0.0.1 --node-rank 1 --steps $steps --run-dir $second) & other=$!
-    (train --nproc 1 --nnodes 2 --head 127.0.0.1 --node-rank 0 --steps $steps --run-dir $first)
-    wait $other
-}
-both 12 host-a host-b
-test ! -e host-b/snapshots
-both 60 host-b host-a
+python3 train_many.py <<END
+import os
+words = "--model faults.py:model --data faults.py:data --batch-size 4 --momentum 0.9 --save-every 5"
+assert train(2, f"{words} --steps 12", folders="host-a host-b") == 0
+assert not os.path.exists("host-b/snapshots")
+assert train(2, f"{words} --steps 60", folders="host-b host-a") == 0
+END
 """
     told = inside(standin, runs, script)
     assert "resumes after step 12 of 60: host-a/snapshots/step-0000000012" in told

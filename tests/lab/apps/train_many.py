@@ -20,7 +20,8 @@ from imgkit_entrypoints.apps.train import __main__ as app
 torch.set_num_threads(1)
 
 
-def train(count: int, words: str) -> int:
+def train(count: int, words: str, folders: str = "") -> int:
+    """Train on `count` ranks of one node; with a run folder for each rank in `folders`, each is a node."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -30,7 +31,10 @@ def train(count: int, words: str) -> int:
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            if folders:
+                sys.argv += ["--run-dir", folders.split()[rank]]
+            local_rank = 0 if folders else rank
+            place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": count, "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
             ranks.run_worker(app.main)
         children.append(child)

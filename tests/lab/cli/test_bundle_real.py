@@ -43,7 +43,15 @@ ABLE = [path for version, path in sorted(INTERPRETERS.items()) if version >= zip
 OLD = [path for version, path in sorted(INTERPRETERS.items()) if version < zipapp.FLOOR]
 OLDEST = (ABLE or [sys.executable])[0]
 
-able = pytest.mark.parametrize("python", ABLE or [sys.executable], ids=lambda path: Path(path).name)
+# The oldest and the newest; ci/soak runs those between them.
+able = pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(path, marks=pytest.mark.soak if path in ABLE[1:-1] else ())
+        for path in ABLE or [sys.executable]
+    ],
+    ids=lambda path: Path(path).name,
+)
 
 
 @pytest.fixture(scope="module")

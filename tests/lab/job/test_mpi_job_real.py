@@ -21,13 +21,12 @@ HOSTS = ("--hosts", "node1,node2")
 
 pytestmark = [*cluster_marks, pytest.mark.xdist_group("mpi")]
 
-LOOP = """
-import sys, time, torch.distributed as dist
-dist.init_process_group("gloo")
-print("rank", dist.get_rank(), "of", dist.get_world_size(), "works", flush=True)
-while True:
-    time.sleep(0.1)
+STUB = """
+import os, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "works", flush=True)
+time.sleep(600)
 """
+"""In the place of a training: it takes a second less to start, since it does without torch."""
 
 # Lambda's public tutorial, "Message Passing": main_mpirun.py; main.py differs in the three names alone.
 TUTORIAL = """
@@ -73,7 +72,7 @@ class Nodes(Cluster):
     def on(self, node: str, *words: str | Path) -> Done:
         return self("exec", node, "--", *words, env=AS_ROOT)
 
-    def job(self, verb: str, *flags: str, command: Sequence[str]) -> tuple[str | Path, ...]:
+    def job(self, verb: str, *flags: str, command: Sequence[str], nproc: int = 2) -> tuple[str | Path, ...]:
         image = ("--runtime", "singularity", "--image", self.sif, "--directory", self.folder)
         return (
             *IMGKIT,
@@ -83,7 +82,7 @@ class Nodes(Cluster):
             "--gpus",
             "0",
             "--nproc",
-            "2",
+            str(nproc),
             *image,
             *flags,
             "--",
@@ -121,27 +120,25 @@ def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
     cluster.emptied()
 
 
-@pytest.mark.parametrize("form", ["launcher", "direct"])
-def test_pi_is_right(cluster: Nodes, form: str) -> None:
+def test_pi_is_right(cluster: Nodes) -> None:
     # Started on a node of the job: mpirun counts its own host, too.
-    done = cluster.on("node1", *cluster.job("submit", *FORMS[form], command=("dist-pi",)))
+    done = cluster.on("node1", *cluster.job("submit", command=("dist-pi",), nproc=1))
     assert done.returncode == 0, done.stderr
-    found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 4 ranks", done.stdout)
+    found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 2 ranks", done.stdout)
     assert found is not None, done.stdout
     assert float(found[1]) <= 1e-12
 
 
-@pytest.mark.parametrize("form", ["launcher", "direct"])
-def test_bench_verifies_its_values(cluster: Nodes, form: str) -> None:
+def test_bench_verifies_its_values(cluster: Nodes) -> None:
     bench = ("dist-bench", "all_reduce", "--size", "4K", "--seconds", "0.1")
-    done = cluster.on("login", *cluster.job("submit", *FORMS[form], command=bench))
+    done = cluster.on("login", *cluster.job("submit", "--direct", command=bench, nproc=1))
     assert done.returncode == 0, done.stderr
     assert re.search(r" 4KiB .* 0$", done.stdout, re.MULTILINE), done.stdout  # the column `wrong`
 
 
 @pytest.mark.parametrize("form", ["direct", "ssh"])
 def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
-    text, command = TUTORIAL, ["python3"]
+    text, command, nproc = TUTORIAL, ["python3"], 1
     if form == "ssh":
         text = text.replace("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK").replace(
             "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"
@@ -152,20 +149,22 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
             'parser.add_argument("--local_rank", type=int)\n    parser.add_argument(',
             1,
         )
-        command = ["dist-run", "--pass-local-rank"]
+        command, nproc = ["dist-run", "--pass-local-rank"], 2
     (cluster.folder / "main.py").write_text(text)
-    job = cluster.job("submit", *FORMS[form], command=(*command, "main.py", "--backend=gloo"))
+    words = (*command, "main.py", "--backend=gloo")
+    job = cluster.job("submit", *FORMS[form], command=words, nproc=nproc)
     done = cluster.on("node1", *job)
     assert done.returncode == 0, done.stderr
-    assert all(f"Rank {rank} has received data from rank 0" in done.stdout for rank in (1, 2, 3))
+    others = range(1, 2 * nproc)
+    assert all(f"Rank {rank} has received data from rank 0" in done.stdout for rank in others)
 
 
 def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
-    printed = cluster.on("login", *cluster.job("job", "--ssh", command=("dist-hello",))).stdout
+    printed = cluster.on("login", *cluster.job("job", "--ssh", command=("dist-hello",), nproc=1)).stdout
     lines = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ssh ")]
     assert len(lines) == 2
     done = cluster.on("login", "bash", "-c", f"{lines[1]} & {lines[0]}; wait")
-    assert "all_reduce of ones: 4" in done.stdout, done.stderr
+    assert "all_reduce of ones: 2" in done.stdout, done.stderr
 
 
 def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
@@ -176,7 +175,7 @@ def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Signals) -> None:
-    (cluster.folder / "loop.py").write_text(LOOP)
+    (cluster.folder / "loop.py").write_text(STUB)
     job = cluster.job("submit", "--ssh", command=("dist-run", "--grace", "2", "loop.py"))
     # Its own processes end with the first one's end otherwise: this one is to be killed alone.
     with subprocess.Popen(

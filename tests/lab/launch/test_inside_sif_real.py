@@ -49,19 +49,11 @@ def inside(
     return run(*command, folder="/")
 
 
-def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path, who: tuple[str, ...]) -> None:
-    done = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2", who=who)
+def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path) -> None:
+    done = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2")
     assert done.returncode == 0, done.stderr
     assert "all_reduce of ones: 2" in done.stdout
     assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", done.stdout)) == 2, done.stdout
-
-
-def test_pi_is_right(mn5_sif: Path, hostile: Path) -> None:
-    done = inside(mn5_sif, hostile, "dist-pi", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 2 ranks", done.stdout)
-    assert found is not None, done.stdout
-    assert float(found[1]) <= 1e-12
 
 
 def test_nothing_of_the_host_is_needed(mn5_sif: Path, hostile: Path, user: str) -> None:
