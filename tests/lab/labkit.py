@@ -90,11 +90,15 @@ def in_image(
 def until(
     condition: Callable[[], object], *, within_s: float = 240, told: Callable[[], str] = lambda: ""
 ) -> None:
-    """Wait until `condition` holds; after `within_s` the test fails with what `told` says."""
-    end = time.monotonic() + within_s
+    """Wait until `condition` holds; after `within_s` the test fails with what `told` says.
+
+    Many a condition starts programs, so the pauses grow; else waiting takes half a processor.
+    """
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, told()
-        time.sleep(0.1)
+        waited_s = time.monotonic() - began
+        assert waited_s < within_s, told()
+        time.sleep(min(max(0.1, waited_s / 5), 0.5))
 
 
 def shared_folder() -> Path:
