@@ -26,7 +26,7 @@ import os, time
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "works", flush=True)
 time.sleep(600)
 """
-"""In the place of a training: it takes a second less to start, since it does without torch."""
+"""A stub of a training: without torch it starts in a second less."""
 
 # Lambda's public tutorial, "Message Passing": main_mpirun.py; main.py differs in the three names alone.
 TUTORIAL = """
