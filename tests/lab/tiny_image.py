@@ -1,7 +1,7 @@
 """A base of 2 MB for tests of engines: busybox, packed as an archive for one or several architectures.
 
 The programs are this machine's in each of them: what an engine reports and chooses does not depend on that,
-and steps of a build run without an emulator. ``/bin/python3`` is a script that agrees to every request.
+and steps of a build run without an emulator. Its shell says that every ``python3`` and ``sed`` succeeded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from typing import Any
 import pytest
 
 BUSYBOX = Path("/bin/busybox")
-PROGRAMS = ("sh", "cat", "mkdir", "sed", "echo", "true", "rm", "chmod", "test", "ping")
-NO_PYTHON = "#!/bin/sh\n# No Python: a build lists packages with it and installs a wheel.\nexit 0\n"
+PROGRAMS = ("cat", "mkdir", "echo", "true", "rm", "chmod", "test", "ping")
+SHELL = """#!/bin/busybox sh
+# A build asks sed and Python for things that busybox does not have.
+sed() { :; }
+python3() { :; }
+[ "$1" = -c ] && shift
+eval "$1"
+"""
 OCI = "application/vnd.oci.image"
 
 
@@ -29,7 +35,7 @@ def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[st
     blobs: dict[str, bytes] = {}
     entries, configs = [], {}
     for arch in archs:
-        layer = _kept(blobs, _layer(arch), f"{OCI}.layer.v1.tar")
+        layer = _kept(blobs, _layer(arch, name), f"{OCI}.layer.v1.tar")
         about = {
             "created": "2024-01-01T00:00:00Z",
             "architecture": arch,
@@ -70,7 +76,7 @@ def _json(values: object) -> bytes:
     return json.dumps(values).encode()
 
 
-def _layer(arch: str) -> bytes:
+def _layer(arch: str, name: str) -> bytes:
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         _add(tar, "bin/busybox", BUSYBOX.read_bytes(), 0o755)
@@ -78,9 +84,10 @@ def _layer(arch: str) -> bytes:
             link = tarfile.TarInfo(f"bin/{program}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
-        _add(tar, "bin/python3", NO_PYTHON.encode(), 0o755)
+        _add(tar, "bin/sh", SHELL.encode(), 0o755)
         _add(tar, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
         _add(tar, "etc/arch", arch.encode())
+        _add(tar, "etc/name", name.encode())  # two images share no layer
     return layer.getvalue()
 
 

@@ -149,7 +149,7 @@ def _baked(
     """A file that imgkit baked into the image; None for an image that imgkit did not build."""
     from imgkit_builder import engine
 
-    data = engine.read_file(connected, info.id, path)
+    data = engine.read_file(connected, info.ref, path)
     try:
         return parse(data.decode()) if data is not None else None
     except (ValueError, TypeError, UsageError) as error:

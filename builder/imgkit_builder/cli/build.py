@@ -223,14 +223,14 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
         return ()
     report.stage("smoke test")
     results = smoke.check(
-        lambda argv: engines.run(engine, image.id, argv),
+        lambda argv: engines.run(engine, image.ref, argv, platform=image.platform),
         arch=image.platform.partition("/")[2],
         manifest=context.manifest,
     )
     if not checks.passed(results):
         raise CheckFailed(
             "the image was built, but its smoke test failed; an older image keeps the name",
-            hint=f"{checks.table(results)}\n  -> look inside: docker run --rm -it {image.id} bash; "
+            hint=f"{checks.table(results)}\n  -> look inside: docker run --rm -it {image.ref} bash; "
             "to name it anyway: --no-test",
         )
     smoke.remember(image.id)

@@ -58,7 +58,7 @@ def _test_image(name: str) -> tuple[Check, ...]:
     with engines.connect() as engine:
         info = engines.inspect(engine, name)
         return smoke.check(
-            lambda argv: engines.run(engine, info.id, argv),
+            lambda argv: engines.run(engine, info.ref, argv, platform=info.platform),
             arch=info.platform.partition("/")[2],
             manifest=None,
         )

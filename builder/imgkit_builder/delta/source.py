@@ -71,7 +71,7 @@ def trees(
         report.note(f"{image.why_unreadable()}: imgkit reads the whole image")
         new = _saved(image, work / "new", report)
         if shared < len(have):
-            other = image.other(base.base.image_id)
+            other = image.other(base.base.image_id, base.diff_ids)
             rest = _saved(other, work / "old", report)[shared:] if other else None
     way = "overlay2" if folders else "save"
     if rest is None:
@@ -100,7 +100,7 @@ def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path)
     """Trees of the folders into which the layers above the common ones copy; None if they do more."""
     targets = image.copied(len(image.config.diff_ids) - shared)
     if len(base.diff_ids) > shared and targets is not None:
-        other = image.other(base.base.image_id)
+        other = image.other(base.base.image_id, base.diff_ids)
         before = other.copied(len(base.diff_ids) - shared) if other else None
         targets = (*targets, *before) if before is not None else None
     if targets is None:

@@ -1,7 +1,7 @@
 """The Docker engine: the only importer of docker, and only inside functions.
 
-Read in this order: ``connection``, ``images``, ``base_image``, ``probing``, ``builders``, ``building``,
-``streams``, ``transfer``, ``storage``, ``copies``, ``local_image``.
+Read in this order: ``connection``, ``platforms``, ``identity``, ``images``, ``base_image``, ``probing``,
+``builders``, ``building``, ``streams``, ``transfer``, ``storage``, ``copies``, ``local_image``.
 """
 
 from imgkit_builder.engine.base_image import choose_platform, resolve_base

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from imgkit_builder.base.platform import emulator_fault
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import translated
-from imgkit_builder.engine.images import ImageInfo, check_name, find
+from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
+from imgkit_builder.engine.images import ImageInfo, check_name, find, repository
+from imgkit_builder.engine.platforms import can_choose
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_builder.engine.transfer import pull as fetch
 from imgkit_builder.image.manifest import STANDIN_LABEL, BaseImage
@@ -49,7 +50,7 @@ def resolve_base(
     name = override or recipe.image.base
     check_name(name, where="--base" if override else recipe.where("image", "base"))
     target = choose_platform(recipe, wanted=platform, host=engine.platform)
-    image = None if pull and not name.startswith(STANDIN_HOST) else find(engine, name)
+    image = None if pull and not name.startswith(STANDIN_HOST) else find(engine, name, platform=target)
     if image is None:
         if name.startswith(STANDIN_HOST):
             raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
@@ -63,7 +64,7 @@ def resolve_base(
             hint = f"{error.hint}\n  -> {local}" if error.hint else local
             raise type(error)(error.what, where=error.where or stated, hint=hint) from error
     if image.platform != target:
-        raise _other_platform(image, name, target, recipe)
+        raise _other_platform(engine, image, name, target, recipe)
     if STANDIN_LABEL in image.labels and override is None:
         raise UsageError(
             f"the base {name!r} is a stand-in without NVIDIA's software",
@@ -72,6 +73,11 @@ def resolve_base(
             "the real one",
         )
     _can_run(engine, target)
+    if image.manifest:
+        # The classic builder would begin with the platform that the engine prefers (docker 28.5).
+        exact = f"{repository(name)}@{image.manifest}"
+        report.note(f"the engine keeps several platforms of {name}; the base for {target} is {exact}")
+        return resolve_base(engine, recipe, override=exact, platform=target, report=report)
     return BaseImage(
         name=name,
         id=image.id,
@@ -97,11 +103,12 @@ def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
     return full
 
 
-def _other_platform(image: ImageInfo, name: str, target: str, recipe: Recipe) -> UsageError:
+def _other_platform(engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe) -> UsageError:
     # The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
     ways = [f"choose a {target} base: --base NAME"]
     if not name.startswith(STANDIN_HOST):
-        ways.insert(0, f"docker pull --platform {target} {name}")
+        pull = f"docker pull --platform {target} {name}"
+        ways.insert(0, pull if can_choose(engine) else ONE_PLATFORM_HINT)
     if image.platform in recipe.image.platforms:
         ways.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
@@ -125,5 +132,4 @@ def _can_run(engine: Engine, target: str) -> None:
 
 def _in_virtual_machine(engine: Engine) -> bool:
     """Docker Desktop runs containers on a kernel of its own, which has its own handlers."""
-    with translated("ask the engine's system"):
-        return "Docker Desktop" in str(engine.api.info().get("OperatingSystem", ""))
+    return "Docker Desktop" in str(engine.about.get("OperatingSystem", ""))

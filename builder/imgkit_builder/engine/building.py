@@ -76,8 +76,8 @@ def build(
     run = _run if builder.name == "classic" else build_program.run
     with log.open("w", encoding="utf-8") as stream:
         watch = follower(stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report)
-        image_id = run(engine, context, dockerfile, watch, builder=builder, no_cache=no_cache)
-    image = inspect(engine, image_id)
+        ref = run(engine, context, dockerfile, watch, builder=builder, no_cache=no_cache)
+    image = inspect(engine, ref)
     if image.platform != context.manifest.platform:
         raise ToolFailed(
             f"the engine built {image.platform} instead of {context.manifest.platform}",
@@ -85,7 +85,7 @@ def build(
         )
     if accept:
         accept(image)
-    add_tag(engine, image_id, tag)
+    add_tag(engine, ref, tag)
     return Built(image=inspect(engine, tag), tag=tag, log=log)
 
 

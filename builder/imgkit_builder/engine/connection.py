@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.engine.address import endpoint, unreachable
 from imgkit_builder.engine.contexts import Endpoint
-from imgkit_builder.engine.facts import EngineFacts, engine_facts
+from imgkit_builder.engine.facts import EngineFacts, engine_facts, has_containerd_store
 from imgkit_entrypoints.errors import ToolMissing
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Engine:
         self.api = api
         self.endpoint = endpoint
         self._platform = ""
+        self._about: dict[str, Any] | None = None
 
     def __enter__(self) -> Engine:
         return self
@@ -58,15 +59,32 @@ class Engine:
         from imgkit_builder.engine.errors import translated
 
         with translated("ask about the engine"):
-            return engine_facts(self.endpoint, version=self.api.version(), info=self.api.info())
+            return engine_facts(self.endpoint, version=self.api.version(), info=self.about)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the engine tells about itself; only modules of this room use it."""
+        if self._about is None:
+            from imgkit_builder.engine.errors import translated
+
+            with translated("ask the engine about itself"):
+                self._about = self.api.info()
+        return self._about
 
     @property
     def has_nvidia(self) -> bool:
         """Whether containers can use GPUs."""
-        from imgkit_builder.engine.errors import translated
+        return "nvidia" in (self.about.get("Runtimes") or {})
 
-        with translated("ask the engine's runtimes"):
-            return "nvidia" in (self.api.info().get("Runtimes") or {})
+    @property
+    def root(self) -> str:
+        """The engine's own folder, on the engine's machine."""
+        return str(self.about.get("DockerRootDir") or "/var/lib/docker")
+
+    @property
+    def names_manifests(self) -> bool:
+        """Whether the engine names images by their manifests, as it does with containerd's store."""
+        return has_containerd_store(self.about)
 
     @property
     def is_here(self) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.engine.connection import Engine
@@ -37,8 +37,21 @@ if not sys.stdin.buffer.read():
 
 
 @contextlib.contextmanager
-def created(engine: Engine, image: str, argv: Sequence[str], *, purpose: str) -> Iterator[str]:
+def created(
+    engine: Engine,
+    image: str,
+    argv: Sequence[str],
+    *,
+    purpose: str,
+    platform: str,
+    shown: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
+
+    Parameters
+    ----------
+    image : the engine's name for it, `ImageInfo.ref`.
+    shown : folders of the engine's machine, and where the container has them, read-only.
 
     Notes
     -----
@@ -56,9 +69,16 @@ def created(engine: Engine, image: str, argv: Sequence[str], *, purpose: str) ->
                     command=list(argv[1:]),
                     name=name,
                     labels={"imgkit.purpose": purpose},
+                    # An image of several platforms is possible only there.
+                    platform=platform if engine.names_manifests else None,
                     # The engine's default log driver may be one that cannot be read back.
                     host_config=engine.api.create_host_config(
-                        network_mode="none", log_config=docker.types.LogConfig(type="json-file")
+                        network_mode="none",
+                        log_config=docker.types.LogConfig(type="json-file"),
+                        mounts=[
+                            docker.types.Mount(target, folder, type="bind", read_only=True)
+                            for folder, target in (shown or {}).items()
+                        ],
                     ),
                 )
             yield name
@@ -81,14 +101,14 @@ def remove(engine: Engine, name: str) -> None:
                 raise
 
 
-def run(engine: Engine, image: str, argv: Sequence[str]) -> Finished:
+def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Finished:
     """Run `argv` in a container of `image` to its end.
 
     A program missing from the image gives return code 127, and the engine's message as output.
     """
     import docker.errors
 
-    with created(engine, image, argv, purpose="run") as name:
+    with created(engine, image, argv, purpose="run", platform=platform) as name:
         with translated(f"start {argv[0]} in {image}", name=image):
             try:
                 engine.api.start(name)

@@ -37,12 +37,14 @@ def copied(engine: Engine, name: str, layers: int) -> tuple[str, ...] | None:
     return tuple(found) if len(found) == layers else None
 
 
-def fetch(engine: Engine, name: str, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
+def fetch(
+    engine: Engine, name: str, paths: Sequence[str], folder: Path, *, platform: str
+) -> tuple[Path | None, ...]:
     """Write a tar of each of `paths` into `folder`, None for a missing path; starts no container."""
     import docker.errors
 
     found: list[Path | None] = []
-    with containers.created(engine, name, ["true"], purpose="read") as container:
+    with containers.created(engine, name, ["true"], purpose="read", platform=platform) as container:
         for number, path in enumerate(paths):
             target = folder / f"copy-{number}.tar"
             with translated(f"read {path} in {name}", name=name), engine.patient() as api:

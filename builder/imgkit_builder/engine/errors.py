@@ -23,6 +23,10 @@ _NETWORK = (
 _UNKNOWN = ("manifest unknown", "manifest for", "repository does not exist", "not found: does not exist")
 _DENIED = ("unauthorized", "authentication required", "no basic auth", "denied: requested access", "denied:")
 
+ONE_PLATFORM_HINT = (
+    "this engine uses only its own platform of an image that has several: name the other one by its digest, "
+    "NAME@sha256:... (docker manifest inspect NAME lists them), or use Docker 28.1 or later"
+)
 RESTART_HINT = (
     "find the reason: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start "
     "docker; then run the same command again"
@@ -78,6 +82,8 @@ def hint_for(text: str) -> str | None:
             "the program is for another architecture, and there is no emulator: "
             "sudo apt-get install qemu-user-static binfmt-support"
         )
+    if "content digest" in low and "not found" in low:
+        return ONE_PLATFORM_HINT
     if "x509" in low:
         return "the engine does not trust the registry: copy its CA to /etc/docker/certs.d/HOST/ca.crt"
     if "toomanyrequests" in low:

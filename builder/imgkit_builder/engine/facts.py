@@ -41,15 +41,18 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     """Facts from the answers to ``/version`` and ``/info``."""
     names = [str(part.get("Name") or "") for part in version.get("Components") or ()]
     driver = str(info.get("Driver") or "unknown")
-    # Docker's containerd store says so in the status of its driver; its driver is a snapshotter.
-    status = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2)
-    containerd = str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
     return EngineFacts(
         endpoint=endpoint,
         product="Podman" if "Podman Engine" in names else "Docker",
         version=str(version["Version"]),
         api=str(version["ApiVersion"]),
         arch=str(version["Arch"]),
-        store=f"containerd ({driver})" if containerd else driver,
+        store=f"containerd ({driver})" if has_containerd_store(info) else driver,
         root=str(info.get("DockerRootDir") or ""),
     )
+
+
+def has_containerd_store(info: Mapping[str, Any]) -> bool:
+    """Whether the answer to ``/info`` tells of containerd's store; its driver is then a snapshotter."""
+    status = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2)
+    return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from imgkit_builder.engine import identity, platforms
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
 from imgkit_builder.recipe.image_reference import BadReference, parse
@@ -16,8 +19,10 @@ from imgkit_entrypoints.errors import UsageError
 class ImageInfo:
     """A local image."""
 
+    ref: str
+    """The engine's own name for it, ``sha256:...``: what requests to the engine take."""
     id: str
-    """``sha256:...`` of the image configuration."""
+    """``sha256:...`` of the image configuration; archives and .sif files record it."""
     tags: tuple[str, ...]
     platform: str
     """``linux/amd64``."""
@@ -32,6 +37,8 @@ class ImageInfo:
     size_bytes: int
     digest: str
     """``repo@sha256:...``; empty for an image that never saw a registry."""
+    manifest: str = ""
+    """``sha256:...`` of its manifest where the engine prefers another platform of the image; else empty."""
 
     @property
     def tag(self) -> str:
@@ -39,32 +46,70 @@ class ImageInfo:
         return self.tags[0] if self.tags else ""
 
 
-def inspect(engine: Engine, name: str) -> ImageInfo:
+def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo:
     """Describe the local image `name` (tag or id); never uses the network.
+
+    Of an image with several platforms it describes `platform`, or else the one that the engine prefers.
 
     Raises
     ------
     UsageError : there is no such image, or `name` is not an image name.
     """
     with translated(f"inspect {name}", name=name):
-        data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
-    return _info(data, name)
+        data = platforms.inspect_image(engine, name, platform)
+    return _info(engine, data, name)
 
 
-def find(engine: Engine, name: str) -> ImageInfo | None:
+def find(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo | None:
     """Like `inspect`, but None where the engine has no such image."""
     import docker.errors
 
     with translated(f"inspect {name}", name=name):
         try:
-            data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
+            data = platforms.inspect_image(engine, name, platform)
         except docker.errors.ImageNotFound:
             return None
-    return _info(data, name)
+    return _info(engine, data, name)
 
 
-def _info(data: dict[str, Any], name: str) -> ImageInfo:
-    config = data.get("Config") or {}
+def with_layers(engine: Engine, diff_ids: Sequence[str]) -> ImageInfo | None:
+    """Find a local image with exactly the layers `diff_ids`, under any name or none."""
+    import docker.errors
+
+    with translated("list the images"):
+        for ref in engine.api.images(quiet=True):
+            # It may be removed meanwhile.
+            with contextlib.suppress(docker.errors.ImageNotFound):
+                data = platforms.inspect_image(engine, ref, None)
+                if _layers(data) == tuple(diff_ids):
+                    return _info(engine, data, ref)
+    return None
+
+
+def config_json(engine: Engine, image: ImageInfo) -> bytes:
+    """The OCI configuration of `image` without its history.
+
+    The engine hands out values, not bytes: their digest is not the image id.
+    """
+    with translated(f"inspect {image.ref}", name=image.ref):
+        data = platforms.inspect_image(engine, image.ref, image.platform)
+    return json.dumps(
+        {
+            "created": data.get("Created") or "",
+            "architecture": data.get("Architecture") or "",
+            "os": data.get("Os") or "linux",
+            "config": data.get("Config") or {},
+            "rootfs": {"type": "layers", "diff_ids": _layers(data)},
+        }
+    ).encode()
+
+
+def _layers(data: dict[str, Any]) -> tuple[str, ...]:
+    return tuple((data.get("RootFS") or {}).get("Layers") or ())
+
+
+def _info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
+    ref, platform, config = str(data["Id"]), platforms.platform_of(data), data.get("Config") or {}
     tags = [plain(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
     # The requested name comes first, so that saving and messages use it.
     tags.sort(key=lambda tag: tag not in (plain(name), f"{plain(name)}:latest"))
@@ -72,18 +117,20 @@ def _info(data: dict[str, Any], name: str) -> ImageInfo:
     digests.sort(key=lambda digest: digest.partition("@")[0] != repository(plain(name)))
     pairs = (word.partition("=") for word in config.get("Env") or ())
     return ImageInfo(
-        id=str(data["Id"]),
+        ref=ref,
+        id=identity.image_id(engine, ref, platform),
         tags=tuple(tags),
-        platform=f"{data.get('Os') or 'linux'}/{data.get('Architecture') or ''}",
+        platform=platform,
         labels=dict(config.get("Labels") or {}),
         env={key: value for key, _, value in pairs},
         entrypoint=tuple(config.get("Entrypoint") or ()),
         cmd=tuple(config.get("Cmd") or ()),
         workdir=str(config.get("WorkingDir") or ""),
         user=str(config.get("User") or ""),
-        diff_ids=tuple((data.get("RootFS") or {}).get("Layers") or ()),
+        diff_ids=_layers(data),
         size_bytes=int(data.get("Size") or 0),
         digest=digests[0] if digests else "",
+        manifest=str(data.get("Manifest") or ""),
     )
 
 

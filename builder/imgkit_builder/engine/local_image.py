@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from pathlib import Path
 
 from imgkit_builder.engine import copies, storage, streams
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import translated
-from imgkit_builder.engine.images import ImageInfo, find, inspect
+from imgkit_builder.engine.images import ImageInfo, config_json, find, inspect, with_layers
 from imgkit_builder.image.config import ImageConfig, parse_config
 
 
@@ -25,18 +23,21 @@ class LocalImage:
     engine: Engine
     name: str
     """Its first tag, or else the requested name."""
-    tag: str
-    """Its first tag; empty where it has none."""
+    info: ImageInfo
     config: ImageConfig
-    size_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its layers, uncompressed."""
+        return self.info.size_bytes
 
     def save(self) -> AbstractContextManager[Iterator[bytes]]:
         """Stream ``docker save``; the archive names the image's tag where it has one."""
-        return streams.save_stream(self.engine, self.tag or self.config.image_id)
+        return streams.save_stream(self.engine, self.info.tag or self.info.ref)
 
     def export(self) -> AbstractContextManager[Iterator[bytes]]:
         """Stream ``docker export`` of a container made of the image."""
-        return streams.export_stream(self.engine, self.config.image_id)
+        return streams.export_stream(self.engine, self.info.ref)
 
     def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
         """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
@@ -48,15 +49,16 @@ class LocalImage:
 
     def copied(self, layers: int) -> tuple[str, ...] | None:
         """Targets of the last `layers` layers where they only copy; None where they do more."""
-        return copies.copied(self.engine, self.config.image_id, layers)
+        return copies.copied(self.engine, self.info.ref, layers)
 
     def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
         """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
-        return copies.fetch(self.engine, self.config.image_id, paths, folder)
+        return copies.fetch(self.engine, self.info.ref, paths, folder, platform=self.info.platform)
 
-    def other(self, image_id: str) -> LocalImage | None:
-        """Find another image of the same engine by its id; None where the engine has none."""
-        info = find(self.engine, image_id)
+    def other(self, image_id: str, diff_ids: Sequence[str]) -> LocalImage | None:
+        """Find another image of the same engine by its id or else by its layers; None where there is none."""
+        # An engine with containerd's store does not find an image by the id that a .sif records.
+        info = find(self.engine, image_id) or with_layers(self.engine, diff_ids)
         return _opened(self.engine, image_id, info) if info else None
 
 
@@ -75,26 +77,6 @@ def _opened(engine: Engine, name: str, info: ImageInfo) -> LocalImage:
     return LocalImage(
         engine=engine,
         name=info.tag or name,
-        tag=info.tag,
-        config=parse_config(_config(engine, info.id), where=name, image_id=info.id),
-        size_bytes=info.size_bytes,
+        info=info,
+        config=parse_config(config_json(engine, info), where=name, image_id=info.id),
     )
-
-
-def _config(engine: Engine, image_id: str) -> bytes:
-    """The OCI image configuration without its history.
-
-    The engine hands out values, not bytes: their digest is not the image id.
-    """
-    with translated(f"inspect {image_id}", name=image_id):
-        data = engine.api.inspect_image(image_id)  # type: ignore[no-untyped-call]  # the stubs forgot it
-    layers = (data.get("RootFS") or {}).get("Layers") or []
-    return json.dumps(
-        {
-            "created": data.get("Created") or "",
-            "architecture": data.get("Architecture") or "",
-            "os": data.get("Os") or "linux",
-            "config": data.get("Config") or {},
-            "rootfs": {"type": "layers", "diff_ids": layers},
-        }
-    ).encode()

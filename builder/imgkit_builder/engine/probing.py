@@ -28,7 +28,8 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     known = _read(kept)
     if known is not None:
         return known
-    finished = containers.run(engine, base.id or base.name, inside.argv())
+    name = base.name if engine.names_manifests else base.id or base.name
+    finished = containers.run(engine, name, inside.argv(), platform=base.platform)
     seen = inside.parse(finished.output)
     if seen is None:
         return Probe(skipped=_why_not(engine, base, finished.returncode, finished.output))

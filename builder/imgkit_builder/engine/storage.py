@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import translated
 
 _SHIFTED = ("name=rootless", "name=userns")
 """Security options that change the owners of files on disk."""
@@ -23,7 +22,7 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
     The engine names a layer by its chain: the digest of all layers up to it. The folder of that name contains
     the layer's own digest and the name of the overlay2 folder, whose content never changes.
     """
-    about = _about(engine)
+    about = engine.about
     if _obstacle(engine, about):
         return None
     root, chain, found = Path(str(about.get("DockerRootDir"))), "", []
@@ -44,13 +43,8 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
 
 def why_unreadable(engine: Engine) -> str:
     """The reason why `layer_folders` finds nothing."""
-    about = _about(engine)
+    about = engine.about
     return _obstacle(engine, about) or f"{about.get('DockerRootDir')} has no folder of its layers"
-
-
-def _about(engine: Engine) -> dict[str, Any]:
-    with translated("ask where the engine keeps its layers"):
-        return engine.api.info()
 
 
 def _obstacle(engine: Engine, about: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Generator, Iterator
 
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.engine import containers
+from imgkit_builder.engine import containers, platforms
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import clean, explain, translated
 from imgkit_builder.engine.images import inspect
@@ -35,10 +35,11 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
     image = inspect(engine, name)
     doing = f"save {name}"
     (report or Silent()).stage(f"the engine stages {image.tag or name}")
-    with translated(doing, name=name), engine.patient() as api:
-        response = iter(api.get_image(image.tag or image.id))
-    with contextlib.closing(_whole(response, doing)) as chunks:
-        yield chunks
+    with contextlib.ExitStack() as stack:
+        with translated(doing, name=name):
+            wanted = platforms.get_image(engine, image.tag or image.ref, image.platform)
+            response = stack.enter_context(wanted)
+        yield stack.enter_context(contextlib.closing(_whole(response, doing)))
 
 
 @contextlib.contextmanager
@@ -56,7 +57,9 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
     doing = f"export {name}"
     (report or Silent()).stage(f"export {name}")
     # By id: a tag that moves meanwhile must not mix two images.
-    with containers.created(engine, image.id, ["true"], purpose="export") as container:
+    with containers.created(
+        engine, image.ref, ["true"], purpose="export", platform=image.platform
+    ) as container:
         with translated(doing, name=name), engine.patient() as api:
             response = iter(api.export(container))
         with contextlib.closing(_whole(response, doing)) as chunks:
@@ -74,7 +77,7 @@ def read_file(engine: Engine, name: str, path: str) -> bytes | None:
 
     image = inspect(engine, name)
     with (
-        containers.created(engine, image.id, ["true"], purpose="read") as container,
+        containers.created(engine, image.ref, ["true"], purpose="read", platform=image.platform) as container,
         translated(f"read {path} in {name}", name=name),
     ):
         try:

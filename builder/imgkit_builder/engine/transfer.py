@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import BinaryIO
 
 from imgkit_builder.base.progress import Reporter
@@ -10,6 +11,8 @@ from imgkit_builder.engine.errors import no_image, translated
 from imgkit_builder.engine.events import LayerProgress, checked
 from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect, repository
 from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+_PUSHED = re.compile(r".*: digest: (sha256:[0-9a-f]{64}) size: \d+")
 
 
 def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
@@ -29,7 +32,7 @@ def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> Im
         events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
         for event in checked(events, doing=doing, name=ref):
             progress.take(event)
-    image = inspect(engine, ref)
+    image = inspect(engine, ref, platform=full_platform(platform) if platform else None)
     # A tag with a single image instead of a list of platforms is pulled for any platform.
     if platform and image.platform != full_platform(platform):
         raise UsageError(
@@ -54,11 +57,13 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     name, tag = _split(ref)
     progress = LayerProgress(report)
     digest = ""
+    # The graph drivers report it as an object; containerd's store and Podman write it into the last status.
     with translated(doing, name=ref), engine.patient() as api:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in checked(events, doing=doing, name=ref):
             progress.take(event)
-            digest = str((event.get("aux") or {}).get("Digest") or digest)
+            told = _PUSHED.fullmatch(str(event.get("status") or ""))
+            digest = str((event.get("aux") or {}).get("Digest") or (told[1] if told else digest))
     if not digest:
         raise ToolFailed(
             f"{doing}: the engine reported no digest", hint="push again; see: journalctl -u docker"

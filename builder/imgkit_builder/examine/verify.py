@@ -138,6 +138,10 @@ def _against_sidecar(path: Path, held: Contents, image: SelectedImage[HashedFile
         absent = sidecar.json_path(path).name
         return Check(name="sidecar", verdict="skip", found=f"{absent} is missing")
     wrong = _differences(described, held, image)
+    if not wrong and described.image.id != image.config.image_id:
+        found = f"it names the image by its manifest, {described.image.id}, as imgkit 0.1 did"
+        hint = f"the image id is {image.config.image_id}; for a sidecar with it: imgkit save"
+        return Check(name="sidecar", verdict="warn", found=found, hint=hint)
     verdict: Verdict = "fail" if wrong else "ok"
     found = wrong or f"{described.image.tag}, {described.image.platform}, {described.image.id}"
     hint = "the sidecar belongs to another archive: copy both again" if wrong else ""

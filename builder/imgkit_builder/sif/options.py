@@ -62,8 +62,8 @@ class EngineImage(Protocol):
     def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
         """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
 
-    def other(self, image_id: str) -> EngineImage | None:
-        """Find another image of the same engine by its id; None where the engine has none."""
+    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
+        """Find another image of the same engine by its id or else by its layers; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,8 +50,17 @@ def test_copies_are_read_from_the_history(fake: Any, image: LocalImage, tmp_path
     assert image.fetch([], tmp_path) == ()
 
 
-def test_other_image_that_is_gone_is_none(image: LocalImage) -> None:
-    assert image.other("sha256:" + "0" * 64) is None
+def test_other_image_is_found_by_id_or_layers(fake: Any, image: LocalImage) -> None:
+    fake.on("GET", "/images/json", type(fake.image())(data=[{"Id": "gone:1"}, {"Id": fake.image_id}]))
+    for name, layers in ((fake.image_id, ()), ("sha256:" + "0" * 64, image.config.diff_ids)):
+        other = image.other(name, layers)
+        assert other is not None
+        assert other.config == image.config
+
+
+def test_other_image_that_is_gone_is_none(fake: Any, image: LocalImage) -> None:
+    fake.on("GET", "/images/json", type(fake.image())(data=[{"Id": fake.image_id}]))
+    assert image.other("sha256:" + "0" * 64, image.config.diff_ids[:1]) is None
 
 
 def test_unknown_image_names_what_makes_one(engine: Engine) -> None:

@@ -215,7 +215,7 @@ with engine_image(tag) as image:
     lost = {"folders": lambda self, ids: None}  # as for an ordinary user
     if way == "pruned":  # the engine no longer has the base's image
         lost = {
-            "other": lambda self, image_id: None,
+            "other": lambda self, image_id, diff_ids: None,
             "folders": lambda self, ids: folders(ids) if tuple(ids) == own else None,
         }
     with patch.multiple(LocalImage, **lost):

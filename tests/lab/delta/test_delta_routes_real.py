@@ -103,3 +103,7 @@ def raw(layer: SquashfsLayer, folder: str = "") -> Iterator[tuple[str, tree.Tree
         yield tree.join(folder, name), entry
         if entry.kind == "dir":
             yield from raw(layer, tree.join(folder, name))
+
+
+def test_changed_code_is_read_without_the_image(made: dict[tuple[str, str], Made]) -> None:
+    assert {made[route, "code"].way for route in ROUTES} == {"copy"}
