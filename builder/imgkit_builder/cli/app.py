@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 VERBS: dict[str, str] = {
     "list": "recipes",
@@ -100,24 +101,63 @@ def _root(
 
 
 def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
-    """Run the command line; an error prints one message on stderr and exits with the code of its kind."""
+    """Run the command line; an error prints one message and exits with the code of its kind.
+
+    The message goes to stderr. With ``--json`` one JSON object goes to stdout, also for a wrong command line,
+    and stderr gets a JSON line.
+    """
+    words = sys.argv[1:]
+    # Words behind "--" belong to the user's program.
+    as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:
-        build_app(verbs)()
+        code = build_app(verbs)(standalone_mode=False)
     except ImgkitError as error:
-        print(f"imgkit: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error, as_json=as_json)
     except OSError as error:
         # No function expected this one: a full disk or a denied folder needs no traceback.
         full = error.errno in files.FULL
-        told = ToolFailed(
+        place = files.where_full(error) if full else error.filename
+        found = ToolFailed(
             error.strerror or str(error),
-            where=files.where_full(error) if full else error.filename,
+            where=str(place) if place else None,
             hint="free some space there, or write to another disk" if full else None,
         )
-        print(f"imgkit: {told}", file=sys.stderr)
-        sys.exit(told.exit_code)
-    except SystemExit as done:
-        # typer has turned Ctrl-C into this code.
-        if done.code == INTERRUPTED:
-            print("imgkit: interrupted; no partial file is left", file=sys.stderr)
-        raise
+        _end(found, as_json=as_json)
+    except _WRONG_COMMAND_LINE as error:
+        _end_usage(error, as_json=as_json)
+    except typer.Abort:
+        _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
+    if code == Interrupted.exit_code:
+        _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+_WRONG_COMMAND_LINE: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for a wrong command line; it exports only this one of its kinds."""
+
+_NOTHING_LEFT = "interrupted; no partial file is left"
+
+
+class Interrupted(ImgkitError):
+    """The user pressed Ctrl-C; typer has turned that into this code."""
+
+    exit_code = INTERRUPTED
+
+
+def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
+    if not as_json:
+        error.show()
+        sys.exit(error.exit_code)
+    command = error.ctx.command_path if error.ctx else "imgkit"
+    _end(UsageError(error.format_message(), hint=f"see: {command} --help"), as_json=True)
+
+
+def _end(error: ImgkitError, *, as_json: bool) -> NoReturn:
+    if as_json:
+        from imgkit_builder.cli.common import error_data
+
+        print(json.dumps(error_data(error), indent=2))
+        print(json.dumps({"event": "error", "text": str(error)}), file=sys.stderr)
+    else:
+        print(f"imgkit: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from imgkit_builder.recipe.problems import Problem
+    from imgkit_entrypoints.errors import ImgkitError
     from imgkit_entrypoints.system import SystemFacts
 
 Result = TypeVar("Result")
@@ -58,6 +60,34 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
         if not here or not typer.confirm(f"{error.where}: {error.what}. Pack all of it?", err=True):
             raise
         return run(True)
+
+
+def error_data(error: ImgkitError) -> dict[str, Any]:
+    """The JSON form of `error`: ``{"schema": 1, "error": {"what", "where", "hint", "exit_code"}}``.
+
+    The error of a recipe also has ``problems``, one entry for each.
+    """
+    from imgkit_builder.recipe.problems import RecipeErrors
+
+    data: dict[str, Any] = {
+        "what": error.what,
+        "where": error.where,
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+    }
+    if isinstance(error, RecipeErrors):
+        data["problems"] = [problem_data(problem) for problem in error.problems]
+    return {"schema": 1, "error": data}
+
+
+def problem_data(problem: Problem) -> dict[str, Any]:
+    """The JSON form of one problem of a recipe."""
+    return {
+        "what": problem.what,
+        "where": str(problem.position),
+        "hint": problem.hint or None,
+        "key": problem.key,
+    }
 
 
 def image_name(target: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON
+from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, problem_data
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Recipe
@@ -122,6 +122,7 @@ def _is_image(name: str) -> bool:
 
 def verb_check(
     files: list[str] = typer.Argument(..., metavar="FILE...", help="Files or names of recipes."),
+    as_json: bool = RESULT_JSON,
 ) -> None:
     """Check recipes and report every problem in one run.
 
@@ -132,7 +133,11 @@ def verb_check(
     Examples:
       imgkit check mine.yaml
       imgkit check recipes/*.yaml
+      imgkit check mine.yaml --json
     """
+    if as_json:
+        _check_as_json(files)
+        return
     from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe.problems import RecipeErrors
     from imgkit_entrypoints.errors import UsageError
@@ -156,6 +161,31 @@ def verb_check(
         raise RecipeErrors(dict.fromkeys(problems))
     if others:
         raise others[0] if len(others) == 1 else UsageError("\n".join(str(other) for other in others))
+
+
+def _check_as_json(files: list[str]) -> None:
+    from imgkit_builder.image.context import check_code
+    from imgkit_builder.recipe.load import load
+    from imgkit_builder.recipe.problems import RecipeErrors
+    from imgkit_entrypoints.errors import EXIT_USAGE, UsageError
+
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        problems: list[dict[str, Any]] = []
+        warnings: list[dict[str, Any]] = []
+        try:
+            recipe = load(file)
+            warnings = [problem_data(warning) for warning in recipe.warnings]
+            check_code(recipe)
+        except RecipeErrors as error:
+            problems = [problem_data(problem) for problem in error.problems]
+        except UsageError as error:
+            problems = [{"what": error.what, "where": error.where, "hint": error.hint, "key": ""}]
+        rows.append({"recipe": file, "passed": not problems, "problems": problems, "warnings": warnings})
+    passed = all(row["passed"] for row in rows)
+    print(json.dumps({"schema": 1, "passed": passed, "recipes": rows}, indent=2))
+    if not passed:
+        raise typer.Exit(EXIT_USAGE)
 
 
 def verb_schema() -> None:
