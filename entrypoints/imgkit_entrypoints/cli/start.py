@@ -41,7 +41,8 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     made = plan.make(asked.request, worker.argv, place=where, host=host, system=system, env=env)
     odd = schedulers.warnings(where, asked.wanted, env, recipe=system.scheduler if system else "")
     child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
-    absent = (text for _, text in absent_files(facts.Reader(root=facts.root_of(env)), child))
+    files = absent_files(facts.Reader(root=facts.root_of(env)), child)
+    absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in files)
     warnings = (*odd, *made.warnings, *absent, *(() if worker.own else _shadows(env)))
     if asked.show_plan:
         print(json.dumps(dataclasses.replace(made, warnings=warnings).to_dict(), indent=2))

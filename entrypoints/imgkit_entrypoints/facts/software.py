@@ -133,10 +133,14 @@ FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LI
 
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Variables of `env` whose file does not exist, each with the sentence that says so."""
+    """Variables of `env` whose file does not exist: what is wrong, and the remedy."""
     wrong = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
     return tuple(
-        (name, f"{name}={env[name]}: there is no such file, so NCCL ignores it or ends") for name in wrong
+        (
+            f"{name}={env[name]}: there is no such file, so NCCL ignores it or ends",
+            f"bind the file into the container (--bind {env[name]}), or unset {name}",
+        )
+        for name in wrong
     )
 
 

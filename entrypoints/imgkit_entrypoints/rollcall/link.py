@@ -97,6 +97,8 @@ class Link:
             if not self._outbox and not self.why:
                 self.socket.shutdown(socket.SHUT_WR)
         while not self.why and (left := end - time.monotonic()) > 0:
-            select.select([self.socket], [self.socket] if self._outbox else [], [], left)
+            waiting = select.poll()  # select.select would end at descriptor 1023
+            waiting.register(self.socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+            waiting.poll(left * 1000)
             self.receive()
         self.socket.close()

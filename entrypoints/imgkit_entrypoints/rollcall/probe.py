@@ -35,8 +35,6 @@ ANSWER_S = 2.0
 SETTLE_S = 0.2
 """Time in which a node that has just ended is noticed."""
 TICK_S = 0.001
-HEADERS_BYTES = 52
-"""Headers of IPv4 and of TCP, with the time stamps that Linux adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +66,8 @@ class Failure:
     """Bytes of the burst that did not arrive; 0: there was no connection."""
     arrived: int
     """Bytes of the largest burst that arrived."""
+    packet: int
+    """Bytes of the largest packet on the way, headers included."""
     why: str
 
 
@@ -132,6 +132,7 @@ def _read(source: int, said: Any) -> list[Failure]:
                 port=int(one["port"]),
                 size=int(one["size"]),
                 arrived=int(one["arrived"]),
+                packet=int(one["packet"]),
                 why=str(one["why"])[:80],
             )
             for one in said
@@ -174,7 +175,7 @@ _Steps = Generator[None, None, "Failure | None"]
 
 def _steps(rank: int, target: int, address: str, port: int, sizes: Sequence[int]) -> _Steps:
     """Connect and send the bursts, each after the one before has arrived; yields while it has to wait."""
-    size = arrived = 0
+    size = arrived = segment = 0
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as connection:
             connection.setblocking(False)
@@ -182,14 +183,27 @@ def _steps(rank: int, target: int, address: str, port: int, sizes: Sequence[int]
             if (error := connection.connect_ex((address, port))) not in (0, errno.EINPROGRESS):
                 raise OSError(error, os.strerror(error))
             yield from _until(connection, _connected)
+            segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             for size in sizes:
                 connection.send(bytes(size))
                 yield from _until(connection, _answered)
                 arrived = size
     except OSError as error:
-        why = error.strerror or str(error)
-        return Failure(source=rank, target=target, port=port, size=size, arrived=arrived, why=why)
+        return Failure(
+            source=rank,
+            target=target,
+            port=port,
+            size=size,
+            arrived=arrived,
+            packet=min(size, segment) + _headers_bytes(address),
+            why=error.strerror or str(error),
+        )
     return None
+
+
+def _headers_bytes(address: str) -> int:
+    """Headers of IP and of TCP, with the time stamps that Linux adds."""
+    return 72 if ":" in address else 52
 
 
 def _until(connection: socket.socket, good: Callable[[socket.socket], bool]) -> Iterator[None]:
@@ -237,26 +251,31 @@ def refusal(
     where = f"{offer.address}:{first.port}"
     again = "To start without this test: --no-network-test"
     if first.size > SIZES[0]:
-        packet = first.size + HEADERS_BYTES
+        headers = _headers_bytes(offer.address)
+        payload = first.packet - headers + 24  # ping has ICMP's 8 bytes in place of TCP's 32
         return NoPlan(
             f"{source} cannot send {first.size} B at once to {target}: {first.arrived} B arrive, "
             f"{first.size} B do not{more}",
             where=where,
-            hint=f"a path MTU black hole: a switch or tunnel drops packets of {packet} B without a report. "
-            f"To see it: ping -c 3 -M do -s {packet - 28} {offer.address}. Raise the MTU of the path, or "
-            f"lower it on all nodes: sudo ip link set dev {offer.interface} "
-            f"mtu {first.arrived + HEADERS_BYTES}. {again}",
+            hint=f"a path MTU black hole: a switch or tunnel drops packets of {first.packet} B without a "
+            f"report. To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or "
+            f"lower it on all nodes: sudo ip link set dev {offer.interface} mtu {first.arrived + headers}. "
+            f"{again}",
         )
     same = {one.port for one in failures if (one.source, one.target) == (first.source, first.target)}
     ports = " and ".join(map(str, sorted(same)))
     what = f"{source} cannot connect to {target} on port {ports}: {first.why}{more}"
     if first.size:
         what = f"{source} connects to {target}, but port {ports} gets no data: {first.why}{more}"
-    return NoPlan(
-        what,
-        where=where,
-        hint="NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
-        f"the nodes connect on all of them. On {target}: sudo ufw allow from {caller.address}. If "
-        f"{offer.interface} is the wrong network, name another: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME. "
-        f"{again}",
-    )
+    if caller.address == offer.address:
+        hint = (
+            f"both nodes have the address {offer.address}, which is that of a container's own network. Start "
+            "the containers in the host's network (docker: --network host)"
+        )
+    else:
+        hint = (
+            "NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
+            f"the nodes connect on all of them. On {target}: sudo ufw allow from {caller.address}. If "
+            f"{offer.interface} is the wrong network, name another: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+        )
+    return NoPlan(what, where=where, hint=f"{hint}. {again}")

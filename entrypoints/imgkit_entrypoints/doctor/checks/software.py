@@ -101,8 +101,7 @@ def variables(subject: Subject) -> Iterator[Check]:
     """Every variable names a file that exists, and is one that NCCL or Gloo knows."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     known = {**(subject.system.env if subject.system else {}), **settings, **subject.env}
-    for name, text in absent_files(subject.reader, known):
-        fix = f"bind the file into the container (--bind {known[name]}), or unset {name}"
+    for text, fix in absent_files(subject.reader, known):
         yield Check(name="variables", verdict="warn", evidence=text, fix=fix)
     for name in spelling.unknown(known):
         # A name that is like a known one is among the network's warnings; torch's prefix is anybody's.

@@ -247,3 +247,10 @@ def test_dist_env_takes_the_launch_s_options() -> None:
     found = json.loads(command("dist-env", "--json", *flags).stdout)
     assert (found["placement"]["nnodes"], found["placement"]["head"]) == (2, "node1")
     assert json.loads(command("dist-env", "--plan", *flags).stdout)["placement"]["node_rank"] == 1
+
+
+def test_absent_file_of_a_variable_is_in_the_plan():
+    made = json.loads(command("dist-run", "--plan", "x.py", env={"NCCL_TOPO_FILE": "/gone.xml"}).stdout)
+    (text,) = [text for text in made["warnings"] if "NCCL_TOPO_FILE" in text]
+    assert "there is no such file" in text
+    assert "--bind /gone.xml" in text

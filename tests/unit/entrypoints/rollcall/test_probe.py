@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, probe, session
 from imgkit_entrypoints.rollcall.gather import Caller
 from imgkit_entrypoints.rollcall.probe import Failure, Offer
-from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 HERE = "127.0.0.1"
 WHEEL_0_1 = Path(__file__).parents[3] / "lab/data/imgkit_entrypoints-0.1.0-py3-none-any.whl"
@@ -193,8 +193,35 @@ def test_failing_pair_is_named_on_every_node(
     assert "--no-network-test" in str(texts[0])
 
 
-HOLE = Failure(source=1, target=0, port=40001, size=2000, arrived=1400, why="no answer within 3.5 s")
-WALL = Failure(source=1, target=0, port=40002, size=0, arrived=0, why="Connection refused")
+def test_node_that_ends_meanwhile_is_lost_not_blamed(request: pytest.FixtureRequest, closed: Offer) -> None:
+    (head, _), found = places(2, request.node.name), []
+    me = Caller(host="host0", address=HERE, interface="lo")
+    meeting = threading.Thread(
+        target=lambda: found.append(gather.call(head, me, timeout_s=20, say=lambda _: None))
+    )
+    meeting.start()
+    hello = {"job": head.job_id, "node_rank": 1, "nnodes": 2, "caller": {"host": "host1", "identity": {}}}
+    while True:
+        try:
+            node = socket.create_connection((HERE, job_port(head.job_id)))
+            break
+        except ConnectionRefusedError:
+            continue
+    with node:
+        node.sendall(json.dumps({**hello, "probe": asdict(closed)}).encode() + b"\n")
+        heard = b""
+        while b'"probe"' not in heard:
+            heard += node.recv(4096)
+    meeting.join(timeout=20)
+    (event,) = found[0].tick()
+    assert isinstance(event, session.Lost)
+    found[0].close()
+
+
+HOLE = Failure(
+    source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, why="no answer within 3.5 s"
+)
+WALL = Failure(source=1, target=0, port=40002, size=0, arrived=0, packet=52, why="Connection refused")
 OFFERS = {rank: Offer(address=f"10.0.0.{rank}", interface="eth0", ports=(40001, 40002)) for rank in range(3)}
 
 
@@ -208,7 +235,8 @@ def test_black_hole_is_refused_with_the_ping() -> None:
         "node 1 of 3 (host1) cannot send 2000 B at once to node 0 of 3 (host0): 1400 B arrive" in error.what
     )
     assert "(other failing pairs of nodes: 1)" in error.what
-    assert "ping -c 3 -M do -s 2024 10.0.0.0" in str(error.hint)
+    assert "drops packets of 1500 B" in str(error.hint)
+    assert "ping -c 3 -M do -s 1472 10.0.0.0" in str(error.hint)
     assert "ip link set dev eth0 mtu 1452" in str(error.hint)
 
 
@@ -216,6 +244,11 @@ def test_firewall_is_refused_with_its_ports() -> None:
     error = probe.refusal([HOLE, WALL, replace(WALL, port=40001)], OFFERS, name)
     assert "cannot connect to node 0 of 3 (host0) on port 40001 and 40002: Connection refused" in error.what
     assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
+
+
+def test_one_address_for_two_nodes_is_said() -> None:
+    same = {rank: replace(OFFERS[0], address="172.17.0.2") for rank in range(3)}
+    assert "both nodes have the address 172.17.0.2" in str(probe.refusal([WALL], same, name).hint)
 
 
 def test_connection_without_data_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, ports, session
 from imgkit_entrypoints.rollcall.gather import Caller, Identity
+from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, Lost, Roll, StopAsked
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -296,6 +298,22 @@ def test_failed_head_is_not_also_lost(place: Placement) -> None:
     events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)
     assert events == [[Failed(node="node 0 of 2 (as07r3b12)", code=1), AllDone(codes=())]]
     closing.join()
+
+
+def test_link_beyond_descriptor_1023_closes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    mine, other = socket.socketpair()
+    try:
+        number = os.dup2(mine.fileno(), 2000)
+        link = Link(socket.socket(fileno=number))
+        other.sendall(b"{}\n")
+        link.close(linger_s=0.1)
+        assert link.fileno() == -1
+    finally:
+        mine.close()
+        other.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_ports_stay_below_the_ephemeral_range() -> None:
