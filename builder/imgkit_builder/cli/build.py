@@ -160,11 +160,14 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     """Build and test the image of `recipe`; `typed` is the user's word for it."""
     from imgkit_builder import engine as engines
     from imgkit_builder.image import context as contexts
+    from imgkit_builder.image import secret_values
 
+    values = secret_values.read(recipe)
+    secrets_at = recipe.where("image", "secrets") if values.options else ""
     tag = options.tag or engines.default_tag(recipe)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
-        builder = engines.choose(engine.facts(), options.builder)
+        builder = engines.choose(engine.facts(), options.builder, secrets_at=secrets_at)
         report.stage(f"base {options.base or recipe.image.base}")
         base = engines.resolve_base(
             engine, recipe, override=options.base, platform=options.platform, pull=options.pull, report=report
@@ -183,6 +186,7 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
             report=report,
         )
         _tell_left_out(context, report)
+        secret_values.refuse_in(context, values)
         tested: list[Check] = []
 
         def accept(image: ImageInfo) -> None:
@@ -194,7 +198,8 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
             context,
             tag=tag,
             report=report,
-            builder=builder,
+            builder=dataclasses.replace(builder, options=values.options),
+            hide=values.masked,
             no_cache=options.no_cache,
             accept=accept,
         )

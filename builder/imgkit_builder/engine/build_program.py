@@ -49,10 +49,10 @@ def run(
     written = watch.log_path.with_name("image-id")
     token = f"imgkit-{secrets.token_hex(8)}"
     options = ["--iidfile", str(written), "--platform", context.manifest.platform]
-    options += ["--file", labels.DOCKERFILE, *(["--no-cache"] if no_cache else [])]
+    options += ["--file", labels.DOCKERFILE, *(["--no-cache"] if no_cache else []), *builder.options]
     argv = _podman(options, token) if builder.name == "podman" else [*_BUILDX, *options, "-"]
     env = own_storage() if builder.name == "podman" else _buildx_env(engine)
-    with context.open() as tar, _guarded(argv, token, builder.containers, env) as guard:
+    with context.open(watch.report) as tar, _guarded(argv, token, builder.containers, env) as guard:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for data in pumped(guard, _chunks(labels.with_dockerfile(tar, dockerfile))):
             watch.text(decoder.decode(data))

@@ -31,16 +31,41 @@ class Choice:
     """What this builder lacks, where there would be a better one."""
     containers: Path | None = None
     """The folder in which podman keeps its containers."""
+    options: tuple[str, ...] = ()
+    """Further words for its program."""
 
 
-def choose(facts: EngineFacts, wanted: Builder = "auto") -> Choice:
+def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = "") -> Choice:
     """The builder for the engine: what `wanted` names, else podman for Podman and the classic one for Docker.
+
+    `secrets_at` is the recipe's line with the secrets that the build needs: Docker then builds with buildx.
 
     Raises
     ------
-    UsageError : `wanted` is not a builder of this engine.
+    UsageError : `wanted` is not a builder of this engine, or cannot keep secrets.
     ToolMissing : its program is missing.
     """
+    choice = _choose(facts, wanted)
+    if not secrets_at or choice.name != "classic":
+        return choice
+    if wanted == "auto" and not facts.is_podman:
+        try:
+            _need_buildx(facts)
+        except ToolMissing as error:
+            hint = "sudo apt-get install docker-buildx-plugin (or docker-buildx)"
+            what = (
+                f"the build needs secrets, which Docker keeps out of an image only with buildx: {error.what}"
+            )
+            raise ToolMissing(what, where=secrets_at, hint=hint) from error
+        return Choice(name="buildx")
+    raise UsageError(
+        "the classic builder has no build secrets: they would stay in the image",
+        where=secrets_at,
+        hint=f"use --builder {'podman' if facts.is_podman else 'buildx'}",
+    )
+
+
+def _choose(facts: EngineFacts, wanted: Builder) -> Choice:
     if wanted == "classic":
         return Choice(name="classic")
     if wanted == "buildx":

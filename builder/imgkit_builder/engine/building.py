@@ -50,9 +50,12 @@ def build(
     report: Reporter,
     builder: Choice | None = None,
     no_cache: bool = False,
+    hide: Callable[[str], str] = str,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
     """Build `context` with `builder`, by default the classic one, and name the result `tag`.
+
+    `hide` puts stars into a line of output before anything else sees it.
 
     The tag moves last, after the architecture has been checked and `accept` has returned. A build that
     fails, is interrupted or is not accepted leaves the old image under its name.
@@ -75,7 +78,10 @@ def build(
     follower = BuildKitFollower if builder.name == "buildx" else BuildFollower
     run = _run if builder.name == "classic" else build_program.run
     with log.open("w", encoding="utf-8") as stream:
-        watch = follower(stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report)
+        watch = follower(
+            stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
+        )
+        report.stage("send the context")
         ref = run(engine, context, dockerfile, watch, builder=builder, no_cache=no_cache)
     image = inspect(engine, ref)
     if image.platform != context.manifest.platform:
@@ -105,7 +111,7 @@ def _run(
     When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
     removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well.
     """
-    with _no_container_left(engine, watch), context.open() as tar:
+    with _no_container_left(engine, watch), context.open(watch.report) as tar:
         try:
             with translated("build"):
                 events = engine.api.build(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,9 +30,18 @@ _STEP_WIDTH = 72
 class BuildFollower:
     """Follows one build of the classic builder or podman."""
 
-    def __init__(self, log: TextIO, dockerfile: str, *, base: str, log_path: Path, report: Reporter) -> None:
-        self._log, self.log_path = log, log_path
-        self._dockerfile, self._base, self._report = dockerfile, base, report
+    def __init__(
+        self,
+        log: TextIO,
+        dockerfile: str,
+        *,
+        base: str,
+        log_path: Path,
+        report: Reporter,
+        hide: Callable[[str], str] = str,
+    ) -> None:
+        self._log, self.log_path, self._hide = log, log_path, hide
+        self._dockerfile, self._base, self.report = dockerfile, base, report
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._pending = ""
         self._step, self._steps, self._text = 0, 0, ""
@@ -40,7 +50,7 @@ class BuildFollower:
 
     def take(self, event: Event) -> None:
         """Process one event of the engine's API; raises the error that it reports."""
-        message = error_of(event)
+        message = self._hide(error_of(event))
         if message:
             self._flush()
             self._log.write(message + "\n")
@@ -84,11 +94,11 @@ class BuildFollower:
 
     def _line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.
-        text = clean(line).rstrip("\r").rpartition("\r")[2]
+        text = self._hide(clean(line).rstrip("\r").rpartition("\r")[2])
         self._log.write(text + "\n")
         self._log.flush()
         self._understand(text)
-        self._report.line(text)
+        self.report.line(text)
 
     def _understand(self, text: str) -> None:
         step, running = _STEP.match(text), _RUNNING.match(text)
@@ -111,7 +121,7 @@ class BuildFollower:
         self._step, self._steps, self._text = number, of, text
         self.container = ""
         self._tail.clear()
-        self._report.stage(f"step {number}/{of}: {self._short()}")
+        self.report.stage(f"step {number}/{of}: {self._short()}")
 
     def _flush(self) -> None:
         if self._pending:

@@ -32,6 +32,7 @@ from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_recipes import FOLDER
 
 LARGE_BYTES = 10**9
 """Code that is larger is packed only where the user agrees: often it is data that was not meant."""
@@ -60,11 +61,9 @@ class BuildContext:
         return io.BufferedReader(_Stream(self._checked(report or Silent())), CHUNK_BYTES)
 
     def _checked(self, report: Reporter) -> Iterator[bytes]:
-        digest, sent_bytes = hashlib.sha256(), 0
-        for chunk in members.tar(self.members):
+        digest = hashlib.sha256()
+        for chunk in _reported(members.tar(self.members), report, self.size_bytes):
             digest.update(chunk)
-            sent_bytes += len(chunk)
-            report.advance(sent_bytes, self.size_bytes)
             # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
                 raise UsageError(
@@ -115,8 +114,11 @@ def pack(
         *_certificates(recipe),
         *_requirements(recipe),
     ]
+    if recipe.image.used_secrets:
+        packed.append(members.file(layers.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes()))
     left_out: list[str] = []
-    parts = {code: tuple(members.of_code(code, left_out)) for code in _code(recipe)}
+    hidden = _hidden(recipe)
+    parts = {code: tuple(members.of_code(code, hidden, left_out)) for code in _code(recipe)}
     if not large:
         _refuse_large(parts)
     packed += [
@@ -125,11 +127,10 @@ def pack(
     packed += [member for part in parts.values() for member in part]
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     packed.sort(key=lambda member: os.fsencode(member.name))
-    digest, size_bytes, content_bytes = hashlib.sha256(), 0, sum(one.size_bytes for one in packed)
-    for chunk in members.tar(packed):
+    digest, size_bytes = hashlib.sha256(), 0
+    for chunk in _reported(members.tar(packed), report, sum(one.size_bytes for one in packed)):
         digest.update(chunk)
         size_bytes += len(chunk)
-        report.advance(size_bytes, max(size_bytes, content_bytes))
     return BuildContext(
         dockerfile=dockerfile,
         manifest=manifest,
@@ -148,8 +149,24 @@ def check_code(recipe: Recipe) -> None:
     UsageError : as `pack` does.
     """
     for code in _code(recipe):
-        for _ in members.of_code(code, []):
+        for _ in members.of_code(code, _hidden(recipe), []):
             pass
+
+
+def _reported(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
+    """Yield `chunks`, and report their bytes once a mebibyte: a tar of small files has many chunks."""
+    done_bytes = told_bytes = 0
+    for chunk in chunks:
+        done_bytes += len(chunk)
+        if done_bytes - told_bytes >= CHUNK_BYTES or chunk is members.END:
+            told_bytes = done_bytes
+            report.advance(done_bytes, max(done_bytes, total_bytes))
+        yield chunk
+
+
+def _hidden(recipe: Recipe) -> list[Path]:
+    """The files of build secrets, which stay out of the context wherever they lie."""
+    return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
 
 def _code(recipe: Recipe) -> Iterator[Code]:

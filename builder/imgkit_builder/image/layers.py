@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from imgkit_builder import __version__
 from imgkit_builder.image import wheel
-from imgkit_builder.recipe.model import Constraints, KeyPath, PipStep, Recipe
+from imgkit_builder.recipe.model import Constraints, KeyPath, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
@@ -41,6 +41,9 @@ CERTIFICATES = "/usr/local/share/ca-certificates"
 BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
+
+WITH_SECRETS = "imgkit/with-secrets"
+"""The script around a step that uses secrets, in the build context and below ``/run``."""
 
 NEXT = " \\\n    "
 """Continues a shell command or instruction on the next line."""
@@ -69,6 +72,8 @@ class PipCommand:
     origin: str
     command: str
     requirements: ContextFile | None
+    mounts: str
+    """Options of RUN that give it its secrets, each with a line end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,7 @@ class Project:
     command: str
     stays: bool
     """Whether the image needs `target` afterwards."""
+    mounts: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +96,7 @@ class RunStep:
     origin: str
     docker: str
     posix: str
+    mounts: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +143,8 @@ class Layers:
     reference: str
     """The argument of ``imgkit render`` for this recipe."""
     platform: str
+    uses_secrets: bool
+    """Whether a step needs a builder that knows secrets."""
     base: Text
     ca: Authorities | None
     apt: Text | None
@@ -172,6 +181,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         file=recipe.file.name,
         reference=recipe.name if shipped else shlex.quote(recipe.file.name),
         platform=platform or image.platforms[0],
+        uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         ca=_ca(recipe),
         apt=_apt(recipe),
@@ -337,7 +347,12 @@ def _pip(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
         requirements = ContextFile(member=member, path=f"{INSIDE}/{posixpath.basename(member)}")
         command += f"{NEXT}    --requirement {requirements.path}"
     command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
-    return PipCommand(origin=recipe.where("image", "pip", number), command=command, requirements=requirements)
+    return PipCommand(
+        origin=recipe.where("image", "pip", number),
+        command=command,
+        requirements=requirements,
+        mounts=_mounts(step.secrets),
+    )
 
 
 def _project(recipe: Recipe, number: int, step: PipStep) -> Project:
@@ -350,6 +365,7 @@ def _project(recipe: Recipe, number: int, step: PipStep) -> Project:
         target=target,
         command=f"{_pip_install(recipe, step)}{NEXT}    {form}{shlex.quote(target)}",
         stays=step.editable is not None,
+        mounts=_mounts(step.secrets),
     )
 
 
@@ -357,7 +373,9 @@ def _pip_install(recipe: Recipe, step: PipStep) -> str:
     """The command up to what it installs."""
     # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
     # pip builds packages in, and those must be free to choose their torch.
-    command = f"{PIP}{_base_constraint(recipe.image.constraints)}"
+    command = (
+        _with_secrets(recipe, step.secrets, "env ") + f"{PIP}{_base_constraint(recipe.image.constraints)}"
+    )
     command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
     command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
     return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
@@ -376,20 +394,44 @@ def _base_constraint(constraints: Constraints) -> str:
 def _run(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
     """The user's commands of one place."""
     commands = enumerate(recipe.image.run)
-    return tuple(_command(recipe, number, one.command) for number, one in commands if one.after == after)
+    return tuple(_command(recipe, number, one) for number, one in commands if one.after == after)
 
 
-def _command(recipe: Recipe, number: int, command: str) -> RunStep:
-    text = command.strip()
+def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
+    text = command.command.strip()
     # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
     # newer engines read << as a heredoc; the exec form keeps all of them as text.
     plain = not text.startswith(("--", "[")) and "<<" not in text and not text.endswith("\\")
     exec_form = json.dumps(["/bin/sh", "-c", text], ensure_ascii=False)
+    posix = f"sh -c {shlex.quote(text)}"
+    docker = text if plain else exec_form
+    if command.secrets:
+        docker = posix = _with_secrets(recipe, command.secrets, "") + posix
     return RunStep(
         origin=recipe.where("image", "run", number),
-        docker=text if plain else exec_form,
-        posix=f"sh -c {shlex.quote(text)}",
+        docker=docker,
+        posix=posix,
+        mounts=_mounts(command.secrets),
     )
+
+
+def _mounts(names: Sequence[str]) -> str:
+    """The options of RUN for a step with secrets, in BuildKit's dialect, which podman knows too."""
+    if not names:
+        return ""
+    script = f"--mount=type=bind,source={WITH_SECRETS},target=/run/{WITH_SECRETS}"
+    return "".join(
+        f"{option}{NEXT}" for option in (*(f"--mount=type=secret,id={name}" for name in names), script)
+    )
+
+
+def _with_secrets(recipe: Recipe, names: Sequence[str], before: str) -> str:
+    """What comes before a command that uses secrets: it gets them, and must not write them to a file."""
+    if not names:
+        return ""
+    variables = {secret.id: secret.env for secret in recipe.image.secrets}
+    words = [f"{name}={variables[name]}" if variables.get(name) else name for name in names]
+    return f"sh /run/{WITH_SECRETS} {' '.join(words)} --{NEXT}{before}"
 
 
 def _env(recipe: Recipe) -> Block:

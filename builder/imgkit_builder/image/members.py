@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,8 @@ class Code:
     ignore: tuple[str, ...] = ()
 
 
-def of_code(code: Code, left_out: list[str]) -> Iterator[TarMember]:
-    """The files of `code`; `left_out` receives the names that stay out by other rules than its `ignore`.
+def of_code(code: Code, hidden: Collection[Path], left_out: list[str]) -> Iterator[TarMember]:
+    """The files of `code` without `hidden` ones; `left_out` receives names that its `ignore` does not list.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def of_code(code: Code, left_out: list[str]) -> Iterator[TarMember]:
         return
     root = code.source.resolve()
     with readable(code.source):
-        for found in sources.walk(code.source, code.ignore, left_out=left_out):
+        for found in sources.walk(code.source, code.ignore, hidden=hidden, left_out=left_out):
             path, name = Path(found.entry.path), f"{code.member}/{found.name}"
             if found.entry.is_dir(follow_symlinks=False):
                 yield folder(name)
@@ -163,6 +163,19 @@ def _content(member: TarMember) -> Iterator[bytes]:
             yield chunk
     if left:
         raise _changed(member.source, "shrank")
+
+
+def holding(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterator[str]:
+    """The names of members whose content holds one of `needles`."""
+    longest = max(map(len, needles))
+    for member in members:
+        end = b""
+        for chunk in _content(member):
+            window = end + chunk
+            if any(needle in window for needle in needles):
+                yield member.name
+                break
+            end = window[-longest:]
 
 
 def _changed(path: Path, how: str) -> ImgkitError:

@@ -47,6 +47,9 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
     UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
     made = layers(recipe, base=base, platform=platform)
+    if made.uses_secrets:
+        stated = recipe.where("image", "secrets")
+        refuse("a build secret", "a definition file", stated, "use --format dockerfile and imgkit build")
     for label in made.labels.entries:
         if re.search(r"\s", label.key) or label.value != label.value.strip():
             found = f"label {label.key!r}: white space in its name or around its value"

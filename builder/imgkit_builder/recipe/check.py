@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_builder.recipe import named_files, secrets, systems
+from imgkit_builder.recipe import build_secrets, named_files, secrets, systems
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, COMMANDS, PLATFORMS, Fault, matches, of_key, of_text
@@ -27,6 +27,10 @@ Checked = set[KeyPath]
 
 _USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _EXPOSED = "anybody who can pull the image can read it; pass it when the job starts"
+_IN_HISTORY = (
+    "it stays in the image's history; write ${NAME} in its place, in a requirements file or a command, and "
+    "declare the variable: secrets: [{id: mine, env: NAME}], with secrets: [mine] in the step"
+)
 
 
 def normalise(tree: Table, found: Collector) -> Table:
@@ -159,7 +163,9 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
     in_env = path[:-1] in (("system", "env"), ("image", "labels")) or _is_variable(path)
     holds = secrets.in_value(node.text)
     if holds:
-        found.warn(node.position, path, f"this looks like {holds}", _EXPOSED)
+        of_build = path[:2] in (("image", "pip"), ("image", "run"))
+        hint = _IN_HISTORY if of_build else _EXPOSED
+        found.warn(node.position, path, f"this looks like {holds}", hint)
     elif in_env and secrets.in_name(str(path[-1]), node.text):
         found.warn(node.position, path, "this looks like a secret", _EXPOSED)
     if _is_variable(path) and re.search(r"\$\{?[A-Za-z_]", node.text):
@@ -168,6 +174,7 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
 
 def _together(tree: Table, found: Collector, bad: Checked) -> None:
     """Apply the rules for several values."""
+    build_secrets.check(tree, found)
     for path, node, _ in walk(tree):
         if matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
             _pip_step(path, node, found)
@@ -324,4 +331,5 @@ def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
             )
         holds = secrets.in_value(text)
         if holds:
-            found.warn(Position(file=file, line=number, column=1), path, f"this looks like {holds}", _EXPOSED)
+            place = Position(file=file, line=number, column=1)
+            found.warn(place, path, f"this looks like {holds}", _IN_HISTORY)

@@ -13,6 +13,7 @@ from imgkit_recipes import recipe_names, recipe_path
 APPENDED: frozenset[KeyPath] = frozenset(
     {
         ("image", "ca"),
+        ("image", "secrets"),
         ("image", "apt"),
         ("image", "pip"),
         ("image", "copy"),

@@ -83,7 +83,14 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
         for index, step in enumerate(image.copy)
     )
     ca = tuple(place(file, "image", "ca", index) for index, file in enumerate(image.ca))
-    return dataclasses.replace(image, ca=ca, pip=pip, copy=copy)
+    # A file of this machine may be anywhere: "/" and "~" do not start at the recipe.
+    secrets = tuple(
+        dataclasses.replace(
+            one, file=one.file and place(one.file.expanduser(), "image", "secrets", index, "file")
+        )
+        for index, one in enumerate(image.secrets)
+    )
+    return dataclasses.replace(image, ca=ca, secrets=secrets, pip=pip, copy=copy)
 
 
 def _sha256(name: str, document: Document, image: Image) -> str:

@@ -11,6 +11,7 @@ from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
 from imgkit_entrypoints.system import SystemFacts
 
 __all__ = [
+    "BuildSecret",
     "Constraints",
     "CopyStep",
     "Image",
@@ -26,6 +27,20 @@ STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
 """Settings for pydantic: unknown keys are errors, and no value is converted."""
 
 Platform = Literal["linux/amd64", "linux/arm64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSecret:
+    """A value that steps may use and that never becomes part of the image: a token, a netrc file."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    id: str
+    """Its name; a step finds the value in the file ``/run/secrets/ID``."""
+    env: str | None = None
+    """The variable of this machine that holds the value; a step sees the same variable."""
+    file: Path | None = None
+    """The file of this machine that holds the value: absolute, below ``~``, or relative to the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +61,8 @@ class PipStep:
     """Options of this ``pip install``, one word per item: ``--no-build-isolation``."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of this ``pip install`` alone: ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``."""
+    secrets: tuple[str, ...] = ()
+    """Names (`id`) of the build secrets that this ``pip install`` may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +103,8 @@ class RunCommand:
     """One line for ``/bin/sh``; a layer of its own."""
     after: Literal["pip", "copy"] = "pip"
     """``pip``: before imgkit's own files and `copy`; ``copy``: after the user's code."""
+    secrets: tuple[str, ...] = ()
+    """Names (`id`) of the build secrets that this command may use."""
 
     @property
     def short(self) -> str | None:
@@ -105,6 +124,8 @@ class Image:
     """``platform`` in YAML, one or a list; default: the host's platform if listed, else the first."""
     ca: tuple[Path, ...] = ()
     """Certificates (PEM) of the site's own authority, trusted before the first step that uses the network."""
+    secrets: tuple[BuildSecret, ...] = ()
+    """Values that the steps which name them may use, and that the image never holds."""
     apt: tuple[str, ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
     pip: tuple[PipStep, ...] = ()
@@ -121,6 +142,11 @@ class Image:
     """Labels of the image, in addition to those that imgkit writes."""
     workdir: str = "/workspace"
     """The folder in which commands start; absolute."""
+
+    @property
+    def used_secrets(self) -> frozenset[str]:
+        """Names of the secrets that a step uses."""
+        return frozenset().union(*(one.secrets for one in self.pip), *(one.secrets for one in self.run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

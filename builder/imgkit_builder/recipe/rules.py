@@ -167,6 +167,18 @@ def env_name(text: str) -> Iterator[Fault]:
         )
 
 
+def secret_name(text: str) -> Iterator[Fault]:
+    """The name of a build secret, which is a file's name and one word of a builder's option."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        yield f"{text!r} is not a name of a secret", "allowed: letters, digits and _ . -"
+
+
+def secret_file(text: str) -> Iterator[Fault]:
+    """A path that fits into the options of all builders."""
+    if not text.strip() or "," in text:
+        yield f"{text!r} is not a path that a builder takes", "choose a path without a comma"
+
+
 def label_name(text: str) -> Iterator[Fault]:
     """The name of a label that imgkit does not write itself."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", text):
@@ -268,6 +280,9 @@ COMMANDS: tuple[tuple[str, ...], ...] = (("image", "run", ANY), ("image", "run",
 TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "base"), image_reference),
     (("image", "platforms", ANY), platform),
+    (("image", "secrets", ANY, "id"), secret_name),
+    (("image", "secrets", ANY, "env"), env_name),
+    (("image", "secrets", ANY, "file"), secret_file),
     (("image", "apt", ANY), apt_package),
     (("image", "pip", ANY, "packages", ANY), pip_package),
     (("image", "pip", ANY, "options", ANY), pip_option),

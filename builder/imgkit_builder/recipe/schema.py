@@ -67,6 +67,13 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
     for name in ("requirements", "project", "editable"):
         described = step["properties"][name]["description"]
         step["properties"][name] = {"type": "string", "description": described}
+    secret = definitions["BuildSecret"]
+    secret["oneOf"] = [{"required": [kind]} for kind in ("env", "file")]
+    for name in ("env", "file"):
+        secret["properties"][name] = {
+            "type": "string",
+            "description": secret["properties"][name]["description"],
+        }
     commands = image["properties"]["run"]
     commands["items"] = {"anyOf": [{"type": "string"}, commands["items"]]}
     definitions["Queue"]["properties"]["required"]["items"] = {"enum": list(JOB_FIELDS)}

@@ -20,6 +20,7 @@ _VALUES = (
     (re.compile(r"\bxox[abprs]-[\w-]{10}"), "a Slack token"),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"), "a private key"),
     (re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/$@]+@"), "a URL with a password"),
+    (re.compile(r"\bhttps?://[^\s/:$@]{16,}@"), "a URL with a token"),
 )
 
 
@@ -31,3 +32,10 @@ def in_name(name: str, value: str) -> bool:
 def in_value(value: str) -> str:
     """The kind of secret in `value`, in words; empty where there is none of a known kind."""
     return next((words for pattern, words in _VALUES if pattern.search(value)), "")
+
+
+def masked(text: str) -> str:
+    """`text` with a star for each character of a secret, so that columns stay the same."""
+    for pattern, _ in _VALUES:
+        text = pattern.sub(lambda match: "*" * len(match.group()), text)
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,9 +20,10 @@ from labkit import output, run, until
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine, ImageInfo
-from imgkit_builder.image import context as contexts
-from imgkit_builder.image.context import BuildContext, TarMember
+from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.image.members import TarMember, tar
+from imgkit_builder.image.secret_values import SecretValues
 from imgkit_entrypoints.errors import ToolFailed
 
 pytestmark = [
@@ -98,7 +100,7 @@ def context(*steps: str, copied: bytes = b"1") -> BuildContext:
             revision="",
         ),
         members=members,
-        sha256=hashlib.sha256(b"".join(contexts._tar(members))).hexdigest(),
+        sha256=hashlib.sha256(b"".join(tar(members))).hexdigest(),
         size_bytes=0,
     )
 
@@ -118,6 +120,16 @@ class Stages(Silent):
         self.seen.append(text)
 
     def note(self, text: str) -> None:
+        self.seen.append(text)
+
+
+class Lines(Silent):
+    """Records the output."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def line(self, text: str) -> None:
         self.seen.append(text)
 
 
@@ -217,6 +229,30 @@ def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals)
         process.kill()
     with engines.connect() as engine:
         assert engines.find(engine, "imgkit-ends") is None
+
+
+def test_secret_is_in_the_step_and_nowhere_else(
+    engine: Engine, service: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = "marker-0123456789"
+    monkeypatch.setenv("MY_TOKEN", value)
+    values = SecretValues(options=("--secret", "id=mine,env=MY_TOKEN"), lines=(value,))
+    told = Lines()
+    step = "--mount=type=secret,id=mine read v < /run/secrets/mine; echo length ${#v} is $v; echo ${#v} > /y"
+    engines.build(
+        engine,
+        context(step, "echo after; ! read v < /run/secrets/mine"),
+        tag="imgkit-secret",
+        report=told,
+        builder=dataclasses.replace(engines.choose(engine.facts()), options=values.options),
+        hide=values.masked,
+    )
+    assert f"length {len(value)} is ***" in told.seen
+    podman("save", "--output", service / "secret.tar", "imgkit-secret")
+    # The whole storage, the saved layers, the log and what the engine wrote.
+    found = run("grep", "--recursive", "--text", "--files-with-matches", "--devices=skip", value, service)
+    assert (found.returncode, found.stdout) == (1, ""), found
+    assert value not in podman("history", "--no-trunc", "imgkit-secret") + podman("inspect", "imgkit-secret")
 
 
 def test_other_storage_is_not_used(service: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, imgkit, imgkit_json, output
+from labkit import ROOT, docker, imgkit, imgkit_json, output
 
 pytestmark = pytest.mark.docker
 
@@ -89,8 +89,11 @@ def recipe(folder: Path, text: str) -> Path:
     return file
 
 
-def inside(image: str, *words: str) -> str:
-    return output("docker", "run", "--rm", "--entrypoint", words[0], image, *words[1:])
+def inside(image: str, *commands: str) -> list[str]:
+    """What each command, which prints one line, prints in one container."""
+    return output(
+        "docker", "run", "--rm", "--entrypoint", "sh", image, "-c", "\n".join(commands)
+    ).splitlines()
 
 
 PIP = """
@@ -128,7 +131,6 @@ image:
   ca: [company.crt]{PIP.format(url=url)}
       env: {{MAX_JOBS: "3", PIP_REPORT: /opt/report.json}}
     - {{project: ., editable: /workspace/mine, options: [--no-index, --no-build-isolation]}}
-    - {{project: ., options: [--no-index, --no-build-isolation, --target, /opt/frozen]}}
   run:
     - test ! -e /workspace/hello.txt && test -z "$MAX_JOBS"
     - {{command: tr a-z A-Z < hello.txt > loud.txt, after: copy}}
@@ -137,31 +139,28 @@ image:
 """
     try:
         imgkit_json("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
-        assert (
-            inside(TAG, "python3", "-c", "import imgkit_test_one as one; print(one.NAME)")
-            == "imgkit_test_one\n"
-        )
-        assert inside(TAG, "cat", "/workspace/loud.txt") == "HELLO\n"
-        assert json.loads(inside(TAG, "cat", "/opt/report.json"))["install"]
         env = json.loads(docker("inspect", "--format", "{{json .Config.Env}}", TAG))
         assert not any(entry.startswith(("MAX_JOBS=", "PIP_REPORT=")) for entry in env)
+        look = "python3 -c 'import inplay; print(inplay.WHO, inplay.__file__)'"
+        loud, report, one, base, whole, linked, left = inside(
+            TAG,
+            "cat /workspace/loud.txt",
+            "wc -c < /opt/report.json",
+            "python3 -c 'import imgkit_test_one as one; print(one.NAME)'",
+            "grep -c BEGIN /etc/ssl/certs/imgkit-machine.crt",
+            "grep -c BEGIN /etc/ssl/certs/ca-certificates.crt",
+            look,
+            "ls -A /workspace/mine /opt/imgkit | grep -c -e '^code' -e '^project' || true",
+        )
+        assert (loud, one, left) == ("HELLO", "imgkit_test_one", "0")
+        assert int(report) > 100
         # The base's own authorities are still trusted.
-        count = "grep -c BEGIN /etc/ssl/certs/imgkit-machine.crt /etc/ssl/certs/ca-certificates.crt"
-        base, whole = (int(line.rpartition(":")[2]) for line in inside(TAG, "sh", "-c", count).splitlines())
-        assert whole > base
-        # A project: one is linked, one is a copy, and an edit repeats only what comes after it.
-        look = "import inplay; print(inplay.WHO, inplay.__file__)"
-        assert inside(TAG, "python3", "-c", look) == "one /workspace/mine/inplay.py\n"
-        assert (
-            inside(TAG, "env", "PYTHONPATH=/opt/frozen", "python3", "-c", look)
-            == "one /opt/frozen/inplay.py\n"
-        )
-        assert (
-            inside(TAG, "sh", "-c", "ls -A /workspace/mine /opt/imgkit | grep -c -e code -e project") == "1\n"
-        )
+        assert int(whole) > int(base)
+        # The project is linked, and an edit repeats only what comes after it.
+        assert linked == "one /workspace/mine/inplay.py"
         (tmp_path / "inplay.py").write_text("WHO = 'two'\n")
         built = imgkit_json("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
-        assert inside(TAG, "python3", "-c", look).startswith("two ")
+        assert inside(TAG, look) == ["two /workspace/mine/inplay.py"]
         steps = re.split(r"^Step ", Path(built["log"]).read_text(), flags=re.MULTILINE)
         repeated = [step.partition(" : ")[2] for step in steps[2:] if "Using cache" not in step]
         assert repeated[0].startswith('COPY ["project/')
@@ -191,3 +190,31 @@ def test_base_without_pip_names_the_package(standin_notorch: str, tmp_path: Path
         assert "add apt: [python3-pip]" in done.stderr
     finally:
         docker("image", "rm", "--force", bare)
+
+
+LEAKS = {
+    "test $TOKEN = marker-0123456789 && test -s /run/secrets/netrc": 0,
+    "exit 7": 7,
+    "echo $TOKEN > /dev/shm/a": 0,
+    "echo https://$TOKEN@x > /opt/b": 1,
+    "echo $TOKEN > /opt/c && touch -d 2001-01-01 /opt/c": 1,
+    "cp --preserve /run/secrets/netrc /opt/d": 1,
+}
+"""The command of a step -> its exit code."""
+
+
+def test_step_that_keeps_a_secret_fails(standin_notorch: str, tmp_path: Path) -> None:
+    (tmp_path / "github").write_text("marker-0123456789")
+    (tmp_path / "netrc").write_text("machine example.org\npassword marker-of-a-file\nlogin me\n")
+    script = ROOT / "recipes/imgkit_recipes/templates/with-secrets.sh"
+    mounts = ["--volume", f"{tmp_path}:/run/secrets:ro", "--volume", f"{script}:/with:ro"]
+    steps = [f"sh /with github=TOKEN netrc -- sh -c '{command}'" for command in LEAKS]
+    rows = "; ".join(
+        f'{step} 2>&1; echo "end $?"; rm -f /opt/?' for step in [*steps, "sh /with absent -- true"]
+    )
+    found = output("docker", "run", "--rm", *mounts, "--entrypoint", "sh", standin_notorch, "-c", rows)
+    assert [int(code) for code in re.findall(r"^end (\d+)$", found, re.MULTILINE)] == [*LEAKS.values(), 1]
+    assert re.findall(r"^/.*$", found, re.MULTILINE) == ["/opt/b", "/opt/c", "/opt/d"]
+    assert "imgkit: this step wrote the secret netrc, which would be in the image, into:\n/opt/d\n" in found
+    assert "imgkit: the builder gave no secret absent" in found
+    assert "marker" not in found

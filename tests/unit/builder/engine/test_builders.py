@@ -32,6 +32,11 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
+def fake_program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
 def test_store_names_the_graph_driver() -> None:
     assert facts(DOCKER).store == "overlay2"
 
@@ -76,3 +81,31 @@ def test_missing_buildx_names_its_package(bare: None) -> None:
     with pytest.raises(ToolMissing) as caught:
         builders.choose(facts(DOCKER), "buildx")
     assert "docker-buildx" in str(caught.value.hint)
+
+
+def test_classic_builder_refuses_secrets() -> None:
+    with pytest.raises(UsageError, match="they would stay in the image") as caught:
+        builders.choose(facts(DOCKER), "classic", secrets_at="mine.yaml:4")
+    assert (caught.value.where, caught.value.hint) == ("mine.yaml:4", "use --builder buildx")
+
+
+def test_podman_through_its_api_refuses_secrets(bare: None) -> None:
+    with pytest.raises(UsageError, match="they would stay in the image") as caught:
+        builders.choose(facts(PODMAN), secrets_at="mine.yaml:4")
+    assert caught.value.hint == "use --builder podman"
+
+
+def test_docker_without_buildx_refuses_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_program(tmp_path, "docker", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ToolMissing, match="only with buildx: the docker program has no buildx") as caught:
+        builders.choose(facts(DOCKER), secrets_at="mine.yaml:4")
+    assert caught.value.where == "mine.yaml:4"
+    assert "classic" not in str(caught.value)
+
+
+def test_secrets_choose_buildx_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_program(tmp_path, "docker", "exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert builders.choose(facts(DOCKER), secrets_at="mine.yaml:4").name == "buildx"
+    assert builders.choose(facts(DOCKER)).name == "classic"

@@ -130,3 +130,24 @@ def test_full_disk_gets_its_hint() -> None:
     follower.text(text)
     assert isinstance(follower.failed(1), ToolFailed)
     assert "docker system df" in str(follower.failed(1))
+
+
+def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
+    class Heard(Silent):
+        def line(self, text: str) -> None:
+            told.append(text)
+
+    told: list[str] = []
+    log = io.StringIO()
+    watch = BuildFollower(
+        log,
+        DOCKERFILE,
+        base="b",
+        log_path=tmp_path / "log",
+        report=Heard(),
+        hide=lambda x: x.replace("out", "***"),
+    )
+    watch.text(PODMAN)
+    error = watch.failed(1)
+    assert "out" not in "\n".join([log.getvalue(), *told, str(error)]).replace("without", "")
+    assert "***" in error.hint

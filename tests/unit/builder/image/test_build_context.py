@@ -219,6 +219,7 @@ class Bytes(Silent):
 
 def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> None:
     reading, sending = Bytes(), Bytes()
+    (code / "big").write_bytes(bytes(3 << 20))
     recipe = make_recipe(copy=(CopyStep(source=code),))
     packed = context.pack(
         recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", report=reading
@@ -226,6 +227,7 @@ def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> No
     with packed.open(sending) as stream:
         stream.read()
     assert reading.told[-1] == sending.told[-1] == (packed.size_bytes, packed.size_bytes)
+    assert len(sending.told) == 4  # not one for each of the tar's chunks
 
 
 def test_links_inside_stay_links(pack: Pack, code: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import render
-from imgkit_builder.recipe.model import Constraints, CopyStep, PipStep, Recipe, RunCommand
+from imgkit_builder.recipe.model import BuildSecret, Constraints, CopyStep, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.errors import UsageError
 
 MakeRecipe = Callable[..., Recipe]
@@ -223,3 +223,31 @@ def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> N
         < post.index("cp -RP -- /opt/imgkit/project/1/. '/work space/b'")
         < post.index("--editable '/work space/b'")
     )
+
+
+def with_secrets(make_recipe: MakeRecipe) -> Recipe:
+    return make_recipe(
+        secrets=(
+            BuildSecret(id="github", env="GITHUB_TOKEN"),
+            BuildSecret(id="netrc", file=Path("/x/netrc")),
+        ),
+        pip=(PipStep(packages=("a",), secrets=("github",)), PipStep(packages=("b",))),
+        run=(
+            RunCommand(command="git clone https://$GITHUB_TOKEN@x && [ 1 ]", secrets=("github", "netrc")),
+            "make",
+        ),
+    )
+
+
+def test_step_with_secrets_mounts_only_its_own(make_recipe: MakeRecipe) -> None:
+    found = [line for line in instructions(render.dockerfile(with_secrets(make_recipe))) if "--mount" in line]
+    assert [re.findall(r"type=secret,id=(\w+)", line) for line in found] == [["github"], ["github", "netrc"]]
+    place = "/run/imgkit/with-secrets"
+    script = f"--mount=type=bind,source=imgkit/with-secrets,target={place} sh {place}"
+    assert f"{script} github=GITHUB_TOKEN -- env PYTHONDONTWRITEBYTECODE=1 " in found[0]
+    assert f"{script} github=GITHUB_TOKEN netrc -- sh -c 'git clone https://$GITHUB_TOKEN@x" in found[1]
+
+
+def test_definition_refuses_secrets(make_recipe: MakeRecipe) -> None:
+    with pytest.raises(UsageError, match="a build secret cannot appear in a definition file"):
+        render.definition(with_secrets(make_recipe))

@@ -201,6 +201,38 @@ def test_secret_in_run_and_options_is_a_warning(write: Write) -> None:
     assert {warning.key for warning in recipe.warnings} == {"image.run[0]", "image.pip[0].options[1]"}
 
 
+def test_literal_token_is_warned_about_and_not_shown(write: Write) -> None:
+    (write("x", "r.txt")).write_text("git+https://ghp_" + "a1" * 18 + "@github.com/group/repo\n")
+    url = "https://0123456789abcdef0123@example.org/simple"
+    file = write(
+        f"image: {{base: 'python:3', pip: [{{requirements: r.txt, options: [--index-url, '{url}']}}]}}\n"
+    )
+    warnings = load(file).warnings
+    assert sorted(one.what for one in warnings) == [
+        "this looks like a GitHub token",
+        "this looks like a URL with a token",
+    ]
+    assert all("secrets: [{id: mine, env: NAME}]" in one.hint for one in warnings)
+    assert all("0123456789abcdef" not in str(one) and "ghp_a1" not in str(one) for one in warnings)
+
+
+def test_secret_without_a_step_is_a_warning(write: Write) -> None:
+    (warning,) = load(write("image: {base: 'python:3', secrets: [{id: x, file: ~/x}]}\n")).warnings
+    assert warning.what == "no step uses the secret x"
+
+
+def test_file_of_a_secret_may_be_anywhere(write: Write) -> None:
+    text = "image: {base: 'python:3', run: [{command: a, secrets: [x, y, z]}], secrets: [{id: x, file: ~/x}, "
+    file = write(text + "{id: y, file: /etc/y}, {id: z, file: ../z}]}\n", "below/mine.yaml")
+    recipe = load(file)
+    assert [one.file for one in recipe.image.secrets] == [
+        Path.home() / "x",
+        Path("/etc/y"),
+        file.parent / "../z",
+    ]
+    assert not recipe.warnings
+
+
 def test_variable_in_env_is_a_warning(write: Write) -> None:
     (warning,) = load(write("image: {base: 'python:3', env: {PATHS: '/x:$PATH'}}\n")).warnings
     assert warning.what == "variables are not expanded: the $ stays"

@@ -57,6 +57,7 @@ def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
         {"extends": "mn5", "image": {"pip": [{"packages": ["a"]}, {"requirements": "r.txt"}]}},
         {"extends": "mn5", "image": {"run": ["make", {"command": "make", "after": "copy"}]}},
         {"extends": "mn5", "image": {"pip": [{"project": ".", "editable": "/workspace/mine"}]}},
+        {"extends": "mn5", "image": {"secrets": [{"id": "x", "env": "X"}, {"id": "y", "file": "~/y"}]}},
         {"image": {"base": "python:3"}, "system": {"node": {"gpus": 4, "cpus": 8}}},
     ],
 )
@@ -75,6 +76,7 @@ def test_schema_accepts_good_recipe(data: Any) -> None:
         {"image": {"base": "python:3", "constraints": {"policy": "keep"}}},
         {"image": {"base": "python:3", "pip": [{"packages": ["a"], "requirements": "r.txt"}]}},
         {"image": {"base": 24.1}},
+        {"extends": "mn5", "image": {"secrets": [{"id": "x", "env": "X", "file": "y"}]}},
         {"image": {"base": "python:3", "pip": [{"packages": ["a"], "editable": "/x"}]}},
         {"image": {"base": "python:3", "run": [{"after": "copy"}]}},
         {"extends": "mn5", "foo": 1},
@@ -102,7 +104,7 @@ def test_schema_refuses_what_has_a_wrong_type(case: Path) -> None:
 
 
 def test_every_field_is_described() -> None:
-    for name in ("Image", "PipStep", "CopyStep", "RunCommand"):
+    for name in ("Image", "PipStep", "CopyStep", "RunCommand", "BuildSecret"):
         for field, about in SCHEMA["$defs"][name]["properties"].items():
             assert about.get("description"), f"{name}.{field}"
 

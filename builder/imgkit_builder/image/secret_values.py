@@ -1,0 +1,98 @@
+"""The values of build secrets on this machine: options for the builder, stars for its output."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from imgkit_builder.image import members
+from imgkit_builder.image.context import BuildContext
+from imgkit_builder.recipe.model import BuildSecret, Recipe
+from imgkit_entrypoints.errors import UsageError
+
+LEAST = 8
+"""Characters of the shortest line that imgkit looks for; shorter ones are in many texts by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretValues:
+    """What a build needs of its secrets; the default has none."""
+
+    options: tuple[str, ...] = ()
+    """Words for ``docker buildx build`` and ``podman build``, which name the sources and hold no value."""
+    lines: tuple[str, ...] = field(default=(), repr=False)
+
+    def masked(self, text: str) -> str:
+        """`text` with stars in the place of values."""
+        for line in self.lines:
+            text = text.replace(line, "***")
+        return text
+
+
+def read(recipe: Recipe) -> SecretValues:
+    """Read the secrets that steps of `recipe` use.
+
+    Raises
+    ------
+    UsageError : a variable is not set, a file cannot be read, or a value is too short to look for.
+    """
+    options: list[str] = []
+    lines: set[str] = set()
+    for number, secret in enumerate(recipe.image.secrets):
+        if secret.id not in recipe.image.used_secrets:
+            continue
+        where = recipe.where("image", "secrets", number)
+        found = [line for line in _value(secret, where).splitlines() if not line.startswith("-----")]
+        found = [line for line in found if len(line) >= LEAST]
+        if not found:
+            raise UsageError(
+                f"the secret {secret.id} has no line of {LEAST} characters",
+                where=where,
+                hint="imgkit looks for it in what the build writes, and could not tell it from other text",
+            )
+        lines.update(found)
+        options += [
+            "--secret",
+            f"id={secret.id},{f'env={secret.env}' if secret.env else f'src={secret.file}'}",
+        ]
+    return SecretValues(options=tuple(options), lines=tuple(sorted(lines, key=len, reverse=True)))
+
+
+def _value(secret: BuildSecret, where: str) -> str:
+    if secret.env is not None:
+        value = os.environ.get(secret.env, "")
+        if not value:
+            raise UsageError(
+                f"the variable {secret.env} of the secret {secret.id} is not set",
+                where=where,
+                hint=f"export {secret.env}=..., then build again",
+            )
+        return value
+    file = secret.file or Path()
+    try:
+        return file.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(
+            f"the file of the secret {secret.id} cannot be read: {error.strerror}",
+            where=where,
+            hint=f"create {file}, or change image.secrets",
+        ) from error
+
+
+def refuse_in(context: BuildContext, values: SecretValues) -> None:
+    """Search the build context for the values.
+
+    Raises
+    ------
+    UsageError : a file holds one; its content would be in the image.
+    """
+    needles = [line.encode("utf-8", "surrogateescape") for line in values.lines]
+    held = next(members.holding(context.members, needles), "") if needles else ""
+    if held:
+        name = held.split("/", 2)[-1] if held.startswith(("copy/", "project/")) else held
+        raise UsageError(
+            f"{name} holds the value of a build secret, and would be in the image",
+            where=held,
+            hint=f"list {name} under `ignore` or in .dockerignore, or take the value out of the recipe",
+        )
