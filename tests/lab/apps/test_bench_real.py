@@ -252,6 +252,13 @@ def on_wires(test: Any) -> Any:
     return test
 
 
+def on_nodes(test: Any) -> Any:
+    """A test on the same nodes whose numbers do not count: it runs beside others."""
+    for mark in (*cluster_marks, pytest.mark.xdist_group("bench")):
+        test = mark(test)
+    return test
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site(Cluster):
     """Three nodes behind wires that are 50 Mbit/s fast, or as a test makes them."""
@@ -361,7 +368,7 @@ main.main(["dist-bench", "--device", "cpu", *words.split()])
 """
 
 
-@on_wires
+@on_nodes
 def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
     site.rate(50_000)
     (site.state / "arms.py").write_text(TWO_ARMS)

@@ -14,7 +14,7 @@ from labkit import docker, output
 from imgkit_builder.image import context
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.manifest import BaseImage
-from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe
+from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.system import SystemFacts
 
@@ -55,7 +55,10 @@ def recipe(standin: str, code: Path, **image: object) -> Recipe:
         "env": NASTY,
         "workdir": ODD,
         "copy": (CopyStep(source=code, target=f"{ODD}/code", ignore=("*.csv",)),),
-        "run": ('echo "$DOLLAR|$QUOTES" > /ran && pwd >> /ran', "[ -s /ran ] # <<EOF"),
+        "run": (
+            RunCommand(command='echo "$DOLLAR|$QUOTES" > /ran && pwd >> /ran'),
+            RunCommand(command="[ -s /ran ] # <<EOF"),
+        ),
         "labels": {"nasty.label": '\\ $HOME "q" it\'s', "two words": "x"},
         **image,
     }
