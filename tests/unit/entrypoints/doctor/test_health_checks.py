@@ -6,7 +6,8 @@ No GPU was at hand: the texts follow NVIDIA's documentation of nvidia-smi and of
 from __future__ import annotations
 
 import json
-import tarfile
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -107,8 +108,6 @@ def test_healthy_hardware_is_ok(root: Path) -> None:
     ],
 )
 def test_narrow_link_is_told(root: Path, address: str, lanes: str, speed: str, told: str) -> None:
-    import re
-
     put(root, f"/sys/devices/pci0000:16/{address}/current_link_width", lanes)
     put(root, f"/sys/devices/pci0000:16/{address}/current_link_speed", speed)
     (hit,) = checks(root)["pcie"]
@@ -190,8 +189,8 @@ def test_bundle_replays_the_health(root: Path, tmp_path: Path, capsys: pytest.Ca
     put(root, health.XIDS, XID.format(79))
     put(root, health.NVIDIA_SMI, health.kept(REPORT.replace("pending>No<", "pending>Yes<")))
     bundle.save(tmp_path / "node.tar.gz", {"IMGKIT_ROOT": str(root)})
-    with tarfile.open(tmp_path / "node.tar.gz") as archive:
-        archive.extractall(tmp_path / "copy", filter="data")
+    (tmp_path / "copy").mkdir()
+    subprocess.run(["tar", "-xzf", tmp_path / "node.tar.gz", "-C", tmp_path / "copy"], check=True)
     texts = []
     for place in (root, tmp_path / "copy"):
         node.main(["--json"], {"IMGKIT_ROOT": str(place)})
