@@ -29,7 +29,12 @@ def cache_dir() -> Path:
 def _xdg(variable: str, fallback: str) -> Path:
     # The XDG base directory specification says to ignore relative values.
     value = os.environ.get(variable, "")
-    return (Path(value) if value.startswith("/") else Path.home() / fallback) / "imgkit"
+    if value.startswith("/"):
+        return Path(value) / "imgkit"
+    try:
+        return Path.home() / fallback / "imgkit"
+    except RuntimeError:  # no home folder at all: nothing can be written there, as in a read-only one
+        return Path("/dev/null") / fallback / "imgkit"
 
 
 def temporary_name(target: Path) -> Path:
@@ -77,9 +82,7 @@ def where_full(error: OSError) -> str:
     """The file whose disk is full; if `error` does not name it, the fullest folder that imgkit writes to."""
     if error.filename:
         return str(error.filename)
-    own = [Path.cwd(), Path(tempfile.gettempdir())]
-    with contextlib.suppress(RuntimeError):  # no home folder at all
-        own += [state_dir(), cache_dir()]
+    own = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
     return str(fullest(*(folder for folder in own if folder.is_dir())))
 
 
@@ -87,6 +90,13 @@ def write_text(target: Path, text: str) -> None:
     """Write a small text file atomically."""
     with replacing(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_cache(target: Path, text: str) -> None:
+    """Write a file of `cache_dir` if that can be written: a read-only HOME costs time, no more."""
+    with contextlib.suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, text)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import typer
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
 VERBS: dict[str, str] = {
     "list": "recipes",
@@ -145,6 +145,7 @@ class Interrupted(ImgkitError):
 
 
 def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
+    error.message = shortened(error.message)
     if not as_json:
         error.show()
         sys.exit(error.exit_code)

@@ -15,6 +15,7 @@ from imgkit_builder.cli.common import (
     JSON,
     UNPACK_LIMIT,
     VERBOSE,
+    complete_names,
     gigabytes,
     image_name,
     module_line,
@@ -45,7 +46,9 @@ class ArchiveCompression(str, enum.Enum):
 
 
 def verb_save(
-    image: str = typer.Argument(metavar="RECIPE|IMAGE", help="A built recipe, or a local image."),
+    image: str = typer.Argument(
+        metavar="RECIPE|IMAGE", autocompletion=complete_names, help="A built recipe, or a local image."
+    ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="File to write (default: NAME.tar here)."
     ),

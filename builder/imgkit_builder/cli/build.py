@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, LARGE, VERBOSE, show, with_leave
+from imgkit_builder.cli.common import JSON, LARGE, VERBOSE, complete_names, show, with_leave
 from imgkit_builder.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class Outcome:
 
 def verb_build(
     recipe: str = typer.Argument(
-        metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file."
+        metavar="RECIPE|FILE",
+        autocompletion=complete_names,
+        help="A shipped recipe (imgkit list) or a .yaml file.",
     ),
     tag: str | None = typer.Option(None, help="Name of the image (default: RECIPE:latest)."),
     base: str | None = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -88,6 +89,19 @@ def problem_data(problem: Problem) -> dict[str, Any]:
         "hint": problem.hint or None,
         "key": problem.key,
     }
+
+
+def complete_names(incomplete: str) -> list[str]:
+    """Names of recipes, and files and folders, that begin with `incomplete`; the shell's completion asks."""
+    from imgkit_builder.recipe import targets
+
+    names = [name for name in targets.names() if name.startswith(incomplete)]
+    suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif", ".imgdelta")
+    folder, _, start = incomplete.rpartition("/")
+    place = Path(f"{folder}/") if "/" in incomplete else Path()
+    found = sorted(path for path in place.glob("*") if path.name.startswith(start))
+    folders = [f"{path}/" for path in found if path.is_dir()]
+    return [*names, *folders, *(str(path) for path in found if path.name.endswith(suffixes))]
 
 
 def image_name(target: str) -> str:

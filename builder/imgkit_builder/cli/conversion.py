@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from imgkit_builder.cli.common import image_name, stem
-from imgkit_entrypoints.errors import ToolMissing
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +57,24 @@ def engine_image(image: str) -> Iterator[EngineImage]:
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
         yield engine.local_image(connected, name)
+
+
+def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
+    """The command that runs `command` in `sif` with the options of the system that its image is for.
+
+    An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
+    """
+    from imgkit_builder.job import baked
+
+    layer = ("--overlay", overlay) if overlay else ()
+    try:
+        runtime = baked.target(sif).system.runtime
+    except (ImgkitError, OSError):
+        return shlex.join(("singularity", "shell", *layer, str(sif)))
+    on_singularity = runtime.kind == "singularity"
+    program, options = (runtime.command, runtime.options) if on_singularity else ("singularity", ())
+    mounts = (word for bind in runtime.binds for word in ("--bind", bind))
+    return shlex.join((program, "exec", *options, *mounts, *layer, str(sif), command))
 
 
 def stage_seconds(stages: tuple[Stage, ...]) -> dict[str, float]:

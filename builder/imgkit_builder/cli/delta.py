@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, module_line, show, stem, system_of
+from imgkit_builder.cli.common import JSON, complete_names, module_line, show, stem, system_of
 from imgkit_builder.cli.conversion import (
     MB,
     NO_TEST,
@@ -17,6 +16,7 @@ from imgkit_builder.cli.conversion import (
     TMPDIR,
     VERBOSE,
     engine_image,
+    next_line,
     stage_lines,
     stage_seconds,
     terminable,
@@ -30,7 +30,9 @@ SCHEMA = 1
 
 
 def verb_delta(
-    image: str = typer.Argument(metavar="RECIPE|IMAGE", help="A built recipe, or a local image."),
+    image: str = typer.Argument(
+        metavar="RECIPE|IMAGE", autocompletion=complete_names, help="A built recipe, or a local image."
+    ),
     base: Path = typer.Option(
         ..., metavar="BASE.sif", help="The .sif that the cluster has, with its deltas."
     ),
@@ -68,8 +70,7 @@ def verb_delta(
         )
         target = output or Path(f"{stem(image)}.imgdelta")
         made = make(found, base, target, options, report)
-    words = ("singularity", "exec", "--overlay", f"{target}:ro", str(base), "dist-env")
-    text, data = _made(made, target, shlex.join(words))
+    text, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
     show(data, text, as_json=as_json)
 
 
@@ -113,7 +114,7 @@ def verb_apply(
         *stage_lines(applied.stages),
         f"{output}  {applied.size_bytes / MB:.1f} MB, {len(applied.deltas)} deltas{merged}",
         f"image  {applied.deltas[-1].image_id}",
-        f"next:  singularity exec {shlex.quote(str(output))} dist-env",
+        f"next:  {next_line(output, 'dist-env')}",
     ]
     show(data, "\n".join(lines), as_json=as_json)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_builder.cli.common import RESULT_JSON, complete_names, show
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ class Purpose(str, enum.Enum):
 
 
 def verb_doctor(
-    recipe: str | None = typer.Argument(None, metavar="[RECIPE]", help="Also check what this recipe needs."),
+    recipe: str | None = typer.Argument(
+        None, metavar="[RECIPE]", autocompletion=complete_names, help="Also check what this recipe needs."
+    ),
     purpose: Purpose = typer.Option(
         Purpose.ANY,
         "--for",

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import JSON, RECIPE_SUFFIXES, VERBOSE, image_name, module_line, show
+from imgkit_builder.cli.common import (
+    JSON,
+    RECIPE_SUFFIXES,
+    VERBOSE,
+    complete_names,
+    image_name,
+    module_line,
+    show,
+)
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
@@ -25,7 +33,11 @@ SCHEMA = 1
 
 
 def verb_test(
-    image: str = typer.Argument(metavar="IMAGE|SIF|RECIPE", help="A local image, a .sif file or a recipe."),
+    image: str = typer.Argument(
+        metavar="IMAGE|SIF|RECIPE",
+        autocompletion=complete_names,
+        help="A local image, a .sif file or a recipe.",
+    ),
     as_json: bool = JSON,
     runtime: str | None = typer.Option(
         None, metavar="COMMAND", help="Runtime for a .sif: singularity or apptainer."
@@ -81,7 +93,11 @@ def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
 
 
 def verb_shell(
-    image: str = typer.Argument(metavar="IMAGE|SIF|RECIPE", help="A local image, a .sif file or a recipe."),
+    image: str = typer.Argument(
+        metavar="IMAGE|SIF|RECIPE",
+        autocompletion=complete_names,
+        help="A local image, a .sif file or a recipe.",
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and stop."),
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="First print what imgkit knows about the image."
@@ -170,7 +186,9 @@ def _recipe_of(target: str, labels: Mapping[str, str]) -> Recipe | None:
 
 
 def verb_push(
-    image: str = typer.Argument(metavar="IMAGE|RECIPE", help="The image to send."),
+    image: str = typer.Argument(
+        metavar="IMAGE|RECIPE", autocompletion=complete_names, help="The image to send."
+    ),
     ref: str | None = typer.Argument(
         None, metavar="[REF]", help="Its name in the registry: registry/group/name:tag."
     ),

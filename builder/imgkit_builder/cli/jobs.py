@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from imgkit_builder.cli.common import complete_names
 from imgkit_builder.cli.job_flags import JobCommand
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ SCHEMA = 1
 
 RECIPE: str = typer.Argument(
     metavar="RECIPE|X.sif",
+    autocompletion=complete_names,
     help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system.",
 )
 
@@ -89,7 +91,17 @@ def verb_submit(
         json.dumps({**_described(job, script), "id": record.id}, indent=2) if as_json else record.id,
         flush=True,
     )
-    submit.keep(record)
+    try:
+        submit.keep(record)
+    except OSError as error:
+        # The job runs all the same, so its own system answers.
+        print(
+            "imgkit: the job is submitted, but its record cannot be saved "
+            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it\n"
+            "  -> next time: export XDG_STATE_HOME=FOLDER",
+            file=sys.stderr,
+        )
+        return
     if as_json:
         return
     if job.request.interactive:

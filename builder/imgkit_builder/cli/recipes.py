@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, problem_data
+from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, complete_names, problem_data
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Recipe
@@ -72,7 +72,10 @@ def verb_list(
 
 def verb_show(
     recipe: str = typer.Argument(
-        ..., metavar="RECIPE|IMAGE|FILE", help="A recipe or its JSON, an image, or a .sif or delta file."
+        ...,
+        metavar="RECIPE|IMAGE|FILE",
+        autocompletion=complete_names,
+        help="A recipe or its JSON, an image, or a .sif or delta file.",
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
@@ -121,7 +124,9 @@ def _is_image(name: str) -> bool:
 
 
 def verb_check(
-    files: list[str] = typer.Argument(..., metavar="FILE...", help="Files or names of recipes."),
+    files: list[str] = typer.Argument(
+        ..., metavar="FILE...", autocompletion=complete_names, help="Files or names of recipes."
+    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """Check recipes and report every problem in one run.

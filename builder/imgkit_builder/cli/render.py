@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from imgkit_builder.cli.common import LARGE, with_leave
+from imgkit_builder.cli.common import LARGE, complete_names, with_leave
 
 
 class RenderFormat(str, enum.Enum):
@@ -20,7 +20,9 @@ class RenderFormat(str, enum.Enum):
 
 def verb_render(
     recipe: str = typer.Argument(
-        metavar="RECIPE|FILE", help="A shipped recipe (imgkit list) or a .yaml file."
+        metavar="RECIPE|FILE",
+        autocompletion=complete_names,
+        help="A shipped recipe (imgkit list) or a .yaml file.",
     ),
     form: RenderFormat = typer.Option(
         RenderFormat.DOCKERFILE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from imgkit_builder.cli.common import (
     JSON,
     RECIPE_SUFFIXES,
     UNPACK_LIMIT,
+    complete_names,
     gigabytes,
     module_line,
     show,
@@ -29,6 +29,7 @@ from imgkit_builder.cli.conversion import (
     RUNTIME,
     VERBOSE,
     engine_image,
+    next_line,
     stage_lines,
     stage_seconds,
     terminable,
@@ -56,6 +57,7 @@ class Origin(str, enum.Enum):
 
     ARCHIVE = "archive"
     DAEMON = "daemon"
+    LAYERS = "layers"
     OCI = "oci"
     REGISTRY = "registry"
 
@@ -63,6 +65,7 @@ class Origin(str, enum.Enum):
 def verb_sif(
     image: str = typer.Argument(
         metavar="ARCHIVE|RECIPE|IMAGE|OCI-DIR",
+        autocompletion=complete_names,
         help="An archive from imgkit save or docker save, a built recipe, a local image, or an OCI folder.",
     ),
     output: Path | None = typer.Option(
@@ -71,8 +74,9 @@ def verb_sif(
     origin: Origin | None = typer.Option(
         None,
         "--from",
-        help="Source (default: a file is an archive, an image is saved from the engine). "
-        "daemon: write the engine's export straight into the .sif, several times faster.",
+        help="Source (default: a file is an archive, an image comes from the engine by the faster way). "
+        "daemon: write the engine's export straight into the .sif, several times faster. "
+        "layers: the runtime builds the .sif from the image's layers.",
     ),
     compression: SifCompression = typer.Option(
         SifCompression.AUTO, help="auto: zstd if this machine can write and mount it, else gzip."
@@ -102,7 +106,7 @@ def verb_sif(
     \b
     Examples:
       imgkit sif mn5.tar
-      imgkit sif mn5 --from daemon
+      imgkit sif mn5
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
       imgkit sif 127.0.0.1:5000/mine:1 --from registry
     """
@@ -119,7 +123,7 @@ def verb_sif(
             runtime=runtime,
             module_hint=module_line(system),
             compression=compression.value,
-            direct=origin is Origin.DAEMON,
+            direct={Origin.DAEMON: True, Origin.LAYERS: False}.get(origin) if origin else None,
             tmpdir=tmpdir,
             unpack_limit_bytes=gigabytes(unpack_limit),
             force=force,
@@ -128,7 +132,7 @@ def verb_sif(
         if dry_run:
             text, data = _planned(source, target, options)
         else:
-            text, data = _result(convert.convert(source, target, options, report), target, system)
+            text, data = _result(convert.convert(source, target, options, report), target)
     show(data, text, as_json=as_json)
 
 
@@ -141,7 +145,9 @@ def _source(image: str, origin: Origin | None) -> Iterator[tuple[Source, SystemF
     path = Path(image)
     if origin is Origin.REGISTRY:
         yield Registry(reference=image.removeprefix("docker://")), system_of(image)
-    elif origin is not Origin.DAEMON and path.is_file() and path.suffix not in RECIPE_SUFFIXES:
+    elif (
+        origin not in (Origin.DAEMON, Origin.LAYERS) and path.is_file() and path.suffix not in RECIPE_SUFFIXES
+    ):
         _refuse_sif(path)
         described = sidecar.read(path)
         yield Archive(path=path), described.system if described else None
@@ -175,9 +181,8 @@ def _planned(source: Source, target: Path, options: Options) -> tuple[str, dict[
     return "\n".join(commands), data
 
 
-def _result(converted: Converted, target: Path, system: SystemFacts | None) -> tuple[str, dict[str, Any]]:
-    words = ["singularity", "exec", *(system.runtime.options if system else ()), str(target), "dist-train"]
-    following = shlex.join(words)
+def _result(converted: Converted, target: Path) -> tuple[str, dict[str, Any]]:
+    following = next_line(target, "dist-train")
     record = converted.record
     data = {
         "schema": SCHEMA,

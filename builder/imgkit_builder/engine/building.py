@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
 from imgkit_builder.engine.images import ImageInfo, check_name, inspect
 from imgkit_builder.engine.transfer import add_tag
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
@@ -150,16 +152,15 @@ def _no_container_left(engine: Engine, watch: BuildFollower) -> Iterator[None]:
 
 
 def _run_folder(name: str) -> Path:
-    """A new folder for the log of this build, unique even within one second."""
+    """A new folder for the log of this build, unique even within one second; in tmp if HOME is read-only."""
     parent = files.state_dir() / "builds"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"cannot create the folder for the build's log: {error.strerror}",
-            where=str(parent),
-            hint="set XDG_STATE_HOME",
-        ) from error
+        writable = os.access(parent, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        return Path(tempfile.mkdtemp(prefix=f"imgkit-build-{name}-"))
     stamp = time.strftime("%Y%m%dT%H%M%S")
     number = 0
     while True:

@@ -40,8 +40,7 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
         nccl=seen.nccl,
         pip_conflicts=seen.pip_conflicts or (),
     )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(kept, json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2) + "\n")
+    files.write_cache(kept, json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2) + "\n")
     return found
 
 

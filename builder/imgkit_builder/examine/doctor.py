@@ -200,7 +200,7 @@ def _fuse(machine: Machine) -> Check:
 
 def _mksquashfs() -> Check:
     name, path = "mksquashfs", shutil.which("mksquashfs")
-    hint = "apt-get install squashfs-tools (4.5 or newer); only imgkit sif --from daemon needs it"
+    hint = "apt-get install squashfs-tools (4.5 or newer); without it, imgkit sif is slower"
     if path is None:
         return Check(name=name, verdict="warn", found="not on PATH", hint=hint)
     words = process.run([path, "-version"], check=False).output.split()

@@ -62,9 +62,7 @@ def passed_before(image_id: str) -> bool:
 
 def remember(image_id: str) -> None:
     """Record that this image passed."""
-    record = _record(image_id)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    record.touch()
+    files.write_cache(_record(image_id), "")
 
 
 def _record(image_id: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
 
@@ -56,14 +56,17 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     target = target.absolute()
     check_target(target, force=options.force)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    packing = compression.choose(tool.capabilities, options.compression, direct=options.direct)
+    given, (options, why) = options, _with_route(source, options, tool)
+    packing = compression.choose(tool.capabilities, options.compression, direct=bool(options.direct))
     known = _known_config(source)
-    if known and (done := _up_to_date(target, known, tool, packing, options)):
+    if known and (done := _up_to_date(target, known, tool, packing, given)):
         return done
+    if why:
+        report.note(why)
     if packing.note:
         report.note(packing.note)
     base = tmp_base(target, options.tmpdir)
-    _check_space(source, target, base, direct=options.direct)
+    _check_space(source, target, base, direct=bool(options.direct))
     with workspace(target, base) as work, log_file(target.stem) as log:
         job = ConversionJob(
             tool=tool, options=options, compression=packing, work=work, clock=Clock(report), log=log
@@ -86,6 +89,19 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         return _finish(job, made, target)
 
 
+def _with_route(source: Source, options: Options, tool: RuntimeTool) -> tuple[Options, str]:
+    """`options` with the route that works here where they leave it open, and the reason for people."""
+    if options.direct is not None:
+        return options, ""
+    if not isinstance(source, EngineImage):
+        return replace(options, direct=False), ""
+    if obstacle := export.obstacle(tool):
+        why = f"the runtime builds the .sif from the image's layers (slower): {obstacle}"
+        return replace(options, direct=False), why
+    why = "the engine's export goes straight into the .sif (faster); --from layers: the runtime builds it"
+    return replace(options, direct=True), why
+
+
 def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     """The commands that `convert` would run, for people; temporary names are placeholders.
 
@@ -96,9 +112,11 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     target = target.absolute()
     check_target(target, force=options.force)
     tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    packing = compression.choose(tool.capabilities, options.compression, direct=options.direct)
+    options, why = _with_route(source, options, tool)
+    packing = compression.choose(tool.capabilities, options.compression, direct=bool(options.direct))
     part = target.with_name(f".{target.name}.TOKEN.part")
-    lines = [f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN"]
+    lines = [f"# {why}"] if why else []
+    lines.append(f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN")
     if isinstance(source, EngineImage) and options.direct:
         squashed = shlex.join(
             mksquashfs.squash_argv(Path("root.sqfs"), packing.options, source.config.created)
@@ -247,12 +265,12 @@ def _up_to_date(
     try:
         sif = image.read(target)
         record = sif.record
-        wanted = (config.image_id, str(tool), str(packing), _route(options))
-        if (
-            record is None
-            or record.deltas
-            or (record.image_id, record.runtime, record.compression, record.route) != wanted
-        ):
+        if record is None or record.deltas:
+            return None
+        # Both routes give the same image: where the user leaves it open, either will do.
+        route = record.route if options.direct is None and record.route != "flatten" else _route(options)
+        wanted = (config.image_id, str(tool), str(packing), route)
+        if (record.image_id, record.runtime, record.compression, record.route) != wanted:
             return None
         if image.root_sha256(target) != record.root_sha256:
             return None

@@ -37,6 +37,7 @@ from imgkit_builder.sif import image, links, mksquashfs, root_inode
 from imgkit_builder.sif.conversion_job import ConversionJob, cache_flags, folder_name
 from imgkit_builder.sif.image import ARCHS, DataType, SifImage
 from imgkit_builder.sif.options import EngineImage
+from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 META = links.META
@@ -88,6 +89,17 @@ def make(job: ConversionJob, source: EngineImage) -> None:
     job.clock.stage("assemble")
     assemble(job, image.read(skeleton), root, source.config.arch)
     root.unlink()
+
+
+def obstacle(tool: RuntimeTool) -> str:
+    """Why `make` cannot work on this machine; empty if it can."""
+    if not tool.capabilities.edits_sif:
+        return f"{tool} has no `sif add`"
+    try:
+        mksquashfs.tar_reader()
+    except ToolMissing as error:
+        return error.what
+    return ""
 
 
 def _prepare(job: ConversionJob, source: EngineImage) -> tuple[Path, Path]:

@@ -18,7 +18,7 @@ from imgkit_builder.image.config import epoch
 from imgkit_builder.sif import limits
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
-_INSTALL = "apt install squashfs-tools (4.5 or later), or take the default way: leave out --from daemon"
+_INSTALL = "apt install squashfs-tools (4.5 or later), or --from layers"
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where distributions put it and an ordinary user's PATH does not look."""
 _BUFFER_BYTES = 1 << 20
@@ -34,7 +34,7 @@ def tar_reader() -> Path:
     program = find()
     if program is None:
         raise ToolMissing(
-            "mksquashfs is not here, and the engine's export goes straight into it", hint=_INSTALL
+            "mksquashfs is not on this machine, and the engine's export goes straight into it", hint=_INSTALL
         )
     if not knows(program, r"-tar\b"):
         raise ToolMissing(f"{program} cannot read a tar (no -tar in its -help)", hint=_INSTALL)

@@ -85,8 +85,8 @@ class Options:
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
     compression: CompressionChoice = "auto"
-    direct: bool = False
-    """Convert an `EngineImage` from its export stream (faster), not from its layers."""
+    direct: bool | None = False
+    """Convert an `EngineImage` from its export stream, not from its layers; None: where that works."""
     tmpdir: Path | None = None
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""

@@ -77,8 +77,8 @@ def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         archive = folder / "odd.tar"
         output("docker", "save", "-o", archive, name)
         archive.chmod(0o644)
-        sif(name, "-o", "layers.sif", folder=folder)
-        sif(name, "-o", "export.sif", "--from", "daemon", folder=folder)
+        sif(name, "-o", "layers.sif", "--from", "layers", folder=folder)
+        sif(name, "-o", "export.sif", folder=folder)
         yield Lab(
             name=name,
             folder=folder,
@@ -176,6 +176,33 @@ def test_same_data_objects(lab: Lab) -> None:
         ]
 
     assert objects(lab.layers) == objects(lab.export) != []
+
+
+def test_faster_route_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
+    """Without a choice; a file of the other route is as good."""
+    taken, asked = image.read(lab.export).record, image.read(lab.layers).record
+    assert taken is not None
+    assert asked is not None
+    assert (taken.route, asked.route) == ("export", "layers")
+    shutil.copy(lab.layers, tmp_path / "x.sif")
+    assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
+    assert "straight into the .sif" in imgkit("sif", lab.name, "--dry-run", folder=tmp_path).stdout
+    told = imgkit("sif", lab.name, "--from", "layers", "--dry-run", folder=tmp_path).stdout
+    assert "uncompressed layers" in told
+
+
+def test_machine_that_cannot_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
+    """The directories hold all programs of this machine but mksquashfs 4.5 or later."""
+    old = tmp_path / "bin/mksquashfs"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\n")
+    old.chmod(0o755)
+    env = {"PATH": f"{old.parent}:{os.environ['PATH']}"}
+    done = imgkit("sif", lab.name, "--dry-run", folder=tmp_path, env=env)
+    assert "slower" in done.stdout
+    assert "cannot read a tar" in done.stdout
+    refused = imgkit("sif", lab.name, "--from", "daemon", folder=tmp_path, env=env)
+    assert refused.returncode == 3
 
 
 def test_export_is_reproducible(lab: Lab) -> None:

@@ -1,0 +1,45 @@
+"""Files of imgkit's own: a HOME that cannot be written costs time, no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.base import files
+from imgkit_builder.engine import building
+from imgkit_builder.image import smoke
+
+
+@pytest.fixture(params=["read-only", "none"])
+def home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home in which even root creates nothing, or none at all."""
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/proc")
+    if request.param == "none":
+
+        def nobody() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", nobody)
+
+
+@pytest.mark.usefixtures("home")
+def test_goes_on_without_a_cache() -> None:
+    files.write_cache(files.cache_dir() / "probe/x.json", "{}")
+    assert not smoke.passed_before("sha256:1")
+    smoke.remember("sha256:1")
+    assert not smoke.passed_before("sha256:1")
+
+
+@pytest.mark.usefixtures("home")
+def test_log_of_a_build_goes_to_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert building._run_folder("mn5").parent == tmp_path
+
+
+def test_cache_is_written_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    smoke.remember("sha256:1")
+    assert smoke.passed_before("sha256:1")
