@@ -72,6 +72,7 @@ def examine(
         _mksquashfs(),
         _zstd(),
         *_disks(machine, purpose),
+        *_amd_gpus(machine),
         *_user_packages(),
     )
     can_build, can_convert = engine.verdict != "fail", passed(others)
@@ -276,6 +277,19 @@ def _emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
         found=f"{target.name} is for {arch}, this machine is {machine.arch}: {fault}",
         hint=f"docker run --privileged --rm tonistiigi/binfmt --install {arch}; or build on {arch}",
     )
+
+
+def _amd_gpus(machine: Machine) -> Iterator[Check]:
+    """GPUs of AMD, with their compute driver, which imgkit does not use."""
+    cards = sorted((machine.root / "sys/class/drm").glob("card*"))
+    count = sum(machine.text(f"sys/class/drm/{card.name}/device/vendor") == "0x1002" for card in cards)
+    if count and (machine.root / "dev/kfd").exists():
+        yield Check(
+            name="gpus",
+            verdict="warn",
+            found=f"{count} AMD GPUs (/dev/kfd); imgkit's images and launcher use NVIDIA GPUs only",
+            hint="build and convert images here; run them on NVIDIA GPUs, or on processors: --device cpu",
+        )
 
 
 def _user_packages() -> Iterator[Check]:

@@ -122,6 +122,22 @@ class VisibleGpus:
     """Mistake in CUDA_VISIBLE_DEVICES."""
 
 
+ONLY_NVIDIA = "imgkit uses NVIDIA GPUs only"
+"""Part of the evidence for no GPU on a node that has GPUs of AMD."""
+_AMD = "0x1002"
+
+
+def amd_gpus(reader: Reader) -> int:
+    """Number of GPUs of AMD whose compute driver runs; imgkit does not use them."""
+    cards = reader.names("/sys/class/drm", r"card\d+") if reader.exists("/dev/kfd") else ()
+    return sum(reader.text(f"/sys/class/drm/{card}/device/vendor") == _AMD for card in cards)
+
+
+def _amd(reader: Reader) -> str:
+    count = amd_gpus(reader)
+    return f", but /dev/kfd and {count} AMD GPUs: {ONLY_NVIDIA}" if count else ""
+
+
 def gpus(reader: Reader, env: Mapping[str, str]) -> VisibleGpus:
     """Number of GPUs that a worker could use."""
     devices = reader.names("/dev", r"nvidia\d+")
@@ -131,6 +147,8 @@ def gpus(reader: Reader, env: Mapping[str, str]) -> VisibleGpus:
         driver = reader.names("/proc/driver/nvidia/gpus")
         if driver and not devices:
             source += f", but the driver has {len(driver)} (/proc/driver/nvidia/gpus)"
+        if not devices:
+            source += _amd(reader)
         return VisibleGpus(count=len(devices), source=source)
     source = f"CUDA_VISIBLE_DEVICES={visible!r}, {len(devices)} device files"
     # CUDA ends the list at the first unknown entry, which is usually -1.
@@ -138,7 +156,7 @@ def gpus(reader: Reader, env: Mapping[str, str]) -> VisibleGpus:
     usable = list(itertools.takewhile(lambda item: item != "-1", wanted))
     # Slurm also sets the variable for a container without --nv, which has no device file and so no GPU.
     if not devices:
-        return VisibleGpus(count=0, source=source)
+        return VisibleGpus(count=0, source=source + _amd(reader))
     # Both rules are CUDA's: _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
     twice = next((item for item in usable if usable.count(item) > 1), "")
     if twice:

@@ -14,6 +14,7 @@ from imgkit_entrypoints import fabric
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision, sockets
 from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.launch.markers import LOGS_PENDING, PORT_PENDING
 from imgkit_entrypoints.launch.request import Request
 from imgkit_entrypoints.rollcall import ports
@@ -147,7 +148,9 @@ def _device(
         reason = f"the recipe says {expected} per node" if expected else "--device cuda asks for one"
         raise NoPlan(
             f"no GPU is visible here, but {reason} ({host.gpus_source})",
-            hint="start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
+            hint="use nodes with NVIDIA GPUs, or give --device cpu"
+            if ONLY_NVIDIA in host.gpus_source
+            else "start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
             "or give --device cpu",
         )
     known = f"the recipe says {expected} per node: --nv forgotten?" if expected else "the recipe expects none"

@@ -179,7 +179,7 @@ def test_same_data_objects(lab: Lab) -> None:
 
 
 def test_faster_route_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
-    """Without a choice; a file of the other route is as good."""
+    """Nobody chooses here; a file of the other route is as good."""
     taken, asked = image.read(lab.export).record, image.read(lab.layers).record
     assert taken is not None
     assert asked is not None
@@ -192,7 +192,7 @@ def test_faster_route_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_machine_that_cannot_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
-    """The directories hold all programs of this machine but mksquashfs 4.5 or later."""
+    """PATH begins with a mksquashfs that knows no option."""
     old = tmp_path / "bin/mksquashfs"
     old.parent.mkdir()
     old.write_text("#!/bin/sh\n")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import Limit
+from imgkit_entrypoints.facts.compute import amd_gpus
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -63,6 +64,15 @@ def gpus(subject: Subject) -> Iterator[Check]:
     evidence = f"{found} visible ({source})" + (f", the recipe says {expected} per node" if expected else "")
     wanted = expected or len(subject.facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{wanted})"
+    if not found and amd_gpus(subject.reader):
+        yield Check(
+            name="gpus",
+            verdict="fail" if expected and subject.env.get("IMGKIT_DEVICE") != "cpu" else "warn",
+            evidence=evidence,
+            fix="imgkit's images and launcher are made for CUDA and NCCL: use a node with NVIDIA GPUs, "
+            "or processors alone (--device cpu)",
+        )
+        return
     hidden = not found and subject.facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
     if not found and (expected or hidden):
         on_purpose = subject.env.get("IMGKIT_DEVICE") == "cpu"

@@ -229,3 +229,18 @@ def test_this_machine_is_examined() -> None:
     assert found[0].name == "python"
     assert isinstance(passed(found), bool)
     assert os.environ["PATH"]
+
+
+@pytest.mark.usefixtures("programs")
+def test_amd_gpus_are_named_with_the_end_of_imgkit(tmp_path: Path) -> None:
+    machine = Machine(root=tmp_path / "root", uid=0, arch="amd64")
+    for card, vendor in (("card0", "0x1002"), ("card1", "0x1002"), ("card2", "0x10de")):
+        folder = tmp_path / "root/sys/class/drm" / card / "device"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+    assert "gpus" not in {check.name for check in doctor.examine(machine=machine)}
+    (tmp_path / "root/dev").mkdir()
+    (tmp_path / "root/dev/kfd").touch()
+    (found,) = [check for check in doctor.examine(machine=machine) if check.name == "gpus"]
+    assert found.verdict == "warn"
+    assert found.found == "2 AMD GPUs (/dev/kfd); imgkit's images and launcher use NVIDIA GPUs only"

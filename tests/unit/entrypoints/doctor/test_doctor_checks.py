@@ -470,3 +470,16 @@ def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None
         node.main(["--jsno"], {})
     assert caught.value.code == 2
     assert "--jsno" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("system", "verdict"), [(MN5, "fail"), (None, "warn")])
+def test_amd_gpus_end_with_the_reason(image: Path, system: SystemFacts | None, verdict: str) -> None:
+    (image / "dev").mkdir()
+    (image / "dev/kfd").touch()
+    (image / "sys/class/drm/card0/device").mkdir(parents=True)
+    (image / "sys/class/drm/card0/device/vendor").write_text("0x1002\n")
+    found = examine(IB, system, root=image, gpus=0, gpu_devices=())
+    (check,) = [check for check in found if check.name == "gpus"]
+    assert check.verdict == verdict
+    assert "NVIDIA GPUs" in check.fix
+    assert "--nv" not in check.fix

@@ -358,3 +358,14 @@ def test_snapshot_has_nothing_else(planted: Planted):
     )
     found = facts.snapshot(root, {"TOKEN": "secret", "HOME": "/root"})
     assert "secret" not in repr(found)
+
+
+@pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
+def test_amd_gpus_are_evidence_and_no_gpus(tmp_path: Path, env: dict[str, str]):
+    cards = {f"sys/class/drm/card{number}/device/vendor": "0x1002\n" for number in (0, 1)}
+    put(tmp_path, {**cards, "dev/kfd": ""})
+    host = facts.gather(root=tmp_path, env=env)
+    assert host.gpus == 0
+    assert "2 AMD GPUs: imgkit uses NVIDIA GPUs only" in host.gpus_source
+    (tmp_path / "dev/nvidia0").touch()
+    assert "AMD" not in facts.gather(root=tmp_path, env=env).gpus_source
