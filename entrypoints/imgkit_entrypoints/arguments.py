@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import NoReturn
 
 from imgkit_entrypoints.errors import UsageError
@@ -23,6 +24,15 @@ def natural(text: str) -> int:
 def positive(text: str) -> int:
     """Parse a whole number that is at least 1."""
     return _whole(text, 1)
+
+
+def duration(text: str) -> int:
+    """Parse ``90``, ``90s``, ``50m`` or ``1h30m`` into seconds."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text, re.ASCII)
+    if not text or found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
+    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return hours * 3600 + minutes * 60 + seconds
 
 
 def _whole(text: str, least: int) -> int:

@@ -70,10 +70,10 @@ from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import options, setup
 from imgkit_entrypoints.apps.bench.measure import collectives
 right, seen = dist.all_reduce, []
-def all_reduce(tensor, async_op=False, **kwargs):
+def all_reduce(tensor, *args, async_op=False, **kwargs):
     if tensor.numel() == 1024 and not async_op:
         seen.append((tensor.data_ptr(), len(tensor.unique())))
-    return right(tensor, async_op=async_op, **kwargs)
+    return right(tensor, *args, async_op=async_op, **kwargs)
 dist.all_reduce = all_reduce
 with ranks.opened() as here:
     words = ["--size", "4K", "--iters", "50", "--warmup", "0"]
@@ -96,18 +96,26 @@ VARIANTS = """
 import torch.distributed as dist
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import options, setup, sighup, sweep
+from imgkit_entrypoints.errors import ImgkitError
 asked = '''
 alltoallv --skew 1.5 --dtype bf16
 all_reduce --redop max --out-of-place --communicators 2
 reduce --redop min
 reduce_scatter --redop avg
 broadcast --out-of-place
+all_gather --overlap
+all_gather --for 2s --redop min
 all_reduce --redop max
 '''.split(chr(10))[1:-1]
 def main():
     with ranks.opened() as here:
         for number, line in enumerate(asked):
             if number == len(asked) - 1:
+                for flag in ("--cuda-graph", "--registered-buffers"):
+                    try:
+                        setup.set_up(options.read([flag]), here)
+                    except ImgkitError as error:
+                        print(here.rank, error, flush=True)
                 right = dist.all_reduce
                 dist.all_reduce = lambda tensor, *args, **kwargs: right(tensor, **kwargs)
             words = f"{line} --size 1M --iters 5 --save {number}.json".split()
@@ -120,16 +128,25 @@ ranks.run_worker(main)
 def test_variants_are_measured_and_right(standin: str, tmp_path: Path) -> None:
     done = inside(standin, tmp_path, *TORCHRUN, "/given.py", given=VARIANTS)
     assert done.returncode == 0, done.stderr
-    found = [loaded(tmp_path / f"{number}.json").results[1] for number in range(6)]
+    runs = [loaded(tmp_path / f"{number}.json") for number in range(8)]
+    assert [len(run.results) for run in runs] == [2, 2, 2, 2, 2, 2, 1, 2]  # --for has batches only
+    found = [run.results[-1] for run in runs]
     assert [one.variant for one in found] == [
         "skew 1.5",
         "max, out of place, 2 communicators at once",
         "min",
         "avg",
         "out of place",
+        "",
+        "",
         "max",
     ]
-    assert [bool(one.wrong) for one in found] == [False] * 5 + [True]
+    assert [bool(one.wrong) for one in found] == [False] * 7 + [True]
+    assert re.search(r"% of the shorter one is hidden", "\n".join(runs[5].sentences))
+    moments = json.loads((tmp_path / "6.json").read_text())["verdict"]["timeline"]
+    assert len(moments) == len(found[6].batches_us) >= 2
+    assert moments[-1]["at_s"] >= 2
+    assert done.stdout.count("this needs NCCL between GPUs, and no GPU is used here") == 4
 
 
 # A broken library's results on one rank, before they are compared with the expected ones.

@@ -93,6 +93,7 @@ def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
         "--baseline": wanted.baseline,
         "--matrix": wanted.matrix,
         "--require": wanted.require,
+        "--for": wanted.for_s,
         "--plan": asked.show_plan,
     }
     if given := [flag for flag, value in flags.items() if value]:

@@ -10,7 +10,7 @@ from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.arms import arms
 from imgkit_entrypoints.apps.bench.measure import collectives, dtypes
 from imgkit_entrypoints.apps.bench.requirement import Requirement, requirement
-from imgkit_entrypoints.arguments import natural, positive
+from imgkit_entrypoints.arguments import duration, natural, positive
 
 GROUPS = ("world", "node", "rail")
 LEAST_BYTES = 8
@@ -39,6 +39,11 @@ class BenchOptions:
     out_of_place: bool
     skew: float
     communicators: int
+    cuda_graph: bool
+    registered_buffers: bool
+    overlap: bool
+    for_s: int | None
+    """None: one sweep over all sizes."""
     check: bool
     matrix: str
     """"nodes": one rank per node; "rails": each local rank in turn; "": no matrix."""
@@ -60,6 +65,7 @@ EXAMPLES = """examples:
   dist-bench --matrix                                 # find the slow link among many nodes
   dist-bench --matrix rails                           # the same for the network port of each GPU
   dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the line rate
+  dist-bench --size 1G --for 30m                      # does it stay as fast, and right?
   dist-bench --compare rdma,tcp --save run.json       # how much RDMA gains here
   dist-bench report run.rdma.json run.tcp.json --reference rcp -o report.html
 
@@ -150,6 +156,21 @@ def _variants(group: argparse._ArgumentGroup) -> None:
         help="alltoallv: rank k receives 1/(1+k)^X of what rank 0 receives (default: 1; 0: all the same)",
     )
     group.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="GPU: record the launches of a batch as a CUDA graph, and time its replays",
+    )
+    group.add_argument(
+        "--registered-buffers",
+        action="store_true",
+        help="GPU: let NCCL allocate and register the buffers, so that it can send without copies",
+    )
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="run the largest size while the device computes too, and tell which share is hidden",
+    )
+    group.add_argument(
         "--communicators",
         type=positive,
         default=1,
@@ -159,6 +180,13 @@ def _variants(group: argparse._ArgumentGroup) -> None:
 
 
 def _how_long(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--for",
+        dest="for_s",
+        type=duration,
+        metavar="TIME",
+        help="run the largest size again and again for this long (90s, 30m, 12h), and print a timeline",
+    )
     amount = group.add_mutually_exclusive_group()
     amount.add_argument(
         "--iters", type=positive, metavar="N", help="iterations of each timing, at every size"
@@ -242,6 +270,11 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         parser.error(
             "--require with --matrix takes GBps: the line rate is that of all ports, a link uses one"
         )
+    alone = {"--matrix": found.matrix, "--baseline": found.baseline, "--overlap": found.overlap}
+    if found.for_s is not None and (given := [flag for flag, value in alone.items() if value]):
+        parser.error(f"--for and {given[0]} exclude each other")
+    if found.for_s == 0:
+        parser.error("--for 0 measures nothing: give a time such as 90s, 30m or 12h")
     return BenchOptions(
         ops=collectives.EVERY if found.op == "all" else (found.op,),
         least_bytes=least,
@@ -256,6 +289,10 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         out_of_place=found.out_of_place,
         skew=found.skew,
         communicators=found.communicators,
+        cuda_graph=found.cuda_graph,
+        registered_buffers=found.registered_buffers,
+        overlap=found.overlap,
+        for_s=found.for_s,
         check=found.check,
         matrix=found.matrix,
         compare=found.compare,

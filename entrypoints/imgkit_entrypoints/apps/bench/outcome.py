@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints.apps.bench import baseline, table
-from imgkit_entrypoints.apps.bench.judge import failures, slow_links, stragglers, transport, verdict
+from imgkit_entrypoints.apps.bench import baseline, sizes, table
+from imgkit_entrypoints.apps.bench.judge import failures, slow_links, stragglers, timeline, transport, verdict
 from imgkit_entrypoints.apps.bench.measure import matrix
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.measurement import Measurement
 from imgkit_entrypoints.apps.bench.measure.nccl_log import NcclChoice
 from imgkit_entrypoints.apps.bench.measure.node_conditions import NodeConditions
+from imgkit_entrypoints.apps.bench.measure.overlap import OverlapTimes
 from imgkit_entrypoints.apps.bench.record import reader, writer
 from imgkit_entrypoints.apps.bench.setup import RunSetup
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
@@ -30,6 +33,8 @@ class Outcome:
         self.conditions: tuple[NodeConditions, ...] = ()
         self._largest: dict[str, verdict.Largest] = {}
         self._rails: list[matrix.Matrix] = []
+        self._moments: list[timeline.Moment] = []
+        self._overlaps: list[OverlapTimes] = []
         self._wrong = 0
         self._remarks: list[str] = []
 
@@ -85,9 +90,7 @@ class Outcome:
             times=(*(before.times if before else ()), (measured.size_bytes, seconds)),
         )
         self.print(table.line(batched, single))
-        self._wrong += measured.wrong or 0
-        for element in measured.first:
-            self.remark(f"{element} (on {setup.locations[element.rank].host})")
+        self._add_wrong(measured)
         self.save()
 
     def add_matrix(self, measured: matrix.Matrix, size_bytes: int) -> None:
@@ -95,6 +98,59 @@ class Outcome:
         rail = len(self._rails) if self._setup.options.matrix == "rails" else None
         self._rails.append(measured)
         self.print(matrix.table(measured, self._setup.hosts, size_bytes, rail))
+
+    def add_moment(self, op: Collective, moment: timeline.Moment, found: Sequence[Measurement]) -> None:
+        """Take in one part of a long run: print it, and save what there is."""
+        setup = self._setup
+        self._moments.append(moment)
+        self.print(timeline.line(moment))
+        mine = [one for one in self._moments if one.op == op.name]
+        checked = [one.wrong for one in mine if one.wrong is not None]
+        result = writer.result(
+            op.name,
+            op.factor(setup.group.size),
+            statistics.fmean(one.median_us for one in mine) / 1e6,
+            size_bytes=moment.size_bytes,
+            dtype=setup.dtype.name,
+            group=setup.options.group,
+            variant=setup.variant(op),
+            iterations=sum(one.iterations for one in mine),
+            wrong=sum(checked) if checked else None,
+            batches=[one.median_us / 1e6 for one in mine],
+        )
+        self.record.results = [*(one for one in self.record.results if one.key != result.key), result]
+        self._largest[op.name] = verdict.Largest(
+            op=op,
+            size_bytes=moment.size_bytes,
+            seconds=result.median_us / 1e6,
+            batch_s=sum(found[-1].batches),
+            busbw_GBps=result.median_busbw_GBps,
+            ports=found[-1].nodes,
+        )
+        for one in found:
+            self._add_wrong(one)
+        self.save()
+
+    def judge_timeline(self) -> None:
+        """Print what the timeline shows."""
+        for sentence in timeline.sentences(self._moments):
+            self.remark(sentence)
+
+    def add_overlap(self, found: OverlapTimes) -> None:
+        """Take in a collective beside computing, and print it."""
+        self._overlaps.append(found)
+        alone, computing, both = (
+            f"{1e3 * value:.3g} ms" for value in (found.communication_s, found.computation_s, found.both_s)
+        )
+        self.remark(
+            f"{found.op} of {sizes.both(found.size_bytes)}: {alone} alone, {computing} of computing alone, "
+            f"{both} at once. {100 * found.hidden:.0f} % of the shorter one is hidden."
+        )
+
+    def _add_wrong(self, measured: Measurement) -> None:
+        self._wrong += measured.wrong or 0
+        for element in measured.first:
+            self.remark(f"{element} (on {self._setup.locations[element.rank].host})")
 
     def judge_matrix(self) -> None:
         """Print the slow nodes, rails and links."""
@@ -152,6 +208,8 @@ class Outcome:
         hosts_by_rank = [one.host for one in self._setup.locations]
         largest = list(self._largest.values())
         judged = verdict.judge(largest, self._context(), self.late, hosts_by_rank)
+        judged["overlap"] = [{**dataclasses.asdict(one), "hidden": one.hidden} for one in self._overlaps]
+        judged["timeline"] = [dataclasses.asdict(one) for one in self._moments]
         tables = [[list(row) for row in measured] for measured in self._rails]
         if self._setup.options.matrix == "rails":
             judged["rails_GBps"] = tables

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from imgkit_entrypoints.apps.bench import sizes, table
+from imgkit_entrypoints.apps.bench import sizes, soak, table
 from imgkit_entrypoints.apps.bench.judge import stragglers
-from imgkit_entrypoints.apps.bench.measure import matrix, memory, nccl_log, node_conditions
+from imgkit_entrypoints.apps.bench.measure import matrix, memory, nccl_log, node_conditions, overlap
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts
 from imgkit_entrypoints.apps.bench.measure.measurement import OutOfMemory
@@ -48,12 +48,16 @@ class Sweep:
         try:
             self._measure()
             self._look_back(before)
+        except OutOfMemory:  # beyond the sizes of a sweep; raised on all ranks
+            self._outcome.remark("OUT OF MEMORY: --for and --overlap need another --size or --max here.")
         except Stopped:  # raised on all ranks
             self._outcome.remark("INCOMPLETE: stopped on request. The sizes above are complete.")
             self._look_back(before)
         except RuntimeError as error:  # whatever the backend raises when a peer is gone
             lost = _first_sentence(error)
         with hangup.held_off():
+            if self._measurer.registered and not lost:
+                self._measurer.registered.release()  # before the communicators end
             if lost:
                 self._outcome.remark(
                     f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {lost}"
@@ -72,21 +76,39 @@ class Sweep:
         self._outcome.finish()
 
     def _measure(self) -> None:
-        self._outcome.late = stragglers.late(self._measurer.waits(), self._setup.late_from_s)
-        if self._setup.options.matrix:
+        setup = self._setup
+        self._outcome.late = stragglers.late(self._measurer.waits(), setup.late_from_s)
+        if setup.options.matrix:
             self._measure_matrix()
             self._outcome.record.complete = True
             return
+        if setup.options.for_s:
+            self._soak(setup.options.for_s)
+            self._outcome.record.complete = True
+            return
         # One collective that runs out of memory does not keep the next one from its smaller sizes.
-        ended = [self._collective(self._setup.collective(name)) for name in self._setup.options.ops]
+        ended = [self._collective(setup.collective(name)) for name in setup.options.ops]
         self._outcome.record.complete = all(ended)
+
+    def _title(self, op: Collective) -> str:
+        setup = self._setup
+        group, variant = setup.options.group, setup.variant(op)
+        return table.title(op, setup.dtype, setup.world, group, setup.group.size, variant)
+
+    def _soak(self, total_s: float) -> None:
+        """Measure the largest size of each collective in turn until the time is over."""
+        ops = [self._setup.collective(name) for name in self._setup.options.ops]
+        sized = [(op, self._sizes(op)[-1]) for op in ops]
+        for op, _ in sized:
+            self._outcome.print(self._title(op))
+        soak.run(self._measurer, sized, total_s, self._outcome.add_moment)
+        self._outcome.judge_timeline()
 
     def _collective(self, op: Collective) -> bool:
         """Measure all sizes of one collective; False if it ended early."""
         setup = self._setup
         planned = self._sizes(op)
-        group, variant = setup.options.group, setup.variant(op)
-        self._outcome.print(table.title(op, setup.dtype, setup.world, group, setup.group.size, variant))
+        self._outcome.print(self._title(op))
         if refused := self._refused(op, planned[0]):
             self._outcome.remark(f"{op.name}: {setup.world.backend} does not support it: {refused}")
             return True
@@ -109,6 +131,8 @@ class Sweep:
             before = measured.counts
             self._progress(op, planned, place, time.monotonic() - began)
         self._note_nccl_choice(op, planned[-1])
+        if setup.options.overlap:
+            self._outcome.add_overlap(overlap.measure(self._measurer, op, planned[-1]))
         return True
 
     def _sizes(self, op: Collective) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from imgkit_entrypoints.apps.train import config_file, plugins
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.schedule import SHAPES
-from imgkit_entrypoints.arguments import natural, positive
+from imgkit_entrypoints.arguments import duration, natural, positive
 from imgkit_entrypoints.errors import UsageError
 
 MODELS: Mapping[str, tuple[str, float]] = {
@@ -175,15 +175,6 @@ def _no_compiler(env: Mapping[str, str]) -> str | None:
     else:
         names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
     return None if any(map(shutil.which, names)) else f"a compiler ({' or '.join(names)}), but PATH has none"
-
-
-def duration(text: str) -> int:
-    """Parse ``90``, ``90s``, ``50m`` or ``1h30m`` into seconds."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text, re.ASCII)
-    if not text or found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
-    hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return hours * 3600 + minutes * 60 + seconds
 
 
 def _number(text: str) -> float:

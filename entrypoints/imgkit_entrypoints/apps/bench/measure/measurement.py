@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from imgkit_entrypoints.apps.bench.measure import port_counters, timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts, planned
 from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
+from imgkit_entrypoints.apps.bench.measure.gpu_only import RegisteredMemory
 from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
 from imgkit_entrypoints.apps.bench.measure.one_size import OneSize, Stopped, asked_to_stop
 from imgkit_entrypoints.apps.bench.measure.operations import Slot, prepared
@@ -74,6 +76,8 @@ class Measurer:
     """True if this rank reads its node's counters."""
     nodes: int
     noise: Noise
+    registered: RegisteredMemory | None
+    """The memory of ``--registered-buffers``."""
     rotated_bytes: int
     """Memory through which batches rotate."""
 
@@ -98,7 +102,8 @@ class Measurer:
         failed = torch.zeros(1, device=self.here.device)
         try:
             kind, count = getattr(torch, self.dtype.torch), size_bytes // self.dtype.item_bytes
-            made = prepared(op, count, kind, self.groups, self.here.device, number)
+            with self.registered.allocating() if self.registered else contextlib.nullcontext():
+                made = prepared(op, count, kind, self.groups, self.here.device, number)
         except (
             RuntimeError,
             MemoryError,
@@ -136,14 +141,22 @@ class Measurer:
         if rotated > 1:
             slots = self.slots(op, size_bytes, rotated)
         expected = self.expected if op.exact(self.group.size) else None
-        one = OneSize(op, counts, slots, here=self.here, noise=self.noise, expected=expected)
+        one = OneSize(
+            op,
+            counts,
+            slots,
+            here=self.here,
+            noise=self.noise,
+            expected=expected,
+            graph=self.options.cuda_graph,
+        )
         grown: list[Mapping[str, port_counters.Count]] = []
         for batches, singles in counts.turns():
             ports = self._ports()
             one.time_batches(batches)
             grown.append(port_counters.since(ports, self._ports()))
             one.time_singles(singles, watched=watched)
-        together = self._together([float(one.wrong), *one.batches, *one.singles])
+        together = self.together([float(one.wrong), *one.batches, *one.singles])
         slowest = [max(column) for column in zip(*together, strict=True)][1:]
         return Measurement(
             counts=counts,
@@ -162,7 +175,7 @@ class Measurer:
             found = timing.once(lambda async_op=False: dist.all_reduce(buffer, async_op=async_op), self.here)
             if turn >= 0:
                 waits.append(found.waited)
-        return self._together(waits)
+        return self.together(waits)
 
     def _counts(self, size_bytes: int, one_s: float, before: Counts | None) -> tuple[Counts, bool]:
         """Agree on the counts, and on whether each single iteration checks for a stop request."""
@@ -179,7 +192,8 @@ class Measurer:
         )
         return counts, bool(found[1])
 
-    def _together(self, mine: list[float]) -> list[list[float]]:
+    def together(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's numbers; a collective call."""
         numbers = torch.tensor(mine, dtype=torch.float64, device=self.here.device)
         rows = [torch.empty_like(numbers) for _ in range(self.here.world_size)]
         dist.all_gather(rows, numbers)

@@ -52,13 +52,15 @@ def batch(launch: Launch, count: int, here: Ranks) -> float:
     return time.perf_counter() - start
 
 
-def once(launch: Launch, here: Ranks) -> Once:
-    """Time one launch and the wait for it, after all ranks have met."""
+def once(launch: Launch, here: Ranks, meanwhile: Callable[[], object] | None = None) -> Once:
+    """Time one launch and the wait for it, after all ranks have met; `meanwhile` runs between both."""
     meet(here)
     if here.device.type == "cuda":
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         work = launch(async_op=True)
+        if meanwhile:
+            meanwhile()
         work.wait()
         ended.record()
         launched = time.perf_counter()
@@ -68,6 +70,8 @@ def once(launch: Launch, here: Ranks) -> Once:
     start = time.perf_counter()
     work = launch(async_op=True)
     launched = time.perf_counter()
+    if meanwhile:
+        meanwhile()
     work.wait()
     done = time.perf_counter()
     return Once(took=done - start, waited=done - launched)

@@ -12,8 +12,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from imgkit_entrypoints.apps.bench.judge import latency_fit, verdict
-from imgkit_entrypoints.apps.bench.measure import nccl_log, node_conditions, port_counters
+from imgkit_entrypoints.apps.bench.judge import latency_fit, timeline, verdict
+from imgkit_entrypoints.apps.bench.measure import nccl_log, node_conditions, overlap, port_counters
 from imgkit_entrypoints.apps.bench.record import values
 from imgkit_entrypoints.arguments import Parser
 
@@ -86,6 +86,8 @@ def _verdict() -> Schema:
         "ports": _of(port_counters.Count, host=_TEXT, port=_TEXT),
         "decided": _of(nccl_log.NcclChoice, op=_TEXT),
         "conditions": _of(node_conditions.NodeConditions),
+        "overlap": _of(overlap.OverlapTimes, hidden={"type": "number", "minimum": 0, "maximum": 1}),
+        "timeline": _of(timeline.Moment, optional=("wrong",)),
         "matrix_GBps": _row(),
         "rails_GBps": _array(_row()),
     }

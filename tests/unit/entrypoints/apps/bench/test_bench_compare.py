@@ -255,6 +255,7 @@ def test_other_arms_are_refused(text: str) -> None:
         ((), (), place(min_nnodes=1), "workers of its own"),
         (("--baseline", "old.json"), (), None, "--baseline needs a single run"),
         (("--matrix",), (), None, "--matrix needs a single run"),
+        (("--for", "30m"), (), None, "--for needs a single run"),
         (("--require", "80%"), (), None, "--require needs a single run"),
         (("--group", "node"), (), None, "within a node"),
         ((), ("--plan",), None, "--plan needs a single run"),

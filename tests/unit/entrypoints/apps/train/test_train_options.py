@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_entrypoints import arguments
 from imgkit_entrypoints.apps.train import options, plugins
 from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.errors import UsageError
@@ -179,7 +180,7 @@ def test_folder_of_images_needs_pillow(
     ("text", "seconds"), [("90", 90), ("90s", 90), ("50m", 3000), ("1h30m", 5400), ("1h5s", 3605), ("0", 0)]
 )
 def test_times_are_seconds(text: str, seconds: float) -> None:
-    assert options.duration(text) == seconds
+    assert arguments.duration(text) == seconds
 
 
 @pytest.mark.parametrize("place", ["own.py", "own", "pkg.deep"])

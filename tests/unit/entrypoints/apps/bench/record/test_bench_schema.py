@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench.judge import verdict
+from imgkit_entrypoints.apps.bench.judge import timeline, verdict
 from imgkit_entrypoints.apps.bench.judge.stragglers import Late
-from imgkit_entrypoints.apps.bench.measure import collectives, nccl_log, node_conditions
+from imgkit_entrypoints.apps.bench.measure import collectives, nccl_log, node_conditions, overlap
 from imgkit_entrypoints.apps.bench.measure.port_counters import Count
 from imgkit_entrypoints.apps.bench.record import json_schema, reader, values, writer
 from imgkit_entrypoints.errors import UsageError
@@ -95,6 +96,22 @@ def whole() -> dict[str, Any]:
         arm="rdma",
     )
     made.verdict["matrix_GBps"] = [[0.0, 1.5], [1.5, 0.0]]
+    moment = timeline.Moment(
+        at_s=30.0,
+        op="all_reduce",
+        size_bytes=8,
+        iterations=9,
+        low_us=1.0,
+        median_us=2.0,
+        high_us=3.0,
+        busbw_GBps=4.0,
+        wrong=None,
+    )
+    beside = overlap.OverlapTimes(
+        op="all_reduce", size_bytes=8, communication_s=1e-3, computation_s=1e-3, both_s=1.5e-3
+    )
+    made.verdict["timeline"] = [dataclasses.asdict(moment)]
+    made.verdict["overlap"] = [{**dataclasses.asdict(beside), "hidden": beside.hidden}]
     made.verdict["rails_GBps"] = [made.verdict["matrix_GBps"]] * 4
     found: dict[str, Any] = json.loads(made.to_json())
     return found
