@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,22 @@ from imgkit_entrypoints.launch import guard
 from imgkit_entrypoints.launch.signals import STOP_SIGNALS
 
 TAIL_BYTES = 64 * 1024
+_NAMELESS = re.compile(rb"[^\n]*\[c10d\] The hostname of the client socket cannot be retrieved\. err=-\d+\n")
+"""A warning of torch about each connection from an address without a name, in every process."""
 
 
 class GuardedCommand:
     """A command and its guard. Leaving the context ends everything that is left of them."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+        *,
+        speaks_for_all: bool = True,
+    ) -> None:
+        """Start `command`; a warning that all nodes of a run print comes from one that `speaks_for_all`."""
         self._command, self._say = command, say
         self.code: int | None = None
         """Exit code of the command; negative: the signal that ended it; None: it still runs."""
@@ -45,7 +56,7 @@ class GuardedCommand:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(control)
             os.close(status)
-        self._copier = _Copier(self._process.stderr)  # type: ignore[arg-type]
+        self._copier = _Copier(self._process.stderr, warned=not speaks_for_all)  # type: ignore[arg-type]
 
     def __enter__(self) -> GuardedCommand:
         self._copier.start()
@@ -118,23 +129,30 @@ class GuardedCommand:
 
 
 class _Copier(threading.Thread):
-    """Copies the command's error output to ours and keeps its end.
+    """Copies the command's error output to ours, with one `_NAMELESS` at most, and keeps its end.
 
-    It is a thread because a slow terminal must not hold up the heartbeat.
+    It is a thread because a slow terminal must not hold up the heartbeat. It does not wait for whole lines: a
+    warning that arrives in two parts is copied.
     """
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: IO[bytes], *, warned: bool) -> None:
         super().__init__(daemon=True)
         self.source = source
         self.tail = b""
+        self._warned = warned
 
     def run(self) -> None:
         """Copy until every process has closed the other end."""
         target: int | None = 2
         while data := os.read(self.source.fileno(), 65536):
+            data = _NAMELESS.sub(self._once, data)
             self.tail = (self.tail + data)[-TAIL_BYTES:]
             while target is not None and data:
                 try:
                     data = data[os.write(target, data) :]
                 except OSError:  # ours is closed: read on, so that the program can go on writing
                     target = None
+
+    def _once(self, warning: re.Match[bytes]) -> bytes:
+        before, self._warned = self._warned, True
+        return b"" if before else warning[0]

@@ -48,6 +48,7 @@ class _Node:
     run_folder: RunFolder | None
     """Set on the one node that looks after it for all."""
     job_id: str
+    head: bool
     roll: Roll
     hang_watch: HangWatch
     signals: CollectedSignals
@@ -101,6 +102,7 @@ def run(
             # All nodes share the folder, so the head looks after it.
             run_folder=shared if place.node_rank == 0 or isinstance(roll, LoneRoll) else None,
             job_id=job_id,
+            head=place.node_rank == 0,
             roll=roll,
             hang_watch=HangWatch(folder, me.host, timeouts.hang_after_s),
             signals=signals,
@@ -127,7 +129,7 @@ def _meet(place: Placement, me: Caller, timeout_s: float, say: Say, signals: Col
 def _supervised(command: Sequence[str], node: _Node) -> int:
     began = time.time()
     guard.adopt_orphans()  # for the case that the guard itself is killed
-    with GuardedCommand(command, node.env, node.say) as child:
+    with GuardedCommand(command, node.env, node.say, speaks_for_all=node.head) as child:
         supervisor = _Supervisor(node, child)
         supervisor.supervise()
     code = supervisor.node_code(child.wait())

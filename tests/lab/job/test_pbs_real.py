@@ -174,6 +174,7 @@ def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
         assert code not in (0, 256 + 9), output
         assert "lost node 1 of 2 (node2)" in output
         assert f"imgkit: {start} does not return from node2: ended\n" in output
+        assert "Traceback" not in output
     finally:
         pbs("fault", "boot", "node2")
     until(lambda: not pbs.processes())

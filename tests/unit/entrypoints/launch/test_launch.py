@@ -52,6 +52,20 @@ def test_error_output_is_passed_on(nodes: Any) -> None:
     assert nodes.output().count("to stderr") == 2
 
 
+NAMELESS = (
+    "[W1122 08:12:37.08 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+)
+
+
+def test_warning_of_every_process_prints_once(nodes: Any) -> None:
+    lines = [f"[host:0]: {NAMELESS}", "before", NAMELESS, NAMELESS.replace("hostname", "name"), "after"]
+    nodes.two(f"import sys; sys.stderr.write({chr(10).join((*lines, ''))!r})", workers=1)
+    assert nodes.codes() == [0, 0]
+    said = nodes.output()
+    assert said.count("The hostname of the client socket cannot be retrieved") == 1
+    assert [said.count(line + "\n") for line in ("before", lines[3], "after")] == [2, 2, 2]
+
+
 def test_missing_program_is_a_tool_error(nodes: Any) -> None:
     nodes.start(["/no/such/program"])
     assert nodes.codes() == [4]

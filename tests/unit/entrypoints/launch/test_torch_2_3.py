@@ -35,7 +35,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
         "distributed/run": (HERE / "stub_torch_2_3.py").read_text(),
         "distributed/elastic/__init__": "",
         "distributed/elastic/multiprocessing/__init__": "",
-        "distributed/elastic/multiprocessing/api": "",
+        "distributed/elastic/multiprocessing/api": "class SignalException(Exception): ...\n",
     }
     for name, text in texts.items():
         path = site / "torch" / f"{name}.py"
