@@ -11,6 +11,9 @@ from imgkit_builder.job.request import Job
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
 """Options that a job without GPUs leaves out."""
 
+QUIET = "--quiet"
+"""Option of singularity and apptainer that leaves out INFO lines, on every node; warnings and errors stay."""
+
 DOCKER_OPTIONS = (
     *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
     "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
@@ -32,7 +35,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
-        return (program(job), "exec", *options(job), *_mounts(job), job.image, *given, *command)
+        return (program(job), QUIET, "exec", *options(job), *_mounts(job), job.image, *given, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
@@ -43,7 +46,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
 def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
     if job.run_by == "singularity" and not job.env:
-        return (program(job), "shell", *options(job), *_mounts(job), job.image)
+        return (program(job), QUIET, "shell", *options(job), *_mounts(job), job.image)
     return start(job, ("bash",))
 
 

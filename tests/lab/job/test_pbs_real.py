@@ -148,6 +148,7 @@ def test_failure_of_one_node_is_the_job_s(pbs: Pbs, start: str) -> None:
 def test_one_node_needs_no_start(pbs: Pbs) -> None:
     code, output = pbs.end(pbs.submit("--", "dist-hello", nodes=1))
     assert ranks(output) == FOUR[:2], output
+    assert "INFO:" not in output
     assert code == 0
 
 

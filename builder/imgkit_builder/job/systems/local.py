@@ -57,7 +57,8 @@ def with_options(job: Job, words: tuple[str, ...], *options: str) -> tuple[str, 
             where="--option",
             hint="leave it out",
         )
-    return (*words[:2], *options, *words[2:])
+    at = 3 if job.run_by == "singularity" else 2  # behind `run`, or `--quiet exec`
+    return (*words[:at], *options, *words[at:])
 
 
 def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def test_job_of_a_plugin_is_printed(work: Path, example_installed: Path) -> None
         "#FAKEQ lane=fast",
         'export IMGKIT_NODES="$FAKEQ_HOSTS"',
         "export IMGKIT_SCHEDULER=manual",
-        f"exec singularity exec --bind {work} {work}/mine.sif dist-pi 'a b'",
+        f"exec singularity --quiet exec --bind {work} {work}/mine.sif dist-pi 'a b'",
     ]
 
 

@@ -37,7 +37,7 @@ def test_terminal_only_where_asked_for() -> None:
 def test_options_go_to_the_runtime() -> None:
     assert words(replace(TRAIN, options=("--memory=4g",)))[:3] == ("docker", "run", "--memory=4g")
     inside = words(replace(TRAIN, options=("--cleanenv",), runtime="singularity"))
-    assert inside[:3] == ("singularity", "exec", "--cleanenv")
+    assert inside[:4] == ("singularity", "--quiet", "exec", "--cleanenv")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_one_node_is_started_without_mpiexec() -> None:
     for start in STARTS:
         script = text(nodes="1", pbs_start=start)
         assert "mpiexec" not in script
-        assert "\nexec apptainer exec " in script
+        assert "\nexec apptainer --quiet exec " in script
 
 
 WORDS = st.text(st.characters(exclude_characters="\n\0\r", exclude_categories=("Cs",)), max_size=12)
@@ -201,7 +201,7 @@ def test_interactive_job_says_how_to_go_on() -> None:
     told, words = script.text.replace("\\\n", "").split("\nqsub ")
     assert all(line.startswith("#") for line in told.splitlines())
     assert shlex.split(words) == list(script.submit[1:])
-    assert "apptainer shell --nv" in told
+    assert "apptainer --quiet shell --nv" in told
 
 
 def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
