@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib.resources
+import json
 import os
 import secrets
 import subprocess
@@ -35,7 +36,7 @@ def run(
     builder: Choice,
     no_cache: bool,
 ) -> str:
-    """Build `context` with the program of `builder`, and return the image id.
+    """Build `context` with the program of `builder`, and return the engine's name for the image.
 
     Notes
     -----
@@ -50,7 +51,9 @@ def run(
     token = f"imgkit-{secrets.token_hex(8)}"
     options = ["--iidfile", str(written), "--platform", context.manifest.platform]
     options += ["--file", labels.DOCKERFILE, *(["--no-cache"] if no_cache else []), *builder.options]
-    argv = _podman(options, token) if builder.name == "podman" else [*_BUILDX, *options, "-"]
+    told = watch.log_path.with_name("build.json")
+    buildx = [*_BUILDX, "--metadata-file", str(told), *options, "-"]
+    argv = _podman(options, token) if builder.name == "podman" else buildx
     env = own_storage() if builder.name == "podman" else _buildx_env(engine)
     with context.open(watch.report) as tar, _guarded(argv, token, builder.containers, env) as guard:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -60,8 +63,11 @@ def run(
     if code:
         raise watch.failed(code)
     try:
+        if engine.names_manifests:
+            # The other file has the configuration's digest, by which this engine finds no image.
+            return str(json.loads(told.read_text(encoding="utf-8"))["containerimage.digest"])
         return written.read_text(encoding="ascii").strip()
-    except OSError as error:
+    except (OSError, ValueError, KeyError) as error:
         raise watch.located(broken("build", "it ended before the image was finished")) from error
 
 

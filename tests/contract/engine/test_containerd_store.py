@@ -15,6 +15,8 @@ import pytest
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
+from imgkit_builder.engine.builders import Choice
+from imgkit_builder.image.context import BuildContext
 from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -24,7 +26,10 @@ RELEASES = ("26.1.5", "28.5.2")
 NAME = "127.0.0.1:5000/both:1"
 FILES: dict[str, str] = ANSWERS["files"]
 INDEX = "sha256:a65deac7cef8e901ecf8d65895f7f5c0b159438fca45cdd416394f6e2c4c2198"
-MANIFEST = "sha256:4f83d10198bc42863725a72ee86eb4ba512e5480b8449646faa29f04bce4d174"  # for linux/arm64
+MANIFESTS = {
+    "linux/amd64": "sha256:b76dee553934451d82da7b2e172afeb1b3f1b25e54f156f2f67199ccb8842483",
+    "linux/arm64": "sha256:4f83d10198bc42863725a72ee86eb4ba512e5480b8449646faa29f04bce4d174",
+}
 CONFIGS = {
     "linux/amd64": "sha256:c33c80aa9bac55f5696185d73ea5f235415c4634a447737089ca19bdb77c9c7c",
     "linux/arm64": "sha256:b30ec0e00a6bd39ba66bda4c698c1125cdfec59f9d4f7403b8f02f82b0a0f86c",
@@ -150,10 +155,11 @@ def test_base_of_several_platforms_by_its_manifest(
     fake: Any, playing: Callable[..., Engine], recipe: Recipe
 ) -> None:
     # Its builder would take the platform that it prefers.
-    engine, exact = playing("28.5.2"), f"127.0.0.1:5000/both@{MANIFEST}"
+    engine, manifest = playing("28.5.2"), MANIFESTS["linux/arm64"]
+    exact = f"127.0.0.1:5000/both@{manifest}"
 
     def arrives(_: object) -> Any:
-        answer = {**ANSWERS["28.5.2"]["both"]["arm64"]["data"], "Id": MANIFEST}
+        answer = ANSWERS["28.5.2"]["both"]["arm64"]["data"]
         fake.on_image(exact, type(fake.image())(data=answer))
         return fake.events({"status": "Downloaded newer image"})
 
@@ -161,7 +167,7 @@ def test_base_of_several_platforms_by_its_manifest(
     base = engines.resolve_base(engine, recipe, platform="linux/arm64")
     assert (base.name, base.platform, base.id) == (exact, "linux/arm64", CONFIGS["linux/arm64"])
     (request,) = fake.requests("/images/create")
-    assert request.query["tag"] == MANIFEST
+    assert request.query["tag"] == manifest
 
 
 def test_missing_platform_names_the_pull(playing: Callable[..., Engine], recipe: Recipe) -> None:
@@ -231,6 +237,50 @@ def test_save_that_is_refused_is_raised(fake: Any, playing: Callable[..., Engine
     with pytest.raises(ToolFailed, match="content digest") as caught, engines.save_stream(engine, NAME):
         pass
     assert "NAME@sha256:" in str(caught.value.hint)
+
+
+BUILDX = """#!/bin/sh
+# A fake of docker buildx: it writes what release 0.29.1 wrote after a build with containerd's store.
+while [ $# -gt 0 ]; do
+  case $1 in
+    --iidfile) echo CONFIG >"$2" ;;
+    --metadata-file) [ -z "$SILENT" ] && echo '{"containerimage.digest": "MANIFEST"}' >"$2" ;;
+  esac
+  shift
+done
+cat >/dev/null
+"""
+
+
+@pytest.fixture
+def fake_buildx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake docker program on PATH."""
+    program = tmp_path / "bin/docker"
+    program.parent.mkdir()
+    text = BUILDX.replace("CONFIG", CONFIGS["linux/amd64"]).replace("MANIFEST", MANIFESTS["linux/amd64"])
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("fake_buildx")
+def test_buildx_tells_which_manifest_it_built(
+    fake: Any, playing: Callable[..., Engine], context: BuildContext
+) -> None:
+    engine, answer = playing("28.5.2"), ANSWERS["28.5.2"]["both"]["amd64"]["data"]
+    for name in (MANIFESTS["linux/amd64"], "small:latest"):
+        fake.on_image(name, type(fake.image())(data=answer))
+    built = engines.build(engine, context, tag="small:latest", report=Silent(), builder=Choice(name="buildx"))
+    assert (built.image.id, built.image.ref) == (CONFIGS["linux/amd64"], MANIFESTS["linux/amd64"])
+
+
+@pytest.mark.usefixtures("fake_buildx")
+def test_buildx_without_an_image_is_no_success(
+    playing: Callable[..., Engine], context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SILENT", "1")
+    with pytest.raises(ToolFailed, match="ended before the image was finished"):
+        engines.build(playing("28.5.2"), context, tag="x:1", report=Silent(), builder=Choice(name="buildx"))
 
 
 def test_containers_run_the_base_by_name(
