@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +119,8 @@ def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None
         on_line(line)
     if code != 0 or broken:
         log.flush()
+        why = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
         raise ToolFailed(
-            f"mksquashfs failed with exit code {code}",
+            f"mksquashfs failed with exit code {code}{why}",
             hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {log.name}",
         )
