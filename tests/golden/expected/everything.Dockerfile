@@ -31,7 +31,7 @@ RUN mkdir -p /opt/imgkit \
     && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
     && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
 
-# everything.yaml:16
+# everything.yaml:18
 RUN if [ -n "${PIP_CONSTRAINT:-}" ]; then \
         sed -E '/^(flash[-_.]+attn|typing[-_.]+extensions)([^A-Za-z0-9._-]|$)/Id' "$PIP_CONSTRAINT" > /opt/imgkit/base-constraint.txt; \
     else : > /opt/imgkit/base-constraint.txt; fi
@@ -52,21 +52,36 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
         --no-build-isolation \
         --requirement /opt/imgkit/requirements-1.txt
 
-# everything.yaml:18-19
+# everything.yaml:15
+COPY ["imgkit/requirements-2.txt", "/opt/imgkit/requirements-2.txt"]
+# everything.yaml:15
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --no-deps \
+        --requirement /opt/imgkit/requirements-2.txt
+
+# everything.yaml:16
+COPY ["imgkit/requirements-3.txt", "/opt/imgkit/requirements-3.txt"]
+# everything.yaml:16
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --requirement /opt/imgkit/requirements-3.txt
+
+# everything.yaml:20-21
 ENV PYTHONNOUSERSITE="1" \
     GREETING="it's \"\$HOME\" \\ # grüße" \
     HF_HOME="/scratch/hf cache"
 
-# everything.yaml:25
+# everything.yaml:27
 WORKDIR "/workspace/code"
 
-# everything.yaml:21
+# everything.yaml:23
 RUN python3 -c 'print("hello")' > /dev/null
 
-# everything.yaml:22
+# everything.yaml:24
 RUN ["/bin/sh", "-c", "[ -n \"$HF_HOME\" ]"]
 
-# everything.yaml:23
+# everything.yaml:25
 RUN ["/bin/sh", "-c", "cat /etc/os-release > /dev/null # <<EOF"]
 
 # imgkit: the entry points, made of the imgkit that builds this image, so that both have the same version
@@ -76,19 +91,35 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
     python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
 
-# everything.yaml:27
+# everything.yaml:15
+COPY ["project/2/", "/opt/imgkit/project/2/"]
+# everything.yaml:15
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --no-deps \
+        /opt/imgkit/project/2 \
+    && rm -rf /opt/imgkit/project
+
+# everything.yaml:16
+COPY ["project/3/", "/opt/project/"]
+# everything.yaml:16
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --editable /opt/project
+
+# everything.yaml:29
 COPY ["copy/0/", "/workspace/code/"]
 
-# everything.yaml:30
+# everything.yaml:32
 COPY ["copy/1/", "/opt/tools/"]
 
-# everything.yaml:24
+# everything.yaml:26
 RUN python3 hello.py
 
 # imgkit: facts about the system and provenance; late, because they change with every commit
 COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
 
-# everything.yaml:33-34
+# everything.yaml:35-36
 LABEL org.opencontainers.image.title="everything" \
     org.opencontainers.image.version="VERSION" \
     org.opencontainers.image.description="every field of the image part" \
