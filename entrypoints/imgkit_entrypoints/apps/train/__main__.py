@@ -21,7 +21,7 @@ from imgkit_entrypoints.apps.train.data.order import Order, Position, arrange
 from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.report import utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state.export import export
@@ -85,6 +85,7 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
         report = RunLog(config, start=start.step, steps=steps, ranks=here.world_size, gauges=gauges, say=say)
         report.first_loss = found.first_loss if found else report.first_loss
     keeper = None if config.run_dir is None else SnapshotWriter(config.run_dir, config.keep, here, say)
+    pauses = Pauses()
     with watch.signals():
         watch.begin(start.step, config.log_every)
         for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
@@ -97,15 +98,18 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
             if report:
                 report.note(*news)
             if look and held_out and not (watch.stop or watch.broken):
-                loss = held_out.loss(watch.lives)
-                watch.begin(position.step, config.log_every)  # the evaluation does not count as training time
+                with pauses.evaluation():
+                    loss = held_out.loss(watch.lives)
                 if report:
                     report.held_out(position.step, loss)
             if (save or watch.stop) and keeper and not watch.broken:
-                keeper.save(config, position, report.first_loss if report else 0.0, trainer.state)
+                with pauses.saving():
+                    keeper.save(config, position, report.first_loss if report else 0.0, trainer.state)
             if watch.stop or watch.broken:
                 break
-    code = _end(watch, position.step, steps, keeper, report, here)
+            if look or save:
+                watch.begin(position.step, config.log_every)  # neither counts as training time
+    code = _end(watch, position.step, steps, keeper, report, pauses, here)
     if code == 0:
         export(config, trainer.plain.state_dict(), here)
     return code
@@ -127,13 +131,19 @@ def _end(
     steps: int,
     keeper: SnapshotWriter | None,
     report: RunLog | None,
+    pauses: Pauses,
     here: ranks.Ranks,
 ) -> int:
-    saved = keeper.close() if keeper else -1
+    with pauses.saving():
+        saved = keeper.close() if keeper else -1
     reason = "a loss is not a number" if watch.broken else watch.stop or "all steps are done"
     if report:
         report.close(
-            step=step, reason=reason, saved_step=saved, stall_s=keeper.longest_stall_s if keeper else 0.0
+            step=step,
+            reason=reason,
+            saved_step=saved,
+            stall_s=keeper.longest_stall_s if keeper else 0.0,
+            pauses=pauses,
         )
     if step == steps and not watch.broken and (keeper is None or saved == step):
         return 0

@@ -261,8 +261,12 @@ def _file_words(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     checker = _Strict(add_help=False, allow_abbrev=False)
     add_arguments(checker)
-    try:
-        checker.parse_args(words)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    wrong = []
+    for word in words:  # one by one: argparse stops at its first error
+        try:
+            checker.parse_args([word])
+        except argparse.ArgumentTypeError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{text}: {'; '.join(wrong)}")
     return words

@@ -1,4 +1,4 @@
-"""Charts of a run as SVG: values over the steps, on linear axes."""
+"""Charts of a run as SVG: values over the steps."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class StepChart:
 
     title: str
     curves: tuple[StepCurve, ...]
+    from_zero: bool = True
+    """Whether the axis of values begins at 0. If not, it fits the values, and is logarithmic where they span
+    two decades."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,15 @@ class _Axis:
     start: float
     length: float
     """Length in the drawing; negative: upwards."""
+    logarithmic: bool = False
 
     def at(self, value: float) -> float:
+        if self.logarithmic:
+            return self.start + math.log(value / self.low) / math.log(self.high / self.low) * self.length
         return self.start + (value - self.low) / (self.high - self.low) * self.length
+
+    def ticks(self) -> list[float]:
+        return decades(self.low, self.high) if self.logarithmic else ticks(self.low, self.high)
 
 
 def document(charts: Sequence[StepChart]) -> str:
@@ -64,13 +73,12 @@ def _draw(chart: StepChart) -> Iterator[str]:
         return
     steps, values = zip(*(point for curve in curves for point in curve.points), strict=True)
     across = _Axis(min(0, *steps), max(steps), LEFT, wide)
-    least, most = min(0.0, *values), max(values)
-    up = _Axis(least, most if most > least else least + 1, TOP + tall, -tall)
+    up = _values_axis(min(values), max(values), from_zero=chart.from_zero, tall=tall)
     for step in ticks(across.low, across.high):
         x = across.at(step)
         yield f'<path class="grid" d="M{x:.1f} {TOP}v{tall}"/>'
         yield f'<text x="{x:.1f}" y="{TOP + tall + 18}" text-anchor="middle">{step:.10g}</text>'
-    for value in ticks(up.low, up.high):
+    for value in up.ticks():
         y = up.at(value)
         yield f'<path class="grid" d="M{LEFT} {y:.1f}h{wide}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>'
@@ -78,6 +86,16 @@ def _draw(chart: StepChart) -> Iterator[str]:
     yield f'<text x="{LEFT + wide / 2}" y="{TOP + tall + 38}" text-anchor="middle">step</text>'
     for number, curve in enumerate(curves):
         yield from _line(curve, number, across, up)
+
+
+def _values_axis(least: float, most: float, *, from_zero: bool, tall: int) -> _Axis:
+    if from_zero or least == most:
+        least = min(0.0, least)
+        return _Axis(least, most if most > least else least + 1, TOP + tall, -tall)
+    if least > 0 and most >= 100 * least:
+        return _Axis(least / 1.2, most * 1.2, TOP + tall, -tall, logarithmic=True)
+    margin = 0.05 * (most - least)
+    return _Axis(least - margin, most + margin, TOP + tall, -tall)
 
 
 def _line(curve: StepCurve, number: int, across: _Axis, up: _Axis) -> Iterator[str]:
@@ -89,8 +107,14 @@ def _line(curve: StepCurve, number: int, across: _Axis, up: _Axis) -> Iterator[s
     for step, value in points[-1:]:
         yield f'<circle class="f{number}" cx="{across.at(step):.1f}" cy="{up.at(value):.1f}" r="3.5"/>'
     if curve.label:
-        x, y = WIDTH - RIGHT - 150, TOP + 20 + 18 * number
+        x, y = WIDTH - RIGHT - 300 + 160 * number, 24  # above the plot, beside the title
         yield f'<path {look} d="M{x} {y - 4}h30"/><text x="{x + 38}" y="{y}">{escaped(curve.label)}</text>'
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Powers of ten from `low` to `high`, at most six."""
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    return [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / 5)))]
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -69,3 +71,24 @@ class Gauges:
     memory_MiB: Callable[[], float]
     samples_per_s_at_peak: float | None = None
     """Samples per second of one rank at its device's peak; None: unknown."""
+
+
+class Pauses:
+    """The time in which this rank evaluated or saved instead of training."""
+
+    def __init__(self) -> None:
+        self.evaluation_s = self.saving_s = 0.0
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Time an evaluation."""
+        began = time.perf_counter()
+        yield
+        self.evaluation_s += time.perf_counter() - began
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time the part of a save that training waits for."""
+        began = time.perf_counter()
+        yield
+        self.saving_s += time.perf_counter() - began

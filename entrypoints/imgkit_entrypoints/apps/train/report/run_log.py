@@ -14,7 +14,7 @@ from typing import Any
 from imgkit_entrypoints import __version__, files
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Seen, line
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
 
 SCHEMA = 1
 METRICS = "metrics.jsonl"
@@ -40,6 +40,7 @@ class RunLog:
         self._samples_a_step, self._say, self._failed = config.global_batch, say, False
         self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
         self._since: list[Seen] = []
+        self._training_s, self._trained_steps = 0.0, 0
         self._waited_s = gauges.waited_s()
         self._began = time.perf_counter()
         if self._run_dir is not None:
@@ -65,6 +66,8 @@ class RunLog:
                 self.first_loss = seen.loss
             self.skipped += seen.skipped
             self._since.append(seen)
+            self._training_s += seen.seconds
+            self._trained_steps += seen.steps
             at_its_time = sum(one.seconds for one in self._since) >= LINE_EVERY_S
             at_its_step = seen.step % self._log_every == 0 or seen.step in (self._start + 1, self._steps)
             if at_its_time or at_its_step:
@@ -102,12 +105,13 @@ class RunLog:
         )
         self._write(lambda folder: _append(folder / METRICS, json.dumps(asdict(metrics)) + "\n"))
 
-    def close(self, *, step: int, reason: str, saved_step: int, stall_s: float) -> None:
+    def close(self, *, step: int, reason: str, saved_step: int, stall_s: float, pauses: Pauses) -> None:
         """Write the last line, and the summary of this start."""
         if self._since:
             self._write_line(self._since[-1].step)
         seconds = time.perf_counter() - self._began
-        rate = (step - self._start) * self._samples_a_step / seconds
+        trained = self._trained_steps * self._samples_a_step
+        rate = trained / self._training_s if trained else 0.0
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,
@@ -123,15 +127,22 @@ class RunLog:
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": seconds,
+            "training_s": self._training_s,
+            "evaluation_s": pauses.evaluation_s,
+            "saving_s": pauses.saving_s,
             "skipped": self.skipped,
             "longest_save_stall_s": stall_s,
         }
         self._write(lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n"))
         self._write(_draw)
-        print(
-            f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}, {self._ranks} ranks, {rate:.0f} samples/s",
-            flush=True,
+        times = (
+            (self._training_s, "training"),
+            (pauses.evaluation_s, "evaluation"),
+            (pauses.saving_s, "saving"),
         )
+        told = ", ".join(f"{spent:.1f} s {what}" for spent, what in times if spent)
+        losses = f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}"
+        print(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {told}", flush=True)
 
 
 def _number(value: float) -> float | None:
@@ -162,7 +173,9 @@ def _draw(folder: Path) -> None:
         points = tuple((one["step"], one[key]) for one in known if one.get(key) is not None)
         return curves.StepCurve(label=label, points=points)
 
-    loss = curves.StepChart("loss", (curve("trained on", "loss"), curve("held out", "eval_loss")))
+    loss = curves.StepChart(
+        "loss", (curve("trained on", "loss"), curve("held out", "eval_loss")), from_zero=False
+    )
     files.put(
         folder / CURVES, curves.document((loss, curves.StepChart("samples/s", (curve("", "samples_per_s"),))))
     )

@@ -113,6 +113,22 @@ def test_wrong_file_is_refused_like_flags(
     assert str(file) in message
 
 
+def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"lr": "fast", "steps": 0, "epochs": 3, "model": "resnet19", "learning_rate": 1}')
+    with pytest.raises(SystemExit):
+        options.read(["--config", str(file)], {})
+    message = capsys.readouterr().err
+    for said in (
+        "'fast' is not a number",
+        "'0' is not a whole",
+        "'resnet19' is neither",
+        "--learning-rate=1",
+    ):
+        assert said in message
+    assert "epochs" not in message.split(str(file), 1)[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

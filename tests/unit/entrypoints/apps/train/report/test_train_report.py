@@ -14,7 +14,7 @@ import pytest
 from imgkit_entrypoints.apps.train import options
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S
 from imgkit_entrypoints.apps.train.report import curves, utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Seen, clock
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses, Seen, clock
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 
 
@@ -29,8 +29,10 @@ def seen(step: int, steps: int, loss: float, skipped: int = 0) -> Seen:
     return Seen(step=step, steps=steps, loss=loss, skipped=skipped, seconds=1.0)
 
 
-def end(of: RunLog, step: int) -> None:
-    of.close(step=step, reason="all steps are done", saved_step=-1, stall_s=0.0)
+def end(of: RunLog, step: int, *, evaluation_s: float = 0.0, saving_s: float = 0.0) -> None:
+    pauses = Pauses()
+    pauses.evaluation_s, pauses.saving_s = evaluation_s, saving_s
+    of.close(step=step, reason="all steps are done", saved_step=-1, stall_s=0.0, pauses=pauses)
 
 
 def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +46,21 @@ def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].startswith("step 10/20  loss 2.000000  288 samples/s")
     assert lines[2].startswith("loss 9.000000 -> 2.000000, 2 ranks, ")
     assert len(lines) == 3
+
+
+def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = report(tmp_path)
+    one.note(seen(1, 1, 9.0), seen(20, 19, 3.0))  # 20 steps of 64 samples in 2 s
+    end(one, 20, evaluation_s=60.0, saving_s=5.25)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("640 samples/s while training; 2.0 s training, 60.0 s evaluation, 5.2 s saving")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["samples_per_s"], summary["training_s"], summary["evaluation_s"]) == (640.0, 2.0, 60.0)
+
+
+def test_start_without_a_step_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    end(report(), 0)
+    assert "0 samples/s while training" in capsys.readouterr().out
 
 
 def test_slow_steps_have_lines_in_between(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +114,44 @@ def test_drawing_of_nothing_is_one(tmp_path: Path) -> None:
     one.note(seen(1, 1, math.nan))
     end(one, 1)
     assert "No data." in (tmp_path / "curves.svg").read_text()
+
+
+def drawn(*values: float, from_zero: bool = False) -> ElementTree.Element:
+    points = tuple(enumerate(values))
+    lines = tuple(curves.StepCurve(label=label, points=points) for label in ("trained on", "held out"))
+    return ElementTree.fromstring(curves.document([curves.StepChart("loss", lines, from_zero)]))  # noqa: S314
+
+
+def texts(root: ElementTree.Element) -> dict[str | None, float]:
+    return {one.text: float(one.get("y", "0")) for one in root.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_legend_lies_above_the_plot() -> None:
+    told = texts(drawn(3.0, 2.9))
+    assert max(told["trained on"], told["held out"]) < curves.TOP
+
+
+@pytest.mark.parametrize(
+    ("values", "from_zero", "there", "absent"),
+    [
+        ((2.3, 2.1), False, {"2.1", "2.2", "2.3"}, {"0"}),
+        ((2.3, 2.1), True, {"0", "0.5", "2"}, {"2.1"}),
+        ((9.0, 0.01), False, {"0.01", "0.1", "1"}, {"0", "5"}),
+        ((9.0, 0.5), False, {"2", "4"}, {"0.1"}),
+        ((9.0, 0.0), False, {"0", "2", "8"}, {"0.1"}),
+        ((-1.0, 900.0), False, {"0", "200"}, {"1"}),
+        ((3.0, 3.0), False, {"0", "3"}, set()),
+    ],
+)
+def test_axis_of_losses_fits_them(
+    values: tuple[float, ...], from_zero: bool, there: set[str], absent: set[str]
+) -> None:
+    root = drawn(*values, from_zero=from_zero)
+    told = {
+        one.text for one in root.iter("{http://www.w3.org/2000/svg}text") if one.get("text-anchor") == "end"
+    }
+    assert there <= told
+    assert not absent & told
 
 
 @pytest.mark.parametrize(
