@@ -144,7 +144,7 @@ def _docker_shell(target: str, *, verbose: bool) -> list[str]:
         gpus = recipe is not None and recipe.system.node.gpus > 0 and engine.has_nvidia
     if verbose:
         print(engines.image_facts(name).to_text(), file=sys.stderr)
-    return engines.shell_argv(name, gpus=gpus)
+    return engines.shell_argv(name, gpus=gpus, place=engine.endpoint)
 
 
 def _sif_shell(path: Path) -> list[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 
-def shell_argv(image: str, *, gpus: bool) -> list[str]:
-    """The command that opens bash in `image`.
+from imgkit_builder.engine import address
+from imgkit_builder.engine.contexts import Endpoint
+
+
+def shell_argv(image: str, *, gpus: bool, place: Endpoint) -> list[str]:
+    """The command that opens bash in `image` of the engine at `place`.
 
     NCCL and data loader workers use shared memory, and Docker's default of 64 MB is too small: the container
     uses the host's IPC. RDMA needs unlimited locked memory (NVIDIA's advice for its PyTorch containers).
     """
     words = [
-        "docker",
+        *_program(place),
         "run",
         "--ipc=host",
         "--ulimit",
@@ -21,3 +26,11 @@ def shell_argv(image: str, *, gpus: bool) -> list[str]:
         "--rm",
     ]
     return [*words, *(["--gpus", "all"] if gpus else []), image, "bash"]
+
+
+def _program(place: Endpoint) -> list[str]:
+    """The program docker, which follows variables and contexts by itself; podman where only that is there."""
+    if shutil.which("podman") and not shutil.which("docker"):
+        return ["podman", "--url", place.host]
+    found_here = not place.source and place.host != address.DEFAULT_HOST
+    return ["docker", *(["--host", place.host] if found_here else [])]

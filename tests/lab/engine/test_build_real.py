@@ -162,15 +162,16 @@ def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, wh
 import os, signal, threading
 from imgkit_builder.engine import connect
 from imgkit_builder.engine.containers import created, run
+HERE = "linux/amd64"
 def die():
     print("now", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 with connect() as engine:
     if {what!r} == "export":
-        with created(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export"):
+        with created(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export", platform=HERE):
             die()
     threading.Timer(2, die).start()
-    run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"])
+    run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "now\n"), done.stderr

@@ -8,6 +8,7 @@ import tarfile
 
 import pytest
 
+from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.engine.dockerfile import instruction_lines
 from imgkit_builder.engine.errors import clean, explain, registry_of
 from imgkit_builder.engine.images import repository
@@ -97,11 +98,28 @@ def test_unknown_message_is_quoted_in_full() -> None:
     assert clean("\x1b[91mred\x1b[0m") == "red"
 
 
+HERE = Endpoint(host="unix:///var/run/docker.sock")
+
+
 def test_shell_asks_for_gpus_only_if_told() -> None:
-    plain = shell_argv("mn5", gpus=False)
+    plain = shell_argv("mn5", gpus=False, place=HERE)
     assert plain[-2:] == ["mn5", "bash"]
     assert "--gpus" not in plain
-    assert shell_argv("mn5", gpus=True)[-4:] == ["--gpus", "all", "mn5", "bash"]
+    assert shell_argv("mn5", gpus=True, place=HERE)[-4:] == ["--gpus", "all", "mn5", "bash"]
+
+
+def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "docker" else None)
+    assert shell_argv("mn5", gpus=False, place=HERE)[:2] == ["docker", "run"]
+    host = "unix:///run/user/1000/podman/podman.sock"
+    stated = Endpoint(host=host, source="DOCKER_HOST")
+    assert shell_argv("mn5", gpus=False, place=stated)[:2] == ["docker", "run"]
+    assert shell_argv("mn5", gpus=False, place=Endpoint(host=host))[:3] == ["docker", "--host", host]
+
+
+def test_shell_opens_by_podman_without_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "podman" else None)
+    assert shell_argv("mn5", gpus=False, place=HERE)[:3] == ["podman", "--url", HERE.host]
 
 
 def facts(*, standin: bool) -> ImageFacts:

@@ -1,0 +1,76 @@
+"""Builds by ``docker buildx`` on a real engine; gated by the marker ``buildx``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from labkit import IMGKIT, docker, imgkit, imgkit_json, output, until
+
+pytestmark = [pytest.mark.docker, pytest.mark.buildx]
+
+NAME = f"imgkit-test-buildx-{os.getpid()}"
+MARK = 54321 + os.getpid()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Fresh state and cache folders; images of this run are removed at the end."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    yield tmp_path
+    subprocess.run(["docker", "rmi", "--force", f"{NAME}:latest", f"{NAME}:classic"], capture_output=True)
+
+
+def recipe(folder: Path, *steps: str) -> Path:
+    rows = "".join(f"    - {json.dumps(step)}\n" for step in steps)
+    file = folder / f"{NAME}.yaml"
+    file.write_text(f"description: test\nimage:\n  base: registry.invalid/base:1\n  run:\n{rows}")
+    return file
+
+
+def build(file: Path, base: str, *options: str) -> dict[str, Any]:
+    return imgkit_json("build", file, "--base", base, "--no-test", *options)
+
+
+def test_labels_are_those_of_the_classic_builder(home: Path, standin_notorch: str) -> None:
+    file = recipe(home, "echo hello > /hello")
+    first = build(file, standin_notorch, "--builder", "buildx")
+    assert build(file, standin_notorch, "--builder", "buildx")["id"] == first["id"]
+    classic = build(file, standin_notorch, "--builder", "classic", "--tag", f"{NAME}:classic")
+    created = "org.opencontainers.image.created"
+    assert {**first["labels"], created: ""} == {**classic["labels"], created: ""}
+
+
+def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
+    file = recipe(home, "echo fine", "echo why-it-failed >&2; exit 7")
+    done = imgkit("build", file, "--base", standin_notorch, "--builder", "buildx")
+    assert done.returncode == 4
+    assert f"{file.name}:6: step " in done.stderr
+    assert "\nwhy-it-failed\n" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_build_leaves_no_step(home: Path, standin_notorch: str, number: signal.Signals) -> None:
+    file = recipe(home, f"sleep {MARK}")
+    words = [*IMGKIT, "build", str(file), "--base", standin_notorch, "--builder", "buildx"]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+
+    def steps() -> bool:
+        return any(line.endswith(f"sleep {MARK}") for line in output("ps", "-eo", "args").splitlines())
+
+    try:
+        until(steps, told=lambda: "the step never began")
+        process.send_signal(number)
+        process.wait(timeout=120)
+        until(lambda: not steps(), told=lambda: "the step goes on")
+    finally:
+        process.kill()
+    assert f"{NAME}:latest" not in docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
