@@ -2,12 +2,12 @@
 
 The sub-rooms, from the top down; each imports only from those below it:
 
-* the app itself: ``sweep`` (one run) with ``setup`` and ``outcome``, ``compare`` (``--compare``),
-  ``baseline`` (``--baseline``), ``table`` (the printed lines), ``options``;
+* the app itself: ``sweep`` (one run) with ``setup`` and ``outcome``, ``soak`` (``--for``), ``compare``
+  (``--compare``), ``baseline`` (``--baseline``), ``table`` (the printed lines), ``options``;
 * ``report``: saved runs as a page;
 * ``record``: the saved file;
 * ``judge``: the meaning of the figures, in sentences;
 * ``measure``: run, time and verify; read the node's counters and NCCL's log.
 
-``arms``, ``sizes`` and ``sighup`` import no sub-room.
+``arms``, ``requirement``, ``sizes`` and ``sighup`` import no sub-room.
 """

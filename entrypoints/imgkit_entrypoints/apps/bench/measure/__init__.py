@@ -1,5 +1,6 @@
 """Run, time and verify collectives; read the node's port counters and GPUs, and NCCL's log.
 
-From the top down: ``measurement`` and ``matrix`` use ``operations`` and ``timing``, those use ``groups``,
-``verify``, ``collectives`` and ``dtypes``. Nothing here imports another sub-room of dist-bench.
+From the top down: ``measurement``, ``matrix`` and ``overlap`` use ``one_size``, ``gpu_only``, ``operations``
+and ``timing``, those use ``counts``, ``groups``, ``verify``, ``collectives`` and ``dtypes``.
+Nothing here imports another sub-room of dist-bench.
 """

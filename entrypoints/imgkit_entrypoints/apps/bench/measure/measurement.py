@@ -139,6 +139,7 @@ class Measurer:
         counts, watched = self._counts(size_bytes, statistics.median(guesses), before)
         rotated = min(counts.launches, self.rotated_bytes // self.needed_bytes(op, size_bytes))
         if rotated > 1:
+            del run  # and with it the memory of the guesses
             slots = self.slots(op, size_bytes, rotated)
         expected = self.expected if op.exact(self.group.size) else None
         one = OneSize(
