@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_builder.image.layers import Layers, layers, refuse
+from imgkit_builder.image.instructions import Layers
+from imgkit_builder.image.layers import layers, refuse
 from imgkit_builder.image.quoting import copy_words, docker_key, docker_quote
 from imgkit_builder.recipe.model import Recipe
 

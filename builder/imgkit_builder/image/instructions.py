@@ -1,0 +1,118 @@
+"""The values that fill both templates: an image as its layers, each with its line of the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One word, or one shell command whose line ends are escaped, so that it is a single instruction."""
+
+    origin: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextFile:
+    """A file: its path in the build context and its path in the image."""
+
+    member: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipCommand:
+    """One pip step and its requirements file."""
+
+    origin: str
+    command: str
+    requirements: ContextFile | None
+    mounts: str
+    """Options of RUN that give it its secrets, each with a line end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """A project of the user: the content of the folder `member` goes into `target`, and pip installs that."""
+
+    origin: str
+    member: str
+    target: str
+    command: str
+    stays: bool
+    """Whether the image needs `target` afterwards."""
+    mounts: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """A user's command, as the argument of RUN and as one command of ``%post``."""
+
+    origin: str
+    docker: str
+    posix: str
+    mounts: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """User code: the content of the folder `member` goes into `target`."""
+
+    origin: str
+    member: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyValue:
+    """A variable or a label."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Variables or labels that form one layer."""
+
+    origin: str
+    entries: tuple[KeyValue, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Authorities:
+    """Certificates, the command that makes the system trust them, and the variables for other programs."""
+
+    origin: str
+    files: tuple[ContextFile, ...]
+    install: str
+    env: tuple[KeyValue, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """An image as its layers, in order."""
+
+    name: str
+    file: str
+    reference: str
+    """The argument of ``imgkit render`` for this recipe."""
+    platform: str
+    uses_secrets: bool
+    """Whether a step needs a builder that knows secrets."""
+    base: Text
+    ca: Authorities | None
+    apt: Text | None
+    protect: str
+    filtered_constraint: Text | None
+    pip: tuple[PipCommand, ...]
+    env: Block
+    workdir: Text
+    run: tuple[RunStep, ...]
+    wheel: ContextFile
+    install_wheel: str
+    projects: tuple[Project, ...]
+    copy: tuple[Copy, ...]
+    run_after_copy: tuple[RunStep, ...]
+    labels: Block
