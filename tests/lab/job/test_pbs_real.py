@@ -178,6 +178,8 @@ def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
         assert "Traceback" not in output
     finally:
         pbs("fault", "boot", "node2")
+        by_ssh = ("ssh", "-o", "BatchMode=yes", "node2", "true")
+        until(lambda: pbs("exec", "--user", "node1", "--", *by_ssh).returncode == 0)
     until(lambda: not pbs.processes())
 
 
