@@ -33,7 +33,8 @@ pytestmark = [
 ]
 
 BASE = "imgkit.local/busybox:1"
-SETTINGS = "[engine]\ncgroup_manager = 'cgroupfs'\nevents_logger = 'file'\n"
+SETTINGS = "[engine]\ncgroup_manager = 'cgroupfs'\nevents_logger = 'file'\ntmp_dir = '{folder}/tmp'\n"
+"""Nothing of the machine's own Podman is used: it keeps its state in /run/libpod."""
 MARK = 4321 + os.getpid()
 """Seconds that steps of this run sleep: the number marks their processes."""
 
@@ -50,7 +51,7 @@ def service() -> Iterator[Path]:
     (folder / "storage.conf").write_text(
         f"[storage]\ndriver = 'overlay'\ngraphroot = '{folder}/root'\nrunroot = '{folder}/run'\n"
     )
-    (folder / "containers.conf").write_text(SETTINGS)
+    (folder / "containers.conf").write_text(SETTINGS.format(folder=folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
         patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
@@ -68,7 +69,8 @@ def service() -> Iterator[Path]:
         finally:
             process.terminate()
             process.wait()
-            run("podman", "--remote=false", "system", "reset", "--force")
+            # Not "podman system reset": it also removes the state of the machine's own Podman.
+            run("umount", "--recursive", folder / "root/overlay")
             shutil.rmtree(folder, ignore_errors=True)
 
 
