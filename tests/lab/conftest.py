@@ -79,13 +79,13 @@ def mn5_sif(mn5_image: str) -> Path:
     return sif
 
 
-@pytest.fixture(scope="session")
-def containerd_engine() -> Iterator[PrivateEngine]:
+@pytest.fixture(scope="session", params=["sid", pytest.param("trixie", marks=pytest.mark.soak)])
+def containerd_engine(request: pytest.FixtureRequest) -> Iterator[PrivateEngine]:
     """Debian's newest engine with containerd's store; tests that use it are in the group "containerd"."""
     if os.geteuid() != 0:
         pytest.skip("starting an engine needs root")
     # Short: a socket's path is limited.
-    with PrivateEngine(folder=Path(f"/tmp/imgkit-containerd-{os.getpid()}")) as found:
+    with PrivateEngine(folder=Path(f"/tmp/imgkit-containerd-{os.getpid()}"), suite=request.param) as found:
         yield found
 
 

@@ -142,6 +142,8 @@ class PrivateEngine:
     """A second engine with the store of containerd; a ``with`` statement ends it."""
 
     folder: Path
+    suite: str
+    """The Debian release that it comes from."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -149,7 +151,7 @@ class PrivateEngine:
         return {"DOCKER_HOST": f"unix://{self.folder}/docker.sock"}
 
     def __enter__(self) -> PrivateEngine:
-        words = ("start", "--private", self.folder, "--debian", "sid", "--store", "containerd")
+        words = ("start", "--private", self.folder, "--debian", self.suite, "--store", "containerd")
         output(LAB / "engine", *words)
         return self
 

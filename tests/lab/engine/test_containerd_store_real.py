@@ -81,7 +81,10 @@ def arch_in(image: str) -> str:
 
 
 @pytest.mark.qemu
-def test_one_platform_and_then_both(folder: Path, configs: dict[str, str]) -> None:
+def test_one_platform_and_then_both(engine: PrivateEngine, folder: Path, configs: dict[str, str]) -> None:
+    if engine.suite != "sid":
+        pytest.skip("before release 28.1 an engine uses only its own platform of an image that has several")
+
     def built_for(arch: str) -> None:
         built = build(folder, "--platform", f"linux/{arch}")
         assert (built["platform"], built["base"]["id"]) == (f"linux/{arch}", configs[arch])
