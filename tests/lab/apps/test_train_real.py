@@ -183,6 +183,23 @@ assert train(2, f"{words} --on-nan skip --run-dir skipping") == 0
     assert json.loads((runs / "skipping/summary.json").read_text())["skipped"] == 1
 
 
+def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
+    script = """
+own = "--model own.py:plain --data own.py:exact --steps 6 --global-batch 8 --accumulate 2 --step own.py:"
+assert train(2, own + "numbers --run-dir numbered --schedule linear") == 0
+assert train(1, own + "renamed") == 2
+assert train(1, own + "wide") == 2
+"""
+    told = many(standin, runs, script)
+    kept = [json.loads(line) for line in (runs / "numbered/metrics.jsonl").read_text().splitlines()]
+    assert [one["numbers"]["rank"] for one in kept] == [0.5] * len(kept)
+    assert all(abs(one["numbers"]["half"] - one["loss"] / 2) < 1e-6 for one in kept)
+    assert all(one["grad_norm"] > 0 for one in kept)
+    assert kept[-1]["lr"] == pytest.approx(0.05 / 6)
+    assert "the step returned the numbers number1, but number0 at first" in told
+    assert "all must be one number, but it is a tensor of shape" in told
+
+
 def test_full_disk_leaves_the_older_snapshots(standin: str, runs: Path) -> None:
     # A snapshot of mlp has 0.3 MB, so some find their place on a file system of 3 MB.
     script = """

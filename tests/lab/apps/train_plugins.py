@@ -89,5 +89,22 @@ def breaks(model, batch):
     return loss * float("nan") if calls == 6 and torch.distributed.get_rank() == 1 else loss
 
 
+def numbers(model, batch):
+    """More numbers beside the loss: one as a tensor, one that differs between the ranks."""
+    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    return loss, {"half": loss / 2, "rank": torch.distributed.get_rank()}
+
+
+def renamed(model, batch):
+    """Other numbers after some calls."""
+    global calls
+    calls += 1
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1]), {f"number{calls // 4}": 1.0}
+
+
+def wide(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1]), {"all": batch[1]}
+
+
 def vector(model, batch):
     return (model(batch[0]) - batch[1]).square()

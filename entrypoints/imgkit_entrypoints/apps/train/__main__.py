@@ -76,13 +76,21 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
     held_out = Evaluation(held_out_samples, order, config, trainer, here) if looks else None
     batches = feed.steps(start, steps)
     first = next(batches)
-    gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
     trainer.settle(first[1][0])
+    gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
     if found is not None:
         trainer.restore(found, here)
     report = None
     if here.rank == 0:
-        report = RunLog(config, start=start.step, steps=steps, ranks=here.world_size, gauges=gauges, say=say)
+        report = RunLog(
+            config,
+            start=start.step,
+            steps=steps,
+            steps_per_epoch=order.steps_per_epoch,
+            ranks=here.world_size,
+            gauges=gauges,
+            say=say,
+        )
         report.first_loss = found.first_loss if found else report.first_loss
     keeper = None if config.run_dir is None else SnapshotWriter(config.run_dir, config.keep, here, say)
     pauses = Pauses()
@@ -90,9 +98,10 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
         watch.begin(start.step, config.log_every)
         for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
             watch.enters(position.step)
-            trainer.step(position.step - 1, micro_batches)
-            news = watch.after(position.step, trainer.window)
             look, save = due(position.step, looks, steps), due(position.step, saves, steps)
+            measured = look or save or watch.looks(position.step)
+            trainer.step(position.step - 1, micro_batches, measured=measured)
+            news = watch.after(position.step, trainer.window)
             if look or save or watch.stop:  # before saving, check every step for NaN
                 news += watch.after(position.step, trainer.window, everything=True)
             if report:
@@ -174,7 +183,15 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: r
     # The FLOP counter may not know all operations of a user's model.
     known = here.rank == 0 and not plugins.is_plugin(config.model)
     at_peak = peak / trainer.flops_a_sample(batch) if peak and known else None
-    return Gauges(waited_s=lambda: feed.waited_s, memory_MiB=memory_MiB, samples_per_s_at_peak=at_peak)
+    inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    tokens = not inputs.is_floating_point() and inputs.dim() == 2
+    return Gauges(
+        waited_s=lambda: feed.waited_s,
+        memory_MiB=memory_MiB,
+        samples_per_s_at_peak=at_peak,
+        tokens_a_sample=inputs.shape[1] if tokens else None,
+        names=trainer.names,
+    )
 
 
 def say(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from imgkit_entrypoints.apps.train import models, plugins
 from imgkit_entrypoints.apps.train.config import Config
@@ -22,7 +22,7 @@ class Components:
 
     model: Callable[[Config], nn.Module]
     data: Callable[[Config, str], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[nn.Module, Any], Any]
 
 
 def load(config: Config) -> Components:

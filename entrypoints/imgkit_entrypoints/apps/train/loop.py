@@ -14,11 +14,11 @@ from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.batches import MicroBatch
 from imgkit_entrypoints.apps.train.data.order import seed_of
-from imgkit_entrypoints.apps.train.schedule import factor
+from imgkit_entrypoints.apps.train.schedule import learning_rate
 from imgkit_entrypoints.apps.train.state import random_state, snapshot
 from imgkit_entrypoints.errors import UsageError
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Any]
 NOTHING = contextlib.nullcontext()
 
 
@@ -43,13 +43,20 @@ class Trainer:
             NOTHING if amp is None else torch.autocast(here.device.type, dtype=amp)
         )
         self._scaler = torch.amp.GradScaler(here.device.type, enabled=amp is torch.float16)
-        self.window = torch.zeros(2, dtype=torch.float64, device=here.device)
-        """Sums since the last read: this rank's share of the losses, and the number of skipped steps. They
-        stay on the device, so that no step waits for them."""
-        self._losses, self._skips = self.window  # views, made once because steps are short
+        self.names: tuple[str, ...] = ()
+        """Names of the numbers that the user's step returns beside the loss."""
+        self._open_window(here.device)
         random_state.seed_everything(
             seed_of(config.seed, "rank", here.rank)
         )  # ranks differ from here on: dropout
+
+    def _open_window(self, device: torch.device) -> None:
+        self.window = torch.zeros(3 + len(self.names), dtype=torch.float64, device=device)
+        """Sums since the last read: skipped steps, then this rank's share of the losses and of the user's
+        numbers. The second value is the latest norm of the gradient. All stay on the device, so that no step
+        waits."""
+        self._skips, self._norm, self._losses = self.window[0], self.window[1], self.window[2:]
+        self._norm.fill_(float("nan"))
 
     def settle(self, micro_batch: MicroBatch) -> None:
         """Run one forward and backward pass before the first step of every start, and discard the result.
@@ -62,7 +69,9 @@ class Trainer:
         if self._config.compile:
             self.plain.compile()  # in place, so that the names of the weights stay
         with self._lower:
-            loss = self._loss(self.model, micro_batch.batch)
+            loss, more = _parted(self._loss(self.model, micro_batch.batch))
+        self.names = tuple(more)
+        self._open_window(self.window.device)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -71,46 +80,69 @@ class Trainer:
                 f"the loss must be a tensor with one number, but it is {found}",
                 where=f"--step {self._config.step}",
             )
+        _refuse_others_than_numbers(more, f"--step {self._config.step}")
         loss.backward()
         self._drop_gradients()
         for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
             buffer.copy_(before)
         random_state.restore(drawn)
 
-    def step(self, number: int, micro_batches: list[MicroBatch]) -> None:
-        """Take the step that follows `number` others."""
+    def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
+        """Take the step that follows `number` others; if `measured`, note the norm of its gradient."""
         if self._config.schedule != "constant" or self._config.warmup:
-            rate = self._config.lr * factor(self._config.schedule, number, self._steps, self._config.warmup)
+            rate = learning_rate(self._config, number, self._steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
         total: Tensor | None = None
         for micro in micro_batches:
             with NOTHING if micro.last else self.model.no_sync():
                 with self._lower:
-                    loss = self._loss(self.model, micro.batch)
+                    loss, more = _parted(self._loss(self.model, micro.batch))
                 weighed = loss if micro.weight == 1.0 else loss * micro.weight
                 self._scaler.scale(weighed).backward()
-            total = weighed.detach() if total is None else total + weighed.detach()
+            sums = self._with_numbers(weighed.detach(), more, micro.weight)
+            total = sums if total is None else total + sums
         assert total is not None
-        self._update(total)
+        self._update(total, measured=measured)
         self._drop_gradients()
+
+    def _with_numbers(self, loss: Tensor, more: Mapping[str, Any], weight: float) -> Tensor:
+        if tuple(more) != self.names:
+            raise UsageError(
+                f"the step returned the numbers {_listed(tuple(more))}, but {_listed(self.names)} at first",
+                where=f"--step {self._config.step}",
+                hint="return the same names in the same order from every call",
+            )
+        if not more:
+            return loss
+        kind = {"dtype": torch.float64, "device": loss.device}
+        return torch.stack(
+            [loss.double(), *(torch.as_tensor(one, **kind).detach() * weight for one in more.values())]
+        )
 
     def _drop_gradients(self) -> None:
         """Do the same as zero_grad(), without its profiler record: a twentieth of a short step."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _update(self, loss: Tensor) -> None:
+    def _update(self, loss: Tensor, *, measured: bool) -> None:
         norm: Tensor | None = None
+        if self._config.clip is not None or measured:
+            self._scaler.unscale_(self._optimizer)  # the norm is that of the unscaled gradient
         if self._config.clip is not None:
-            self._scaler.unscale_(self._optimizer)  # clip the norm of the unscaled gradient
             norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
+        if measured:
+            self._norm.copy_(self._gradient_norm() if norm is None else norm)
         if self._config.on_nan == "skip" and not self._scaler.is_enabled():
             self._update_if_finite(loss, norm)
             return
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._losses += loss
+
+    def _gradient_norm(self) -> Tensor:
+        gradients = (one.grad for one in self._parameters if one.grad is not None)
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in gradients]))
 
     def _update_if_finite(self, loss: Tensor, norm: Tensor | None) -> None:
         """Skip the update if the gradient is not finite.
@@ -143,7 +175,8 @@ class Trainer:
     def loss(self, batch: Any) -> Tensor:
         """The loss of one batch, computed as in training."""
         with self._lower:
-            return self._loss(self.model, batch).detach()
+            loss: Tensor = _parted(self._loss(self.model, batch))[0]
+            return loss.detach()
 
     def flops_a_sample(self, batch: Any) -> float:
         """Floating-point operations of training one sample: three times those of the forward pass."""
@@ -184,6 +217,31 @@ class Trainer:
             random_state.restore(saved.random[here.rank])
         else:  # another number of ranks: draw new random numbers, not those of the first steps again
             random_state.seed_everything(seed_of(self._config.seed, "rank", here.rank, saved.position.step))
+
+
+def _parted(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Split what a step returned: the loss alone, or the loss and more numbers by name."""
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned[0], returned[1]
+    return returned, {}
+
+
+def _refuse_others_than_numbers(more: Mapping[str, Any], where: str) -> None:
+    for name, value in more.items():
+        if (isinstance(value, Tensor) and value.dim() == 0) or isinstance(value, int | float):
+            continue
+        found = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        raise UsageError(
+            f"{name} must be one number, but it is {found}",
+            where=where,
+            hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:

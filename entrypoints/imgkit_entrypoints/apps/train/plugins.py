@@ -35,7 +35,10 @@ class Contract:
 
 MODEL = Contract(signature="def FN(config) -> torch.nn.Module", arguments=1)
 DATA = Contract(signature="def FN(config, split) -> a torch Dataset of tuples of tensors", arguments=2)
-STEP = Contract(signature="def FN(model, batch) -> the mean loss of the batch's samples", arguments=2)
+STEP = Contract(
+    signature="def FN(model, batch) -> the mean loss of the batch's samples, or (loss, {name: number})",
+    arguments=2,
+)
 
 
 def is_plugin(text: str) -> bool:

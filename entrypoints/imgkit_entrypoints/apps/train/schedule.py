@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from imgkit_entrypoints.apps.train.config import Config
+
 SHAPES = ("constant", "linear", "cosine")
 
 
@@ -18,3 +20,8 @@ def factor(shape: str, step: int, steps: int, warmup: int = 0) -> float:
         return 1.0
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
     return 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def learning_rate(config: Config, step: int, steps: int) -> float:
+    """The learning rate at `step` (from 0) of `steps`."""
+    return config.lr * factor(config.schedule, step, steps, config.warmup)

@@ -96,13 +96,17 @@ class Watch:
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled = True
 
+    def looks(self, step: int) -> bool:
+        """Whether the ranks add up their numbers after `step`, whatever else happens."""
+        return step % self._interval == 0
+
     def after(self, step: int, window: Tensor, *, everything: bool = False) -> list[Seen]:
         """Return the sums that arrived after `step`, usually none; with `everything`, wait for all of them.
 
         All ranks call this after every step with the same arguments.
         """
         self._pulse.done(step)
-        if not everything and step % self._interval:
+        if not everything and not self.looks(step):
             return []
         found = [self._receive()]
         if step > self._last_step:
@@ -121,10 +125,12 @@ class Watch:
             time.monotonic() >= self._until,
             self._signalled,
         )
-        numbers = torch.tensor([0.0, 0.0, seconds / steps, *map(float, asked)], dtype=window.dtype)
+        empty = [0.0] * len(window)
+        numbers = torch.tensor([*empty, seconds / steps, *map(float, asked)], dtype=window.dtype)
         numbers = numbers.to(window.device, non_blocking=True)
-        numbers[:2] = window
+        numbers[: len(window)] = window
         window.zero_()
+        window[1] = math.nan  # no norm of the gradient until one is measured
         work, copied = dist.all_reduce(numbers, async_op=True), None
         if window.device.type == "cuda":
             work.wait()  # the stream waits, the host does not
@@ -150,9 +156,9 @@ class Watch:
             pending.copied.synchronize()
         else:
             pending.work.wait()
-        loss, skipped, seconds_a_step, *asked = (
-            one / self._here.world_size for one in pending.numbers.tolist()
-        )
+        means = [one / self._here.world_size for one in pending.numbers.tolist()]
+        skipped, norm, loss, *numbers = means[: -1 - len(REASONS)]
+        seconds_a_step, *asked = means[-1 - len(REASONS) :]
         self._interval = interval(seconds_a_step, self._most)
         self.stop = self.stop or next(
             (reason for reason, some in zip(REASONS, asked, strict=True) if some), ""
@@ -164,6 +170,8 @@ class Watch:
             step=pending.step,
             steps=pending.steps,
             loss=loss / counted if counted else math.nan,
+            numbers=tuple(one / counted if counted else math.nan for one in numbers),
+            grad_norm=norm,
             skipped=skips,
             seconds=pending.seconds,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,17 +20,33 @@ class Seen:
     skipped: int
     seconds: float
     """Duration of the steps on this rank's clock."""
+    grad_norm: float = math.nan
+    """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
+    numbers: tuple[float, ...] = ()
+    """Means of the user's numbers, as that of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
     """One line of ``metrics.jsonl``."""
 
+    time: str
+    """The time of the line, UTC."""
     step: int
+    epoch: float
+    """Passes over the data so far."""
     loss: float | None
     """Mean since the previous line; None if it is not a number, or if every step was skipped."""
+    numbers: dict[str, float | None]
+    """Numbers of the user's step, each a mean over all ranks as that of the loss."""
+    lr: float
+    """Learning rate of this step."""
+    grad_norm: float | None
+    """Norm of this step's gradient, before clipping; None if it is not a number or was not measured."""
     samples_per_s: float
     """Rate of all ranks together."""
+    tokens_per_s: float | None
+    """The same in tokens; None if the samples are not rows of tokens."""
     data_wait: float
     """Share of the time in which rank 0 had no data to compute on, 0 to 1."""
     memory_MiB: float
@@ -44,10 +61,14 @@ def line(metrics: Metrics, *, steps: int, ranks: int, left_s: float) -> str:
     """Write one line of progress."""
     rate = metrics.samples_per_s
     loss = "none" if metrics.loss is None else f"{metrics.loss:.6f}"
+    numbers = "".join(
+        f"  {name} {'none' if value is None else format(value, '.6g')}"
+        for name, value in metrics.numbers.items()
+    )
     skipped = f"  {metrics.skipped} skipped" if metrics.skipped else ""
     mfu = "" if metrics.mfu is None else f"  {metrics.mfu:.1%} MFU"
     return (
-        f"step {metrics.step:>{len(str(steps))}}/{steps}  loss {loss}  {rate:.0f} samples/s"
+        f"step {metrics.step:>{len(str(steps))}}/{steps}  loss {loss}{numbers}  {rate:.0f} samples/s"
         f" ({rate / ranks:.0f} per rank)  data {metrics.data_wait:.0%}  {metrics.memory_MiB:.0f} MiB"
         f"{mfu}{skipped}  {clock(left_s)} left"
     )
@@ -71,6 +92,10 @@ class Gauges:
     memory_MiB: Callable[[], float]
     samples_per_s_at_peak: float | None = None
     """Samples per second of one rank at its device's peak; None: unknown."""
+    tokens_a_sample: int | None = None
+    """Tokens of a sample; None: the samples are not rows of tokens."""
+    names: tuple[str, ...] = ()
+    """Names of the user's numbers."""
 
 
 class Pauses:

@@ -15,6 +15,7 @@ from imgkit_entrypoints import __version__, files
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
+from imgkit_entrypoints.apps.train.schedule import learning_rate
 
 SCHEMA = 1
 METRICS = "metrics.jsonl"
@@ -30,12 +31,14 @@ class RunLog:
         *,
         start: int,
         steps: int,
+        steps_per_epoch: int,
         ranks: int,
         gauges: Gauges,
         say: Callable[[str], None],
     ) -> None:
         assert config.global_batch is not None
-        self._run_dir, self._log_every = config.run_dir, config.log_every
+        self._config, self._run_dir, self._log_every = config, config.run_dir, config.log_every
+        self._steps_per_epoch = steps_per_epoch
         self._start, self._steps, self._ranks, self._gauges = start, steps, ranks, gauges
         self._samples_a_step, self._say, self._failed = config.global_batch, say, False
         self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
@@ -77,21 +80,36 @@ class RunLog:
         """Report the loss on held-out data."""
         self.eval_loss = loss
         print(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}", flush=True)
-        text = json.dumps({"step": step, "eval_loss": _number(loss)})
+        place = {"time": _now(), "step": step, "epoch": step / self._steps_per_epoch}
+        text = json.dumps({**place, "eval_loss": _number(loss)})
         self._write(lambda folder: _append(folder / METRICS, text + "\n"))
 
     def _write_line(self, step: int) -> None:
-        parts = [(one.loss, one.steps - one.skipped) for one in self._since if one.steps > one.skipped]
+        parts = [
+            ((one.loss, *one.numbers), one.steps - one.skipped)
+            for one in self._since
+            if one.steps > one.skipped
+        ]
         counted = sum(count for _, count in parts)
+        columns = zip(*([value * count for value in values] for values, count in parts), strict=True)
+        means = [sum(column) / counted for column in columns]
         if counted:
-            self.last_loss = sum(loss * count for loss, count in parts) / counted
+            self.last_loss = means[0]
         seconds = sum(one.seconds for one in self._since)
         samples = sum(one.steps for one in self._since) * self._samples_a_step
+        tokens = self._gauges.tokens_a_sample
         waited_s, at_peak = self._gauges.waited_s(), self._gauges.samples_per_s_at_peak
         metrics = Metrics(
+            time=_now(),
             step=step,
+            epoch=step / self._steps_per_epoch,
             loss=_number(self.last_loss) if counted else None,
+            numbers=dict.fromkeys(self._gauges.names)
+            | dict(zip(self._gauges.names, map(_number, means[1:]), strict=False)),
+            lr=learning_rate(self._config, step - 1, self._steps),
+            grad_norm=_number(self._since[-1].grad_norm),
             samples_per_s=samples / seconds,
+            tokens_per_s=None if tokens is None else tokens * samples / seconds,
             data_wait=min(1.0, (waited_s - self._waited_s) / seconds),
             memory_MiB=self._gauges.memory_MiB(),
             skipped=self.skipped,
@@ -115,7 +133,7 @@ class RunLog:
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,
-            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "ended": _now(),
             "reason": reason,
             "step": step,
             "steps": self._steps,
@@ -143,6 +161,10 @@ class RunLog:
         told = ", ".join(f"{spent:.1f} s {what}" for spent, what in times if spent)
         losses = f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}"
         print(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {told}", flush=True)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _number(value: float) -> float | None:

@@ -6,23 +6,28 @@ import dataclasses
 import itertools
 import json
 import math
+from datetime import datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from imgkit_entrypoints.apps.train import options
-from imgkit_entrypoints.apps.train.config import LINE_EVERY_S
+from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves, utilization
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses, Seen, clock
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
+
+
+def opened(config: Config, gauges: Gauges, *, start: int = 0, steps: int = 20) -> RunLog:
+    return RunLog(config, start=start, steps=steps, steps_per_epoch=8, ranks=2, gauges=gauges, say=print)
 
 
 def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> RunLog:
     config = dataclasses.replace(options.read([], {}), run_dir=run_dir, global_batch=64, log_every=10)
     waited_s = itertools.count(5.0, 0.25)  # some of it before the first step
     gauges = Gauges(waited_s=lambda: next(waited_s), memory_MiB=lambda: 512.0)
-    return RunLog(config, start=start, steps=steps, ranks=2, gauges=gauges, say=print)
+    return opened(config, gauges, start=start, steps=steps)
 
 
 def seen(step: int, steps: int, loss: float, skipped: int = 0) -> Seen:
@@ -58,6 +63,37 @@ def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert (summary["samples_per_s"], summary["training_s"], summary["evaluation_s"]) == (640.0, 2.0, 60.0)
 
 
+def test_metrics_tell_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(
+        options.read(["--schedule", "linear", "--lr", "0.5", "--warmup", "0"], {}),
+        run_dir=tmp_path,
+        global_batch=64,
+        log_every=10,
+    )
+    gauges = Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, tokens_a_sample=16, names=("accuracy",))
+    one = opened(config, gauges)
+    one.note(
+        dataclasses.replace(seen(9, 9, 3.0, skipped=1), numbers=(0.25,)),
+        dataclasses.replace(seen(10, 1, 1.0), numbers=(1.0,), grad_norm=2.5),
+    )
+    one.held_out(10, 4.0)
+    told, held_out = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert told["numbers"] == {"accuracy": pytest.approx((8 * 0.25 + 1) / 9)}
+    assert (told["epoch"], told["lr"], told["grad_norm"]) == (1.25, pytest.approx(0.275), 2.5)
+    assert told["tokens_per_s"] == 16 * told["samples_per_s"]
+    assert datetime.fromisoformat(told["time"]).tzinfo is not None
+    assert (held_out["epoch"], held_out["eval_loss"]) == (1.25, 4.0)
+    assert "accuracy 0.333333" in capsys.readouterr().out
+
+
+def test_unknown_metrics_are_null(tmp_path: Path) -> None:
+    gauges = Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, names=("accuracy",))
+    config = dataclasses.replace(options.read([], {}), run_dir=tmp_path, global_batch=64, log_every=10)
+    opened(config, gauges).note(dataclasses.replace(seen(1, 1, math.nan, skipped=1), numbers=(math.nan,)))
+    told = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (told["grad_norm"], told["tokens_per_s"], told["numbers"]) == (None, None, {"accuracy": None})
+
+
 def test_start_without_a_step_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
     end(report(), 0)
     assert "0 samples/s while training" in capsys.readouterr().out
@@ -74,7 +110,7 @@ def test_slow_steps_have_lines_in_between(capsys: pytest.CaptureFixture[str]) ->
 def test_utilization_is_told_where_known(capsys: pytest.CaptureFixture[str]) -> None:
     gauges = Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, samples_per_s_at_peak=64.0)
     config = dataclasses.replace(options.read([], {}), global_batch=64, log_every=10)
-    one = RunLog(config, start=0, steps=20, ranks=2, gauges=gauges, say=print)
+    one = opened(config, gauges)
     one.note(seen(1, 1, 1.0))  # 64 samples in a second, by 2 ranks
     assert "50.0% MFU" in capsys.readouterr().out
 
