@@ -216,7 +216,8 @@ print("there:", *sorted(os.listdir("/tiny/run/snapshots")))
 def test_every_model_learns(standin: str, runs: Path) -> None:
     script = """
 assert train(2, "--model mlp --steps 40 --log-every 40") == 0
-assert train(2, "--model resnet18 --samples 16 --batch-size 4 --lr 0.01 --steps 6") == 0
+assert train(2, "--model resnet18 --samples 8 --batch-size 4 --steps 6") == 0
+assert train(1, "--model resnet50 --samples 4 --batch-size 4 --steps 6 --log-every 6") == 0
 assert train(2, "--model gpt --batch-size 4 --steps 20 --log-every 20 --amp bf16") == 0
 assert train(2, "--model own_model.py:model --data own_model.py:data --epochs 1") == 0
 open("text.txt", "w").write("to be or not to be " * 99)
@@ -228,8 +229,8 @@ assert train(1, "--model mlp --data text.txt --steps 4") == 2
 """
     told = many(standin, runs, script)
     ends = [line.split() for line in told.splitlines() if line.startswith("loss ")]
-    assert len(ends) == 6, told
-    assert [end for end in ends[:5] if float(end[3].rstrip(",")) >= float(end[1])] == []
+    assert len(ends) == 7, told
+    assert [end for end in ends[:6] if float(end[3].rstrip(",")) >= float(end[1])] == []
     assert "mlp cannot read a text file" in told
     assert "step 4/4  held out: loss " in told
     assert "short.txt: 200 bytes are too few" in told

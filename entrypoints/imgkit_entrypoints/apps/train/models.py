@@ -44,6 +44,7 @@ class Residual(nn.Module):  # type: ignore[misc]
             layers += [nn.ReLU(), *_conv(channels, outside, 1)]
         else:
             layers = [*_conv(inside, channels, 3, stride), nn.ReLU(), *_conv(channels, channels, 3)]
+        nn.init.zeros_(layers[-1].weight)  # every block begins as its skip connection, which keeps SGD stable
         self.body = nn.Sequential(*layers)
         same = stride == 1 and inside == outside
         self.way = nn.Identity() if same else nn.Sequential(*_conv(inside, outside, 1, stride))
@@ -77,7 +78,7 @@ def resnet(name: str, classes: int) -> nn.Module:
             where=f"--model {name}",
             hint="install a matching torchvision, or remove it: a small ResNet is built in",
         ) from error
-    made: nn.Module = getattr(vision, name)(num_classes=classes)
+    made: nn.Module = getattr(vision, name)(num_classes=classes, zero_init_residual=True)
     return made
 
 

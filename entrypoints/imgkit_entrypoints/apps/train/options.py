@@ -17,14 +17,14 @@ from imgkit_entrypoints.apps.train.schedule import SHAPES
 from imgkit_entrypoints.arguments import duration, natural, positive
 from imgkit_entrypoints.errors import UsageError
 
-MODELS: Mapping[str, tuple[str, float]] = {
-    "linear": ("sgd", 0.05),
-    "mlp": ("sgd", 0.05),
-    "resnet18": ("sgd", 0.05),
-    "resnet50": ("sgd", 0.05),
-    "gpt": ("adamw", 1e-3),
+MODELS: Mapping[str, tuple[str, float, int]] = {
+    "linear": ("sgd", 0.05, 0),
+    "mlp": ("sgd", 0.05, 0),
+    "resnet18": ("sgd", 0.05, 20),
+    "resnet50": ("sgd", 0.02, 20),
+    "gpt": ("adamw", 1e-3, 0),
 }
-"""The built-in models, each with its default optimizer and learning rate."""
+"""The built-in models, each with its default optimizer, learning rate and steps of warm-up."""
 STACKED = ("resnet18", "resnet50", "gpt")
 """Built-in models that are stacks of blocks."""
 STEPS = 100
@@ -86,7 +86,8 @@ def _of_optimizer(add: _Add) -> None:
     add("--weight-decay", _number, 0.0, "X", "weight decay (default: 0)")
     text = "learning rate over the steps: constant, linear or cosine (default: constant)"
     add("--schedule", _one_of(*SHAPES), "constant", "NAME", text)
-    add("--warmup", natural, 0, "STEPS", "steps over which the learning rate rises (default: 0)")
+    text = "steps over which the learning rate rises (default: 20 for a resnet, else 0)"
+    add("--warmup", natural, None, "STEPS", text)
     add("--clip", _number, None, "X", "largest norm of the gradient (default: no limit)")
     text = "if the loss is not a number: stop, or skip that step (default: stop)"
     add("--on-nan", _one_of("stop", "skip"), "stop", "HOW", text)
@@ -138,9 +139,10 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
         found = parser.parse_args([*found.config, *words])
     values = vars(found)
     del values["config"]
-    optimizer, lr = MODELS.get(found.model, ("sgd", 0.05))
+    optimizer, lr, warmup = MODELS.get(found.model, ("sgd", 0.05, 0))
     values["optimizer"] = found.optimizer or optimizer
     values["lr"] = lr if found.lr is None else found.lr
+    values["warmup"] = warmup if found.warmup is None else found.warmup
     if found.steps is None and found.epochs is None:
         values["steps"] = STEPS
     if found.run_dir is None and env.get("IMGKIT_RUN_DIR"):

@@ -39,6 +39,9 @@ def test_defaults_follow_the_model() -> None:
     assert (gpt.optimizer, gpt.lr) == ("adamw", 0.001)
     assert options.read(["--model", "gpt", "--lr", "1"], {}).lr == 1.0
     assert options.read(["--epochs", "2"], {}).steps is None
+    resnet = ["--model", "resnet50"]
+    assert (linear.warmup, options.read(resnet, {}).warmup) == (0, 20)
+    assert options.read([*resnet, "--warmup", "0"], {}).warmup == 0
 
 
 def test_run_folder_comes_from_the_job() -> None:
