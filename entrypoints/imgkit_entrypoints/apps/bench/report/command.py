@@ -14,7 +14,9 @@ from imgkit_entrypoints.errors import UsageError
 
 WRITERS = {
     ".html": page.html,
-    ".svg": lambda report: chart.document([section.chart for section in report.sections]),
+    ".svg": lambda report: chart.document(
+        [one for section in report.sections for one in (section.chart, *section.others)]
+    ),
     ".md": page.markdown,
 }
 

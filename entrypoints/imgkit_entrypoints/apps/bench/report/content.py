@@ -9,8 +9,10 @@ from pathlib import Path
 
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.record.values import TIMINGS, Result, Run, Timing
-from imgkit_entrypoints.apps.bench.report.chart import BandwidthChart, Level, Line, figure
+from imgkit_entrypoints.apps.bench.report import series
+from imgkit_entrypoints.apps.bench.report.chart import Level, SizeChart, figure
 from imgkit_entrypoints.apps.bench.report.reference import Table
+from imgkit_entrypoints.apps.bench.report.series import BandwidthCurve, published_name, world
 from imgkit_entrypoints.errors import UsageError
 
 DRAWN_WITH_REFERENCES = ("all_reduce", "world")
@@ -40,20 +42,13 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BandwidthCurve:
-    """One run's results of one op, type, group and timing, by size."""
-
-    label: str
-    run: Run
-    results: tuple[Result, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """One op over one group, from all runs that measured it."""
 
     title: str
-    chart: BandwidthChart
+    chart: SizeChart
+    others: tuple[SizeChart, ...]
+    """Latency, and the share of the line rate where that is known."""
     bandwidth: Grid
     spread: Grid | None
     beside: Grid | None
@@ -111,20 +106,18 @@ def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequ
     referred = tables if (op, group) == DRAWN_WITH_REFERENCES else ()
     over = {"world": "all ranks", "node": "the ranks of a node"}.get(group, f"groups of a {group}")
     title = f"{op} over {over}"
-    chart = BandwidthChart(
-        title=f"{title}: bus bandwidth, {timing} times",
-        lines=(*_published_lines(referred), *(_line(curve) for curve in curves)),
-        levels=_levels(curves) if group != "node" else (),
-    )
+    drawn = series.charts(title, curves, referred, leaves_node=group != "node")
     return Section(
         title=title,
-        chart=chart,
+        chart=drawn.bandwidth,
+        others=drawn.others,
         bandwidth=_bandwidth(curves),
         spread=_spread(spread) if spread else None,
         beside=_beside(curves, referred),
         notes=(
             f"Times are {timing}: {TIMING_MEANS[timing]}. {BAND_MEANS}",
-            *_level_notes(op, chart.levels),
+            *_level_notes(op, drawn.bandwidth.levels),
+            *([drawn.left_out] if drawn.left_out else ()),
         ),
     )
 
@@ -174,29 +167,6 @@ def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]
     ]
 
 
-def _line(curve: BandwidthCurve) -> Line:
-    return Line(
-        label=f"{curve.label}: {_world(curve.run)}",
-        points=tuple((one.size_bytes, one.median_busbw_GBps) for one in curve.results if one.busbw_GBps > 0),
-    )
-
-
-def _world(run: Run) -> str:
-    return f"{_count(run.world.ranks, 'rank')}, {_count(run.world.nodes, 'node')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _levels(curves: Sequence[BandwidthCurve]) -> tuple[Level, ...]:
-    rates = sorted({curve.run.line_rate_Gbps for curve in curves if curve.run.line_rate_Gbps})
-    return tuple(
-        Level(label=f"line rate of a node: {rate:g} Gbps = {rate / 8:g} GBps", GBps=rate / 8)
-        for rate in rates
-    )
-
-
 def _level_notes(op: str, levels: Sequence[Level]) -> Iterator[str]:
     if levels:
         yield (
@@ -208,24 +178,6 @@ def _level_notes(op: str, levels: Sequence[Level]) -> Iterator[str]:
             "The busbw of a flat ring cannot exceed it. That of a hierarchical all_reduce of n ranks on N "
             "nodes can reach (n-1)/n x N/(N-1) of it."
         )
-
-
-def _published_lines(tables: Sequence[Table]) -> Iterator[Line]:
-    for table in tables:
-        rows = [row for row in table.rows if row.size_bytes]
-        for arm, nodes, ranks in dict.fromkeys((row.arm, row.nodes, row.ranks) for row in rows):
-            points = tuple(
-                (row.size_bytes, table.GBps(row.busbw))
-                for row in rows
-                if (row.arm, row.nodes, row.ranks) == (arm, nodes, ranks) and row.size_bytes
-            )
-            label = f"{_name(table, arm)}, {_count(nodes, 'node')}, {_count(ranks, 'GPU')}"
-            value = f": {figure(points[0][1])} GBps" if len(points) == 1 else ""
-            yield Line(label=f"{label}{value}", points=points, published=True)
-
-
-def _name(table: Table, arm: str) -> str:
-    return f"{table.name} {arm}".strip()
 
 
 def _beside(curves: Sequence[BandwidthCurve], tables: Sequence[Table]) -> Grid | None:
@@ -251,7 +203,7 @@ def _beside(curves: Sequence[BandwidthCurve], tables: Sequence[Table]) -> Grid |
                         sizes.both(nearest.size_bytes),
                         figure(nearest.median_busbw_GBps * 8),
                         figure(published * 8),
-                        _name(table, arm),
+                        published_name(table, arm),
                         f"{nearest.median_busbw_GBps / published:.2f}",
                     )
                 )
@@ -334,7 +286,7 @@ def _runs(named: Sequence[tuple[str, Run]]) -> Grid:
         rows=tuple(
             (
                 name,
-                f"{_world(run)}, {run.world.backend} on {run.world.device}",
+                f"{world(run)}, {run.world.backend} on {run.world.device}",
                 run.started,
                 _values(run),
                 "complete" if run.complete else "INCOMPLETE",
@@ -365,7 +317,7 @@ def _published(tables: Sequence[Table]) -> Grid | None:
         head=("published", "nodes", "GPUs", "size", "algbw (Gbps)", "busbw (Gbps)", "busbw (GBps)"),
         rows=tuple(
             (
-                _name(table, row.arm),
+                published_name(table, row.arm),
                 str(row.nodes),
                 str(row.ranks),
                 sizes.both(row.size_bytes) if row.size_bytes else "-",

@@ -31,6 +31,12 @@ summary{cursor:pointer;font-weight:600;font-size:14px;margin-top:14px}
 tr.differs td{background:#fff3d6}a{color:#0a5a9c}
 @media (prefers-color-scheme:dark){body{background:#16181b;color:#e8eaed}.quiet{color:#a9b0b9}
 th,td{border-color:#2c3035}tr.differs td{background:#463a14}a{color:#7cc0f2}}
+.phone{display:none}
+@media screen and (max-width:760px){main{padding:16px 20px 40px}.desk{display:none}.phone{display:block}
+thead{display:none}table,tbody,tr,td{display:block}tr{padding:6px 0;border-bottom:1px solid #8a9099}
+td,td:first-child{display:flex;justify-content:space-between;gap:16px;padding:1px 0;border:0}
+td,table.words td:last-child{white-space:normal;overflow-wrap:anywhere;text-align:right}
+td::before{content:attr(data-head);text-align:left;font-weight:600;flex:none;max-width:50%}}
 @media print{main{max-width:none;padding:0}}
 """
 
@@ -56,7 +62,9 @@ def _parts(report: BenchReport) -> Iterator[str]:
         yield f"<h3>Verdict on {escaped(label)}</h3><ul>{items}</ul>"
     for section in report.sections:
         yield f"<h2>{escaped(section.title)}</h2>"
-        yield f'<figure class="wide">{chart.draw(section.chart)}</figure>'
+        for one in (section.chart, *section.others):
+            yield f'<figure class="desk">{chart.draw(one)}</figure>'
+            yield f'<figure class="phone">{chart.draw(one, chart.NARROW)}</figure>'
         yield from (f'<p class="quiet">{escaped(note)}</p>' for note in section.notes)
         if section.beside:
             yield f"<h3>{BESIDE}</h3>{_table(section.beside)}"
@@ -77,7 +85,10 @@ def _table(grid: Grid, *, words: bool = False) -> str:
     head = "".join(f'<th scope="col">{escaped(cell)}</th>' for cell in grid.head)
     rows = "".join(
         f"<tr{' class=differs' if number in grid.marked else ''}>"
-        + "".join(f"<td>{escaped(cell)}</td>" for cell in row)
+        + "".join(
+            f'<td data-head="{escaped(head)}">{escaped(cell)}</td>'
+            for head, cell in zip(grid.head, row, strict=True)
+        )
         + "</tr>\n"
         for number, row in enumerate(grid.rows)
     )

@@ -293,6 +293,64 @@ def test_common_timing_is_found() -> None:
     assert [line.points[0][1] for line in section.chart.lines] == [8.75, 17.5]
 
 
+def other_charts(*runs: Run) -> dict[str, chart.SizeChart]:
+    (section,) = content.build(runs, []).sections
+    return {one.unit: one for one in section.others}
+
+
+def test_latency_has_its_own_chart() -> None:
+    (line,) = other_charts(parsed(banded(1 << 20, 100.0, 110.0, 120.0, 130.0, 500.0)))["us"].lines
+    assert line.points == ((1 << 20, pytest.approx(120.0)),)
+    assert line.band == ((1 << 20, 100.0, 500.0),)
+
+
+def test_percent_of_the_line_rate_is_linear() -> None:
+    drawn = other_charts(parsed(result(64, GBps=10.0), result(128, GBps=20.0), result(256, GBps=30.0)))["%"]
+    assert [value for _, value in drawn.lines[0].points] == pytest.approx([17.5, 35.0, 52.5])
+    root = ET.fromstring(chart.document([drawn]))  # noqa: S314 - our own
+    (way,) = (line.get("points", "") for line in root.iter(f"{SVG}polyline"))
+    first, second, third = (float(point.split(",")[1]) for point in way.split())
+    assert first - second == pytest.approx(second - third, abs=0.2)
+    assert {"0", "20", "100", "%"} <= set(texts(root))
+
+
+def test_unknown_line_rate_has_no_percent() -> None:
+    assert set(other_charts(parsed(line_rate_Gbps=None))) == {"us"}
+    assert set(other_charts(parsed(result(group="node")))) == {"us"}
+
+
+def test_band_lies_around_its_line() -> None:
+    built = content.build([parsed(banded(64, 1.0, 2.0, 4.0), banded(128, 1.0, 2.0, 4.0))], [])
+    (line,) = built.sections[0].chart.lines
+    assert all(low < value < high for (_, value), (_, low, high) in zip(line.points, line.band, strict=True))
+    assert "<polygon" in chart.draw(built.sections[0].chart)
+    assert "<polygon" not in chart.draw(content.build([parsed()], []).sections[0].chart)
+
+
+def test_five_published_lines_are_drawn_at_most() -> None:
+    tables = [reference.find(name) for name in ("mn5", "rcp", "cscs")]
+    (section,) = content.build([parsed()], tables).sections
+    published = [line.label for line in section.chart.lines if line.published]
+    assert len(published) == 5
+    assert any(label.startswith("mn5, 2 nodes, 8 GPUs") for label in published)
+    assert any("9 more are in the table" in note for note in section.notes)
+
+
+def test_few_published_lines_are_all_drawn() -> None:
+    (section,) = content.build([parsed()], [reference.find("cscs")]).sections
+    assert not any("more are in the table" in note for note in section.notes)
+
+
+def test_phone_gets_unscaled_text() -> None:
+    built = content.build([parsed(), parsed(where="b.json")], [reference.find("mn5")])
+    for one in (built.sections[0].chart, *built.sections[0].others):
+        root = ET.fromstring(chart.draw(one, chart.NARROW).replace("<svg", f'<svg xmlns="{SVG[1:-1]}"', 1))  # noqa: S314
+        assert float(root.get("width", "")) <= 390 - 2 * 20
+        places = [float(text.get("x", "")) for text in root.iter(f"{SVG}text")]
+        assert all(0 <= place <= chart.NARROW.width for place in places)
+    assert page.html(built).count('class="phone"') == page.html(built).count('class="desk"') == 3
+
+
 def test_one_rank_has_nothing_to_draw() -> None:
     root = drawing(parsed(result(busbw_GBps=0.0)))
     assert "Nothing to draw: bandwidth needs two ranks." in texts(root)
