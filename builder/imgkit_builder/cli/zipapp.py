@@ -38,7 +38,13 @@ _ALSO_PYTHON = ("markupsafe",)
 """Distributions whose compiled module only makes them faster; it stays out."""
 _LICENCES = ("licen", "copying", "notice", "authors")
 
-_OMITTED = ("/tests/", "pygments/lexers/", "pygments/formatters/", "pygments/styles/")
+_OMITTED = (
+    "/tests/",
+    "pygments/lexers/",
+    "pygments/formatters/",
+    "pygments/styles/",
+    "imgkit_entrypoints/apps/",
+)
 """Most of the size, and never imported; `_KEPT` lists the exceptions."""
 _KEPT = ("__init__.py", "_mapping.py")
 

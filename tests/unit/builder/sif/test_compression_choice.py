@@ -65,13 +65,13 @@ def test_old_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     install(tmp_path, monkeypatch, "\t\tgzip (default)\n\t\tzstd")
     with pytest.raises(ToolMissing, match="cannot read a tar") as caught:
         mksquashfs.tar_reader()
-    assert "leave out --from daemon" in str(caught.value.hint)
+    assert "--from layers" in str(caught.value.hint)
 
 
 def test_missing_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(mksquashfs, "_SBIN", (str(tmp_path),))
-    with pytest.raises(ToolMissing, match="mksquashfs is not here"):
+    with pytest.raises(ToolMissing, match="mksquashfs is not on this machine"):
         mksquashfs.tar_reader()
 
 
