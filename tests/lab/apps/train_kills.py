@@ -63,7 +63,9 @@ def main() -> None:
     print(f"drawn by {seed}", flush=True)
     for number in range(count):
         run, log = start(command, number)
-        until(lambda log=log: "loss" in log.read_text(), 300)
+        # The first start saves once, so that there is something to resume from.
+        shown = r"step +\d.*loss" if number else r"step +\d\d.*loss"
+        until(lambda log=log, shown=shown: re.search(shown, log.read_text()), 300)
         time.sleep(draw.uniform(0, LATEST_S))
         victim, line = draw.choice(sorted(processes().items()))
         os.kill(victim, signal.SIGKILL)

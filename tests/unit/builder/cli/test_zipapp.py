@@ -81,9 +81,7 @@ def test_foreign_packages_are_not_imported(pyz: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith("imgkit ")
 
 
-@pytest.mark.parametrize(
-    "case", ["mn5", "olivia-eap-pbsdsh", "olivia-interactive", "rcp", "lambda", "lambda-ssh", "cpu"]
-)
+@pytest.mark.parametrize("case", ["mn5", "olivia-eap-pbsdsh", "rcp", "lambda-ssh", "cpu"])
 def test_job_is_that_of_an_installed_imgkit(pyz: Path, case: str) -> None:
     words = shlex.split((JOBS / f"{case}.args").read_text())
     done = bare(pyz, "job", "--directory", "/home/me/my run", *words)
