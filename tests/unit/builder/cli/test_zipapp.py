@@ -111,7 +111,7 @@ def test_own_template_is_filled(pyz: Path, tmp_path: Path) -> None:
 
 def test_conversion_job_starts_this_tool(pyz: Path) -> None:
     done = bare(pyz, "job", "mn5", "-A", "bsc98", "--qos", "gp_debug", "--time", "1h", "--sif", "/x/mn5.tar")
-    assert f"exec {sys.executable} {pyz} sif /x/mn5.tar" in done.stdout.replace(" \\\n    ", " ")
+    assert f"exec {shlex.quote(sys.executable)} {pyz} sif /x/mn5.tar" in done.stdout.replace(" \\\n    ", " ")
 
 
 def test_kubeflow_job_is_json_without_yaml(pyz: Path) -> None:
