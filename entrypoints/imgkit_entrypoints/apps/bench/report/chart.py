@@ -220,9 +220,14 @@ def value_ticks(low: float, high: float) -> list[float]:
     return [speed for speed in every if low <= speed <= high]
 
 
+_MOST_PERCENT = 1e300
+"""A file may state any figure; larger ones get no marks."""
+
+
 def percents(high: float) -> list[float]:
     """Round numbers of percent from 0 to `high`."""
-    step = next(step for power in range(10) for step in (20 * 10**power, 50 * 10**power) if high / step <= 8)
+    high = min(high, _MOST_PERCENT)
+    step = next(step for power in range(300) for step in (20 * 10**power, 50 * 10**power) if high / step <= 8)
     return [float(value) for value in range(0, math.floor(high) + 1, step)]
 
 

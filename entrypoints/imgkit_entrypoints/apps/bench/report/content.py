@@ -106,7 +106,7 @@ def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequ
     referred = tables if (op, group) == DRAWN_WITH_REFERENCES else ()
     over = {"world": "all ranks", "node": "the ranks of a node"}.get(group, f"groups of a {group}")
     title = f"{op} over {over}"
-    drawn = series.charts(title, curves, referred, leaves_node=group != "node")
+    drawn = series.charts(title, curves, referred, single=spread, leaves_node=group != "node")
     return Section(
         title=title,
         chart=drawn.bandwidth,

@@ -34,9 +34,17 @@ class ChartSet:
 
 
 def charts(
-    title: str, curves: Sequence[BandwidthCurve], tables: Sequence[Table], *, leaves_node: bool
+    title: str,
+    curves: Sequence[BandwidthCurve],
+    tables: Sequence[Table],
+    *,
+    single: Sequence[BandwidthCurve],
+    leaves_node: bool,
 ) -> ChartSet:
-    """Bus bandwidth, latency, and the share of the line rate where it is known."""
+    """Bus bandwidth, latency, and the share of the line rate where it is known.
+
+    The latency is that of `single`, the same runs timed per iteration, if all of them have such times.
+    """
     timing = f"{curves[0].results[0].timing} times"
     published = sorted(_published(tables), key=lambda one: _distance(one[0], curves))
     drawn = [line for _, line in published[:MOST_PUBLISHED]]
@@ -48,8 +56,12 @@ def charts(
         lines=(*drawn, *(_bandwidth(curve) for curve in curves)),
         levels=levels,
     )
+    alone = len(single) == len(curves)
     latency = SizeChart(
-        over=title, what=f"latency, {timing}", unit="us", lines=tuple(_latency(curve) for curve in curves)
+        over=title,
+        what="latency, iteration times, p50 and the band up to p95" if alone else f"latency, {timing}",
+        unit="us",
+        lines=tuple(_latency(curve) for curve in (single if alone else curves)),
     )
     share = SizeChart(
         over=title,
@@ -96,10 +108,14 @@ def _measured(curve: BandwidthCurve, scale: float) -> Line:
 
 
 def _latency(curve: BandwidthCurve) -> Line:
+    """The time in us: p50 with the band up to p95 per iteration, else the median with its band."""
+    slow = tuple(
+        (one.size_bytes, one.p50_us, one.p95_us) for one in curve.results if one.p50_us and one.p95_us
+    )
     return Line(
         label=f"{curve.label}: {world(curve.run)}",
-        points=tuple((one.size_bytes, one.median_us) for one in curve.results),
-        band=tuple((one.size_bytes, low, high) for one, low, high in _spreads(curve.results)),
+        points=tuple((one.size_bytes, one.p50_us or one.median_us) for one in curve.results),
+        band=slow or tuple((one.size_bytes, low, high) for one, low, high in _spreads(curve.results)),
     )
 
 

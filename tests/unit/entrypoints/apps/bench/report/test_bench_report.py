@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -302,6 +303,27 @@ def test_latency_has_its_own_chart() -> None:
     (line,) = other_charts(parsed(banded(1 << 20, 100.0, 110.0, 120.0, 130.0, 500.0)))["us"].lines
     assert line.points == ((1 << 20, pytest.approx(120.0)),)
     assert line.band == ((1 << 20, 100.0, 500.0),)
+
+
+def test_latency_of_single_iterations_reaches_from_p50_to_p95() -> None:
+    run = parsed(banded(1 << 20, 100.0, 110.0, 120.0), result(1 << 20, timing="iteration"))
+    single = next(one for one in run.results if one.timing == "iteration")
+    drawn = other_charts(run)["us"]
+    assert "p95" in drawn.what
+    assert drawn.lines[0].points == ((1 << 20, single.p50_us),)
+    assert drawn.lines[0].band == ((1 << 20, single.p50_us, single.p95_us),)
+    assert single.p50_us
+    assert single.p95_us
+
+
+@pytest.mark.parametrize("high", [1.0, 108.0, 1e9, 3.7e11, 1e300, math.inf])
+def test_percent_axis_has_a_few_marks_for_any_figure(high: float) -> None:
+    assert 1 <= len(chart.percents(high)) <= 9
+
+
+def test_latency_is_batched_where_one_run_lacks_iterations() -> None:
+    both = parsed(result(), result(timing="iteration"), where="a.json")
+    assert "p95" not in other_charts(both, parsed(result(), where="b.json"))["us"].what
 
 
 def test_percent_of_the_line_rate_is_linear() -> None:
