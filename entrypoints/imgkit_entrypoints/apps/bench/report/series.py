@@ -59,7 +59,7 @@ def charts(
     alone = len(single) == len(curves)
     latency = SizeChart(
         over=title,
-        what="latency, iteration times, p50 and the band up to p95" if alone else f"latency, {timing}",
+        what="latency of iterations, p50 to p95" if alone else f"latency, {timing}",
         unit="us",
         lines=tuple(_latency(curve) for curve in (single if alone else curves)),
     )
