@@ -48,6 +48,7 @@ def service() -> Iterator[Path]:
     """The folder of a Podman that ``DOCKER_HOST`` names, with the base in it."""
     folder = Path(f"/tmp/imgkit-podman-{os.getpid()}")
     folder.mkdir()
+    before = _bridges()
     (folder / "storage.conf").write_text(
         f"[storage]\ndriver = 'overlay'\ngraphroot = '{folder}/root'\nrunroot = '{folder}/run'\n"
     )
@@ -71,7 +72,14 @@ def service() -> Iterator[Path]:
             process.wait()
             # Not "podman system reset": it also removes the state of the machine's own Podman.
             run("umount", "--recursive", folder / "root/overlay")
+            for bridge in _bridges() - before:
+                run("ip", "link", "del", bridge)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bridges() -> set[str]:
+    """Podman's bridges on this machine: the first step of a build makes one, which stays."""
+    return {path.name for path in Path("/sys/class/net").glob("*podman*")}
 
 
 def _import_base(folder: Path) -> None:
