@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, api: docker.APIClient, endpoint: Endpoint) -> None:
         self.api = api
         self.endpoint = endpoint
-        self._platform = ""
+        self._version: dict[str, Any] | None = None
         self._about: dict[str, Any] | None = None
 
     def __enter__(self) -> Engine:
@@ -46,20 +46,21 @@ class Engine:
     @property
     def platform(self) -> str:
         """The platform that runs without an emulator, for example ``linux/amd64``."""
-        if not self._platform:
-            from imgkit_builder.engine.errors import translated
-
-            with translated("ask the engine's version"):
-                about = self.api.version()
-            self._platform = f"{about.get('Os', 'linux')}/{about.get('Arch', 'amd64')}"
-        return self._platform
+        return f"{self.version.get('Os', 'linux')}/{self.version.get('Arch', 'amd64')}"
 
     def facts(self) -> EngineFacts:
         """Ask what the engine is, and how it stores images."""
-        from imgkit_builder.engine.errors import translated
+        return engine_facts(self.endpoint, version=self.version, info=self.about)
 
-        with translated("ask about the engine"):
-            return engine_facts(self.endpoint, version=self.api.version(), info=self.about)
+    @property
+    def version(self) -> dict[str, Any]:
+        """The engine's answer to ``/version``; only modules of this room use it."""
+        if self._version is None:
+            from imgkit_builder.engine.errors import translated
+
+            with translated("ask the engine's version"):
+                self._version = self.api.version()
+        return self._version
 
     @property
     def about(self) -> dict[str, Any]:

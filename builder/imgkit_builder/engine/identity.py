@@ -60,9 +60,7 @@ def image_id(engine: Engine, ref: str, platform: str) -> str:
             f"the engine does not show the manifest of {ref}",
             hint="pull or build the image again; see: journalctl -u docker -n 50",
         )
-    with contextlib.suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(kept, f"{found}\n")
+    files.write_cache(kept, f"{found}\n")
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.apps.bench.record.values import (
     BAND,
     SCHEMA,
@@ -30,10 +31,10 @@ def load(path: Path) -> Run:
     """
     hint = f"name a file written by: {TOOL} --save FILE"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        data = json_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read it: {error.strerror}", where=str(path), hint=hint) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"not valid JSON: {error}", where=str(path), hint=hint) from error
     return parse(data, str(path))
 
@@ -146,10 +147,6 @@ def _batches(entry: _Fields) -> tuple[float, ...]:
     if not found or not all(found):
         entry.refuse("batches_us must hold at least one time, and only times above 0")
     return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
 
 
 class _Fields:
