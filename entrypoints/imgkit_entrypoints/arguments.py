@@ -28,14 +28,23 @@ def positive(text: str) -> int:
 
 def duration(text: str) -> int:
     """Parse ``90``, ``90s``, ``50m`` or ``1h30m`` into seconds."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text, re.ASCII)
+    found = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text, re.ASCII)
     if not text or found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
     hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return hours * 3600 + minutes * 60 + seconds
 
 
+def digits(text: str) -> int | None:
+    """The number of at most 18 ASCII digits; None for any other text.
+
+    str.isdigit also takes ``²``, which int refuses; and older Pythons take hours for a million digits.
+    """
+    return int(text) if 0 < len(text) <= 18 and text.isascii() and text.isdigit() else None
+
+
 def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
+    value = digits(text)
+    if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
+    return value

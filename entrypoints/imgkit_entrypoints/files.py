@@ -1,27 +1,82 @@
-"""Files that are complete or absent."""
+"""Files that are complete or absent, and that no other user can redirect.
+
+Others may write into a run's folder, a project's folder or /tmp. So a new file gets a random name and is made
+with O_EXCL, which follows no planted link. It takes its name by a rename, which replaces a link and never
+follows it. A file that changes what imgkit does counts only if it is this user's own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_entrypoints.errors import UsageError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, a used up quota, and a file beyond the limit of its size."""
+
+_MARK_BYTES = 1 << 16
+
+
+def temporary_name(target: Path) -> Path:
+    """A free name beside `target`, so that the rename stays within one file system."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+
+
+def create(path: Path, *, mode: int = 0o666) -> BinaryIO:
+    """Make the new file `path`, less the bits of the umask, and open it.
+
+    It is open for reading too, although the stream only writes: NFS locks need a writable descriptor, and a
+    shared mapping a readable one.
+
+    Raises
+    ------
+    FileExistsError : the name is taken, also by a link that leads nowhere.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "wb", opener=lambda name, _: os.open(name, flags, mode))
+
 
 @contextlib.contextmanager
-def replacing(target: Path, *, failed: str, hint: str) -> Iterator[BinaryIO]:
-    """Yield a file to write, which replaces `target` in one step at the end.
+def writing(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces `target` in one step at the end; on an error `target` stays as it was.
+
+    Raises
+    ------
+    OSError : the file cannot be written; if the disk is full, the error names `target`.
+    """
+    temporary = temporary_name(target)
+    try:
+        with create(temporary, mode=mode) as stream:
+            yield stream
+            sync(stream)
+        _rename(temporary, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.errno in FULL:
+            # A write has no name in its error, and a copy names the file that it reads.
+            error.filename, error.filename2 = str(target), None
+        raise
+
+
+@contextlib.contextmanager
+def replacing(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Like `writing`, for a file that a user has named.
 
     Raises
     ------
     UsageError : the file cannot be written; its message begins with `failed`.
     """
     try:
-        with _renamed(target) as file:
-            yield file
+        with writing(target, mode=mode) as stream:
+            yield stream
     except OSError as error:
         raise UsageError(f"{failed}: {error.strerror}", where=str(target), hint=hint) from error
 
@@ -33,20 +88,169 @@ def put(target: Path, text: str) -> None:
     ------
     OSError : the file cannot be written.
     """
-    with _renamed(target) as file:
-        file.write(text.encode())
+    with writing(target) as stream:
+        stream.write(text.encode())
 
 
-@contextlib.contextmanager
-def _renamed(target: Path) -> Iterator[BinaryIO]:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+def publish(temporary: Path, target: Path) -> None:
+    """Make `temporary`, which another program has written, durable, then visible as `target` in one step."""
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # Not "x": a killed process may have left the file, and containers reuse process ids.
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    _rename(temporary, target)
+
+
+def sync(stream: BinaryIO) -> None:
+    """Make what was written into `stream` durable."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def remove(path: Path) -> None:
+    """Remove a file for good: it is not back after a power cut.
+
+    Raises
+    ------
+    OSError : it is there and cannot be removed.
+    """
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    _sync(path.parent)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add `data` at the end of this user's own file, which is made if it is absent.
+
+    Raises
+    ------
+    OSError : the file cannot be written, or is not this user's own; `strerror` says which.
+    """
+    with open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, "ab") as stream:
+        stream.write(data)
+
+
+def read_own(path: Path) -> str:
+    """The text of a small file of this user.
+
+    Raises
+    ------
+    OSError : the file cannot be read, or is not this user's own; `strerror` says which.
+    UnicodeDecodeError : it is no text.
+    """
+    with open_own(path) as stream:
+        return stream.read(_MARK_BYTES).decode()
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
+    """Open a file that only this user can have put there; see `foreign`.
+
+    Raises
+    ------
+    PermissionError : it is a link, no regular file, or another user's; `strerror` says which.
+    """
+    # O_NONBLOCK: a named pipe without a writer would block for ever.
+    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, safe, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (why := foreign(path)):
+            raise PermissionError(errno.EPERM, why, str(path)) from error
         raise
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if why := _foreign(found, path.parent):
+            raise PermissionError(errno.EPERM, why, str(path))
+        return os.fdopen(descriptor, mode)  # type: ignore[return-value]  # a binary mode
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def make_own_folder(path: Path) -> None:
+    """Make the folder `path`, into which no other user can write, or take the one that this user has made.
+
+    Raises
+    ------
+    OSError : it cannot be made, or it is a link, no folder, or another user's.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if foreign_folder(path):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a link, a file or another user's folder", str(path))
+
+
+def foreign_folder(path: Path) -> bool:
+    """Whether `path` is no folder of this user, of root, or of the owner of the folder around it.
+
+    Raises
+    ------
+    OSError : it is absent, or cannot be seen.
+    """
+    found = os.lstat(path)
+    return not stat.S_ISDIR(found.st_mode) or not _is_mine(found, path.parent)
+
+
+def foreign(path: Path) -> str:
+    """Why another user may have put `path` there; empty if it is a regular file of this user or root.
+
+    The folder's owner counts as this user, because a folder's owner can do anything with its files. So a file
+    that a person makes outside of a container, where the program is root, is the person's own.
+
+    Raises
+    ------
+    OSError : it is absent, or cannot be seen.
+    """
+    return _foreign(os.lstat(path), path.parent)
+
+
+def _foreign(found: os.stat_result, folder: Path) -> str:
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a symbolic link"
+    if not stat.S_ISREG(found.st_mode):
+        return "it is not a regular file"
+    if found.st_nlink > 1:
+        return "it has another name too (a hard link)"
+    return "" if _is_mine(found, folder) else f"it belongs to another user ({found.st_uid})"
+
+
+def _is_mine(found: os.stat_result, folder: Path) -> bool:
+    trusted = (os.geteuid(), 0, folder.stat().st_uid)
+    return found.st_uid in trusted or found.st_uid == _owner_of_new_files(folder)
+
+
+def _owner_of_new_files(folder: Path) -> int:
+    """This process's user in `folder`, where NFS turns root into nobody; -1: it cannot make a file there."""
+    probe = temporary_name(folder / "owner")
+    try:
+        with create(probe) as stream:
+            probe.unlink()
+            return os.fstat(stream.fileno()).st_uid
+    except OSError:
+        return -1
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    temporary.replace(target)
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in `folder` durable, where its file system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder in which one may write, and not look
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,35 +1,172 @@
-"""Read JSON that another program or machine wrote: every fault of it is a ValueError."""
+"""Read JSON that another program or machine wrote: every fault of it is a ValueError.
+
+This is the only reader of JSON. It bounds size, nesting and digits. It refuses a key that occurs twice, since
+readers differ in the one that counts.
+"""
 
 from __future__ import annotations
 
+import collections
+import collections.abc
 import dataclasses
+import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 Value = TypeVar("Value")
 
+MOST_BYTES = 4 << 20
+"""Registries refuse larger manifests, and imgkit's own files are smaller."""
+SEAL = "self_sha256"
+"""Key of the digest of all other keys and values, as json.dumps writes them with sorted keys."""
+DEEPEST = 100
+"""Lists and objects within each other."""
+_MOST_BRACKETS = 100_000
+"""Lists and objects in one text: 4 MiB of empty lists would take 100 MB of memory."""
+_MOST_DIGITS = 100
+_PIECE_BYTES = 1 << 20
 _SHOWN = 60
 """Characters of a wrong value that a message repeats."""
 
 
-def parse(text: str | bytes) -> Any:
-    """Parse a JSON text, as json.loads does.
+def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Parse a JSON text; bytes are UTF-8.
 
     Raises
     ------
-    ValueError : no JSON, brackets thousands deep, or NaN or Infinity, which JSON does not have.
+    ValueError : no JSON, too large, too deep, a key twice, or a number that is not finite or has 100 digits.
     """
+    _check_size(text, most_bytes)
+    if isinstance(text, bytes):
+        text = text.decode()
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = _DECODER.decode(text)
     except RecursionError:
-        raise ValueError("its brackets lie too deep within each other") from None
+        raise _too_deep() from None
+    return _shallow(value)
+
+
+def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Parse the file `path`, and read no more of it than `most_bytes`.
+
+    Raises
+    ------
+    OSError : it cannot be read.
+    ValueError : as `parse`.
+    """
+    text = b""
+    with path.open("rb") as file:
+        # A read of all that may be there would take that much memory before it begins.
+        while len(text) <= most_bytes and (piece := file.read(min(most_bytes, _PIECE_BYTES))):
+            text += piece
+    return parse(text, most_bytes=most_bytes)
+
+
+def first_object(output: str) -> Any:
+    """Parse the first JSON object in what a program printed, between its warnings.
+
+    Raises
+    ------
+    ValueError : there is none, or as `parse`.
+    """
+    start = output.find("{")
+    if start < 0:
+        raise ValueError("there is no JSON object in it")
+    output = output[start : start + MOST_BYTES]
+    _check_size(output, MOST_BYTES)
+    try:
+        value, _ = _DECODER.raw_decode(output)
+    except RecursionError:
+        raise _too_deep() from None
+    return _shallow(value)
+
+
+def _check_size(text: str | bytes, most_bytes: int) -> None:
+    if len(text) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    if isinstance(text, bytes):
+        brackets = text.count(b"[") + text.count(b"{")
+    else:
+        brackets = text.count("[") + text.count("{")
+    if brackets > _MOST_BRACKETS:
+        raise ValueError(f"it has more than {_MOST_BRACKETS} lists and objects")
+
+
+def _shallow(value: Any) -> Any:
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        )
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return value
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError("its brackets lie too deep within each other")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _real(text: str) -> float:
+    value = float(text) if len(text) <= _MOST_DIGITS else math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:_SHOWN]} is too large or has too many digits")
+    return value
+
+
+def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        ((twice, _),) = counts.most_common(1)
+        raise ValueError(f"the key {twice[:_SHOWN]!r} occurs twice")
+    return found
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_single, parse_int=_whole, parse_float=_real, parse_constant=_refuse
+)
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with a digest of them under the key `SEAL`: `unseal` sees that a byte has changed."""
+    return {**values, SEAL: _digest(values)}
+
+
+def unseal(values: dict[str, Any]) -> str:
+    """Take the digest out of parsed `values`, and return it; empty if there is none.
+
+    Two kinds of change have no meaning and pass: other spaces between values, and the case of a hex digit in
+    an escape such as ``\\u00e9``.
+
+    Raises
+    ------
+    ValueError : it differs from that of the other values.
+    """
+    stated = values.pop(SEAL, "")
+    if stated not in ("", _digest(values)):
+        raise ValueError("its content has another sha256 than it states")
+    return str(stated)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def typed(value: Value) -> Value:
@@ -64,3 +201,56 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def read(hint: Any, value: Any, place: str) -> Any:
+    """Build a value of the type `hint`, often a dataclass, from parsed JSON.
+
+    Dataclasses come from objects, whose unknown keys are ignored; tuples and lists from arrays; ``X | None``
+    from null or an X. The types are compared exactly: 1 is no float, and true no integer.
+
+    Parameters
+    ----------
+    place : the value's name in errors.
+
+    Raises
+    ------
+    ValueError : a value has another type than its field, or a field is missing; names the field.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints, made = typing.get_type_hints(hint), typing.cast(Any, hint)
+        known = [name for name in _needs(value, dict, place) if name in hints]
+        try:
+            return made(**{name: read(hints[name], value[name], f"{place}.{name}") for name in known})
+        except TypeError as error:
+            raise ValueError(f"{place} is not complete: {error}") from None
+    if origin in (tuple, list):
+        items = enumerate(_needs(value, list, place))
+        return origin(read(inner[0], item, f"{place}[{index}]") for index, item in items)
+    if origin is collections.abc.Mapping:
+        pairs = _needs(value, dict, place).items()
+        return {name: read(inner[1], item, f"{place}.{name}") for name, item in pairs}
+    if origin is typing.Literal:
+        if value not in inner:
+            raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {' or '.join(inner)}")
+        return value
+    if type(None) in inner:
+        return None if value is None else read(inner[0], value, place)
+    return _needs(value, hint, place)
+
+
+_WORDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _needs(value: Any, kind: Any, place: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {_WORDS[kind]}")
+    return value

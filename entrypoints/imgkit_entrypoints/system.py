@@ -6,11 +6,8 @@ same classes; only pydantic reads ``__pydantic_config__``.
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,14 +150,7 @@ class SystemFacts:
 
 def to_json(facts: SystemFacts) -> str:
     """Serialize `facts` with the schema number as deterministic JSON text."""
-    return json.dumps({"schema": SCHEMA, **_plain(facts)}, indent=2, sort_keys=True) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    # dataclasses.asdict copies deeply, which fails on the read-only mappings of `from_json`.
-    if dataclasses.is_dataclass(value):
-        return {known.name: _plain(getattr(value, known.name)) for known in dataclasses.fields(value)}
-    return dict(value) if isinstance(value, Mapping) else value
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(facts)}, indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> SystemFacts:
@@ -170,35 +160,5 @@ def from_json(text: str) -> SystemFacts:
     ------
     ValueError : it is not JSON, or a value has another type than its field; names the field.
     """
-    facts: SystemFacts = _read(SystemFacts, json_text.parse(text), "system")
+    facts: SystemFacts = json_text.read(SystemFacts, json_text.parse(text), "system")
     return facts
-
-
-def _read(hint: Any, value: Any, place: str) -> Any:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        hints, made = typing.get_type_hints(hint), typing.cast(Any, hint)
-        known = [name for name in _needs(value, dict, place) if name in hints]
-        return made(**{name: _read(hints[name], value[name], f"{place}.{name}") for name in known})
-    if origin is tuple:
-        items = enumerate(_needs(value, list, place))
-        return tuple(_read(inner[0], item, f"{place}[{index}]") for index, item in items)
-    if origin is collections.abc.Mapping:
-        pairs = _needs(value, dict, place).items()
-        return types.MappingProxyType(
-            {name: _read(inner[1], item, f"{place}.{name}") for name, item in pairs}
-        )
-    if origin is Literal:
-        if value not in inner:
-            raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {' or '.join(inner)}")
-        return value
-    return value if value is None and type(None) in inner else _needs(value, (*inner, hint)[0], place)
-
-
-_WORDS = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
-
-
-def _needs(value: Any, kind: Any, place: str) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {_WORDS[kind]}")
-    return value

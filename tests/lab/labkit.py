@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -31,6 +32,10 @@ PLACE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
 # Without a network no host name resolves: Gloo finds lo by itself, but warns first.
 QUIET = ("--env", "GLOO_SOCKET_IFNAME=lo", "--env", "OMP_NUM_THREADS=1")
+TOKEN = "hf_ThisIsNoTokenButLooksLikeOne0123456"  # noqa: S105
+LOOK = Path(__file__).parent / "job/look_for_secrets.py"
+LOOKED = re.compile(r"looked: (\[.*\]) found (\[.*\]) with True True$", re.MULTILINE)
+"""What `LOOK` prints: modes of secret files, and what it found."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """The test nodes' only user is root, and mpirun refuses root without these."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ BUNDLE_MODULES = (
     "base",
     "delta",
     "examine",
+    "signing",
     "image/inside",
     "image/smoke",
     "job",
@@ -59,8 +62,13 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """Full names of the modules that `path` imports, wherever in the file, with the line."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -96,6 +104,46 @@ def test_only_apps_import_torch() -> None:
     found = importers("torch", BUILDER, RECIPES, ENTRYPOINTS)
     assert found, "the rule below would hold for an empty tree"
     assert {path for path in found if "imgkit_entrypoints/apps/" not in path} == set()
+
+
+COLLECTIVE = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?")
+
+
+def unpickling(text: str) -> list[int]:
+    """Lines of a module that read a pickle: a program that somebody else may have written."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        name = getattr(node, "attr", "") or (node.name if isinstance(node, ast.alias) else "")
+        loads = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load"
+        unsafe = (
+            loads and ast.unparse(node.func) == "torch.load" and "weights_only=True" not in ast.unparse(node)
+        )
+        if unsafe or COLLECTIVE.fullmatch(name):
+            found.append(node.lineno)
+    return found
+
+
+def test_nothing_unpickles_what_others_send() -> None:
+    # Ranks exchange JSON (Ranks.gather), and torch.load reads weights only.
+    everything = (BUILDER, RECIPES, ENTRYPOINTS)
+    plain = ("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal")
+    modules = (*plain, "torch.distributed.rpc", "torch.distributed.checkpoint")
+    assert {path for name in modules for path in importers(name, *everything)} == set()
+    read = {path: unpickling(path.read_text(encoding="utf-8")) for part in everything for path in files(part)}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in read.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list",
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+    ],
+)
+def test_unpickling_is_found(text: str) -> None:
+    assert unpickling(text) == [1]
 
 
 def test_entrypoints_import_the_standard_library_only() -> None:
@@ -155,3 +203,21 @@ def test_blocker_refuses_what_it_names() -> None:
     done = blocked(("docker",), "import docker")
     assert done.returncode == 1
     assert "layering: docker must not be imported here" in done.stderr
+
+
+OTHER_JSON: dict[str, str] = {"entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader"}
+"""File -> why it may parse JSON or open a tar by itself."""
+
+
+@pytest.mark.parametrize("folder", [BUILDER, ENTRYPOINTS], ids=lambda folder: folder.name)
+def test_foreign_json_and_tars_have_one_reader(folder: Path) -> None:
+    """json.loads and tarfile.open believe what a file says: its size, its depth, its digits."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files(folder)
+        if str(path.relative_to(ROOT)) not in OTHER_JSON
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\bjson\.loads?\(|JSONDecoder|raw_decode|tarfile\.open\(", line)
+        and 'mode="w' not in line
+    ]
+    assert not found

@@ -15,19 +15,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
-VALUES = ("errors", "system", "files", "arguments", "json_text")
+VALUES = ("errors", "system", "files", "arguments", "json_text", "secret_patterns")
 """Modules at the top of the image half whose values both halves share; together they count as one room."""
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "examine job delta sif archive engine image recipe base values entrypoints/values",
-        "examine": "delta sif archive engine image recipe base entrypoints/values",
+        "cli": "examine signing job delta sif archive engine image recipe base values entrypoints/values",
+        "examine": "signing delta sif archive engine image recipe base entrypoints/values",
+        "signing": "delta sif archive base entrypoints/values",
         "job": "delta sif image recipe base "
-        "entrypoints/cli entrypoints/launch entrypoints/schedulers entrypoints/values",
+        "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
         "delta": "sif archive image base values entrypoints/launch entrypoints/values",
         "sif": "archive image base values entrypoints/values",
+        "engine": "archive image recipe base entrypoints/values",
         "archive": "image base entrypoints/values",
-        "engine": "image recipe base entrypoints/values",
         "image": "recipe base values entrypoints/cli entrypoints/values",
         "recipe": "entrypoints/values",
         "base": "entrypoints/values",

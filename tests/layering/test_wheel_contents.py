@@ -182,3 +182,41 @@ def test_version_has_a_heading_in_the_changelog() -> None:
     version = re.escape(imgkit_entrypoints.__version__)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[?{version}\]?", changelog, re.MULTILINE)
+
+
+TWO_BUILDS = """
+import os, sys
+import hatchling.build as build
+for place in sys.argv[1:]:
+    os.chdir(place)
+    build.build_wheel("out")
+    build.build_sdist("out")
+"""
+
+
+def checkout(folder: Path, time_s: int, umask: int) -> Path:
+    """The tracked files, as another clone has them: other times, and modes by another umask."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in os.fsdecode(names).split("\0"):
+        source, target = ROOT / name, folder / name
+        if not name or not source.is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+        target.chmod((0o777 if os.access(source, os.X_OK) else 0o666) & ~umask)
+        os.utime(target, (time_s, time_s))
+    return folder
+
+
+def test_two_builds_of_one_commit_are_the_same_bytes(tmp_path: Path) -> None:
+    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("not a git checkout")
+    places = [
+        checkout(tmp_path / "one", 1_600_000_000, 0o022),
+        checkout(tmp_path / "a longer/path/two", 1_700_000_000, 0o077),
+    ]
+    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    subprocess.run([sys.executable, "-c", TWO_BUILDS, *places], env=env, check=True, capture_output=True)
+    one, two = ({path.name: path.read_bytes() for path in (place / "out").iterdir()} for place in places)
+    assert sorted(name.rpartition(".")[2] for name in one) == ["gz", "whl"]
+    assert one == two

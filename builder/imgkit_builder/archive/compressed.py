@@ -128,14 +128,18 @@ class Gunzip:
                     yield plain
                 waiting = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
         except zlib.error as error:
-            raise CheckFailed(f"the gzip data is damaged: {error}", where=self._name) from error
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: zlib.error) -> CheckFailed:
+        what = f"the gzip data is damaged: {error}"
+        return CheckFailed(what, where=self._name, hint="copy the file again")
 
     def finish(self) -> bytes:
         """Return the last bytes, and refuse a stream without its end."""
         try:
             rest = self._inflate.flush()
         except zlib.error as error:
-            raise CheckFailed(f"the gzip data is damaged: {error}", where=self._name) from error
+            raise self._damaged(error) from error
         if not self._inflate.eof:
             raise CheckFailed("the gzip data is cut short", where=self._name, hint="copy the file again")
         return rest

@@ -18,6 +18,10 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 _MAGIC_BYTES = 4
+_SMALL_BYTES = 1024
+"""A file of this size is kept whatever it begins with, so that a message can say that it is not JSON."""
+_MAX_DOCUMENTS_BYTES = 32 << 20
+"""Images have some kB of JSON; an archive of many files that unpack to 4 MiB each would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,7 @@ class HashedFile:
     diff_id: str
     """``sha256:...`` of its unpacked bytes; empty for zstd, which is not unpacked here."""
     data: bytes | None
-    """Its bytes if it is small enough to be JSON."""
+    """Its bytes if it may be JSON."""
 
     def document(self) -> bytes | None:
         """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
@@ -86,7 +90,8 @@ def digest_archive(
         unpacked = compressed.unpacked(whole, compress, name=where, allowance=allowance)
         try:
             with contextlib.closing(unpacked) as chunks:
-                members = read.members(chunks, functools.partial(_hashed, allowance), where=where)
+                store = functools.partial(_hashed, allowance, _Documents(where))
+                members = read.members(chunks, store, where=where)
             wrong = _wrong_blobs(members)
             digests = read.manifest_digests(members.find, where=where)
             image = read.select(members.find, where=where)
@@ -138,11 +143,39 @@ class _WholeFile:
             pass
 
 
-def _hashed(allowance: Allowance, name: str, size_bytes: int, pieces: Iterator[memoryview]) -> HashedFile:
+class _Documents:
+    """Count the bytes of the files that are kept because they may be JSON."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._left = where, _MAX_DOCUMENTS_BYTES
+
+    def takes(self, start: bytes, size_bytes: int) -> bool:
+        """Whether a file of that start and size is kept.
+
+        Raises
+        ------
+        CheckFailed : there are too many.
+        """
+        like_json = not start.strip() or start.lstrip().startswith((b"{", b"["))
+        if size_bytes > MAX_JSON_BYTES or not like_json:
+            return size_bytes <= _SMALL_BYTES
+        self._left -= size_bytes
+        if self._left < 0:
+            raise CheckFailed(
+                f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
+                where=self._where,
+                hint="do not use the archive if you do not know its author",
+            )
+        return True
+
+
+def _hashed(
+    allowance: Allowance, documents: _Documents, name: str, size_bytes: int, pieces: Iterator[memoryview]
+) -> HashedFile:
     start = b""
     while len(start) < _MAGIC_BYTES and (piece := next(pieces, None)):
         start += piece
-    compress, small = compressed.kind_of(start), size_bytes <= MAX_JSON_BYTES
+    compress, small = compressed.kind_of(start), documents.takes(start, size_bytes)
     stored, unpacked, kept = hashlib.sha256(), hashlib.sha256(), bytearray()
     gunzip = compressed.Gunzip(name) if compress == "gzip" else None
     for piece in itertools.chain([memoryview(start)], pieces):

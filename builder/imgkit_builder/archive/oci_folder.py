@@ -12,19 +12,17 @@ import itertools
 import json
 import os
 import shutil
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive import compressed, read
+from imgkit_builder.archive import compressed, read, stored
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-_AGAIN = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
@@ -56,19 +54,6 @@ class _File:
             return self.path.read_bytes() if self.path.stat().st_size <= MAX_JSON_BYTES else None
         except OSError as error:
             raise _unreadable(self.path, error) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """A member of a plain archive that is read only when it is asked for."""
-
-    archive: tarfile.TarFile
-    info: tarfile.TarInfo
-
-    def document(self) -> bytes | None:
-        """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
-        stream = self.archive.extractfile(self.info) if self.info.size <= MAX_JSON_BYTES else None
-        return stream.read() if stream else None
 
 
 def from_archive(
@@ -143,35 +128,11 @@ def from_folder(
     return _assemble(selected, folder, name=str(source), owned=False, report=report, allowance=allowance)
 
 
-def empty(config: ImageConfig, folder: Path) -> Path:
-    """An OCI folder of an image with the same configuration and one layer without files; returns it."""
-    layer = bytes(10240)
-    digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
-    values = json.loads(config.raw)
-    values["rootfs"] = {"type": "layers", "diff_ids": [digest]}
-    values["history"] = []
-    blobs = folder / "blobs/sha256"
-    blobs.mkdir(parents=True)
-    (blobs / digest.removeprefix("sha256:")).write_bytes(layer)
-    _finish(folder, json.dumps(values).encode(), [(digest, len(layer))])
-    return folder
-
-
 def peek(path: Path) -> ImageConfig | None:
     """The image configuration of a plain archive, without reading its layers; None where it cannot be had."""
     try:
-        if compressed.kind(path) != "none":
-            return None
-        # tarfile seeks from header to header; a stream would read the layers.
-        with tarfile.open(path, "r:") as archive:
-            members: read.Members[_Member] = read.Members()
-            for info in archive:
-                if info.isreg():
-                    members.add(info.name, _Member(archive=archive, info=info))
-                elif info.issym() or info.islnk():
-                    members.add_link(info.name, info.linkname, symbolic=info.issym())
-            return read.select(members.find, where=str(path)).config
-    except (OSError, tarfile.TarError, ValueError, KeyError, UsageError, CheckFailed):
+        return stored.open_image(path).selected.config if compressed.kind(path) == "none" else None
+    except (OSError, UsageError, CheckFailed):
         return None
 
 
@@ -194,11 +155,7 @@ def _assemble(
 ) -> Laid:
     """Write blobs, manifest and index; `owned` files may be renamed, others are linked or copied."""
     config = image.config
-    # Some tools give the configuration a name that is no digest.
-    states_digest = len(image.stated_id) == len(config.image_id)
-    fault = (image.id_fault if states_digest else "") or image.count_fault
-    if fault:
-        raise CheckFailed(fault, where=name, hint=_AGAIN)
+    image.refuse_faults(name)
     blobs = folder / "blobs/sha256"
     blobs.mkdir(parents=True)
     sizes: list[tuple[str, int]] = []
@@ -212,7 +169,7 @@ def _assemble(
                     f"layer {number} of {len(config.diff_ids)} is damaged: its sha256 is {found}, "
                     f"should be {target.name}",
                     where=name,
-                    hint=_AGAIN,
+                    hint=read.AGAIN,
                 )
         sizes.append((diff_id, target.stat().st_size))
         if report:

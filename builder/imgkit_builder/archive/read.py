@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from imgkit_builder.archive.tarstream import HARD_LINK, REGULAR, SYMLINK, TarStream
+from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.image.config import ImageConfig, parse_config
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -25,9 +26,11 @@ MAX_JSON_BYTES = 4 << 20
 """Registries refuse larger manifests; larger files are layers."""
 BLOBS = "blobs/sha256/"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_MEMBERS = 20_000
+MAX_MEMBERS = 20_000
+"""Files of an image archive; images have hundreds."""
 _MAX_LINKS = 8
 _MAX_INDEX_DEPTH = 4
+AGAIN = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.tar REPOSITORY:TAG"
 
 
@@ -106,6 +109,13 @@ class SelectedImage(Generic[File]):
             f"the archive has {len(self.layers)} layers, its configuration lists {len(self.config.diff_ids)}"
         )
 
+    def refuse_faults(self, where: str) -> None:
+        """Raise CheckFailed where the configuration differs from its name or from the number of layers."""
+        # Some tools give the configuration a name that is no digest.
+        states_digest = len(self.stated_id) == len(self.config.image_id)
+        if fault := (self.id_fault if states_digest else "") or self.count_fault:
+            raise CheckFailed(fault, where=where, hint=AGAIN)
+
 
 def members(
     chunks: Iterator[bytes], store: Callable[[str, int, Iterator[memoryview]], File], *, where: str
@@ -120,8 +130,8 @@ def members(
     found: Members[File] = Members()
     stream = TarStream(chunks, name=where)
     for number, member in enumerate(stream):
-        if number >= _MAX_MEMBERS:
-            raise _no_image(f"it has more than {_MAX_MEMBERS} members", where)
+        if number >= MAX_MEMBERS:
+            raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
         if member.kind == REGULAR:
             found.add(member.name, store(member.name, member.size_bytes, stream.body()))
         elif member.kind in (SYMLINK, HARD_LINK):
@@ -273,7 +283,8 @@ def _bytes(file: StoredFile, name: str, where: str) -> bytes:
     raw = file.document()
     if raw is None:
         raise CheckFailed(
-            f"{name} has more than {MAX_JSON_BYTES >> 20} MiB: it does not describe an image", where=where
+            f"{name} has more than {MAX_JSON_BYTES >> 20} MiB or is no JSON: it does not describe an image",
+            where=where,
         )
     return raw
 

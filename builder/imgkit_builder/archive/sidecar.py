@@ -1,11 +1,17 @@
-"""The two small files beside an archive, ``X.tar.sha256`` and ``X.tar.manifest.json``. Standard library."""
+"""The two small files beside an archive, ``X.tar.sha256`` and ``X.tar.manifest.json``. Standard library.
+
+Three files cannot change in one step. So a save removes the old checksum first and writes the new one last: a
+manifest without a checksum says at any moment that a save has not come to its end.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +75,33 @@ def json_path(archive: Path) -> Path:
     return archive.with_name(archive.name + ".manifest.json")
 
 
-def write(sidecar: Sidecar, archive: Path) -> tuple[Path, Path]:
-    """Write both files beside `archive`, each whole or not at all; returns their paths."""
-    checksum, described = sha256_path(archive), json_path(archive)
-    files.write_text(checksum, f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
-    files.write_text(described, to_json(sidecar))
-    return checksum, described
+@contextlib.contextmanager
+def replacing(sidecar: Sidecar, archive: Path) -> Iterator[None]:
+    """Write both files around the moment in which `archive` gets its name.
+
+    Raises
+    ------
+    OSError : one cannot be written; what is there then is `incomplete`, or as it was.
+    """
+    files.remove(sha256_path(archive))
+    files.put(json_path(archive), to_json(sidecar))
+    yield
+    files.put(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
+
+
+def incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str]:
+    """What a save has left that did not come to its end, and the command that mends it.
+
+    `sha256` is the archive's own digest, and `described` its manifest; there is no checksum file.
+    """
+    name = shlex.quote(archive.name)
+    checksum, about = sha256_path(archive).name, json_path(archive).name
+    if described.archive.sha256 == sha256:
+        return f"incomplete: {checksum} is missing", f"sha256sum {name} > {shlex.quote(checksum)}"
+    return (
+        f"incomplete: a save has replaced {about}, and not yet {archive.name}",
+        f"imgkit save {shlex.quote(described.image.tag)} -o {name}",
+    )
 
 
 def to_json(sidecar: Sidecar) -> str:
@@ -83,10 +110,10 @@ def to_json(sidecar: Sidecar) -> str:
         "schema": SCHEMA,
         "image": dataclasses.asdict(sidecar.image),
         "archive": dataclasses.asdict(sidecar.archive),
-        "system": json.loads(systems.to_json(sidecar.system)) if sidecar.system else None,
-        "manifest": json.loads(manifests.to_json(sidecar.manifest)) if sidecar.manifest else None,
+        "system": json_text.parse(systems.to_json(sidecar.system)) if sidecar.system else None,
+        "manifest": json_text.parse(manifests.to_json(sidecar.manifest)) if sidecar.manifest else None,
     }
-    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+    return json.dumps(json_text.sealed(document), indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str, *, where: str) -> Sidecar:
@@ -100,6 +127,9 @@ def from_json(text: str, *, where: str) -> Sidecar:
         data: dict[str, Any] = json_text.parse(text)
         if data["schema"] != SCHEMA:
             raise UsageError("a later imgkit wrote this sidecar", where=where, hint="use that version")
+        json_text.unseal(data)
+        if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
+            raise ValueError(f"its keys are {sorted(data)}")
         image = dict(data["image"])
         image["diff_ids"] = tuple(image["diff_ids"])
         system, manifest = data["system"], data["manifest"]
@@ -110,7 +140,8 @@ def from_json(text: str, *, where: str) -> Sidecar:
             manifest=manifests.from_json(json.dumps(manifest)) if manifest else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"not a sidecar of imgkit save: {error!r}", where=where) from error
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        raise UsageError(f"not a sidecar of imgkit save: {why}", where=where) from error
 
 
 def read(archive: Path) -> Sidecar | None:
@@ -139,7 +170,7 @@ def read_sha256(archive: Path) -> str | None:
     """
     path = sha256_path(archive)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,48 +1,41 @@
-"""Read a tar stream once, forward only, in bounded memory, and keep raw headers to pass them on.
+"""Walk over a tar once, forward only, in bounded memory: the one walk for everything that reads archives.
 
-Python's tarfile cannot hand headers through unchanged, and costs several times more per member.
+Python's tarfile cannot hand headers through unchanged, costs several times more per member, and believes what
+an archive says. This walk keeps raw headers to pass them on, and refuses what is beyond its `TarLimits`.
 """
 
 from __future__ import annotations
 
-import types
+import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.archive import tar_header
+from imgkit_builder.archive.tar_header import BLOCK_BYTES, GNU_SPARSE, REGULAR, Before, Member, Sparse
 from imgkit_entrypoints.errors import CheckFailed
 
-BLOCK_BYTES = 512
 END = bytes(2 * BLOCK_BYTES)
 """Two zero blocks end an archive."""
 
-REGULAR, HARD_LINK, SYMLINK, DIRECTORY = b"0", b"1", b"2", b"5"
-_REGULAR_KINDS = (b"0", b"\0", b"7")
-_BODILESS_KINDS = (b"1", b"2", b"3", b"4", b"5", b"6")
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
-_MAX_EXTENDED_BYTES = 1 << 20
 _READ_BYTES = 16 << 10
-_NO_PAX: Mapping[str, bytes] = types.MappingProxyType({})
+_HOLE = memoryview(bytes(64 << 10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One member's headers, raw and parsed."""
+class TarLimits:
+    """What a tar may ask of its reader."""
 
-    kind: bytes
-    """Type flag; ``REGULAR`` for every regular file."""
-    name: str
-    """Path without a leading ``./`` or trailing slash; undecodable bytes are surrogates."""
-    link: str
-    size_bytes: int
-    mtime_s: int
-    mode: int
-    header: bytes
-    """The last 512-byte block."""
-    extended: bytes
-    """The blocks before it (pax or GNU long names), empty for most members."""
-    pax: Mapping[str, bytes]
-    """Records of its pax header."""
+    entries: int = 5_000_000
+    """Members, without their extended headers."""
+    header_bytes: int = 1 << 20
+    """Extended headers before one member, or its map where it is sparse."""
+    hole_bytes: int = 10**11
+    """Bytes that sparse files have and the archive has not, over all members."""
+    hint: str = "do not use the archive if you do not know its author"
+    """What to do for an archive that needs more, with the option that raises the limit."""
 
 
 class TarStream:
@@ -52,63 +45,148 @@ class TarStream:
 
     Raises
     ------
-    CheckFailed : (while iterating) not a tar, damaged, or cut short; `where` is `name`.
+    CheckFailed : (while iterating) not a tar, damaged, cut short, or beyond `limits`; `where` is `name`.
     """
 
     def __init__(
-        self, chunks: Iterator[bytes], *, name: str, jump: Callable[[int], object] | None = None
+        self,
+        chunks: Iterator[bytes],
+        *,
+        name: str,
+        jump: Callable[[int], object] | None = None,
+        limits: TarLimits | None = None,
     ) -> None:
         self._chunks = chunks
         self._name = name
         self._jump = jump
+        self._limits = limits or TarLimits()
         self._pending = memoryview(b"")
+        self._member: Member | None = None
         self._left = 0
         self._padding = 0
         self.position = 0
         """Bytes consumed."""
 
     def __iter__(self) -> Iterator[Member]:
-        extended, pax, long = b"", _NO_PAX, {}
+        number = hole_bytes = 0
         while True:
             self._skip()
-            header = self._exactly(BLOCK_BYTES)
-            if header == END[:BLOCK_BYTES]:
+            try:
+                member = self._next()
+            except ValueError as error:
+                raise self._damaged(str(error)) from None
+            if member is None:
                 return
-            self._verify(header)
-            if header[257:263] == b"ustar " and _is_name(header[345:500]):
-                raise self._damaged("a GNU header with a prefix, which some readers take for a folder")
-            kind, size = header[156:157], self._number(header[124:136])
-            if kind in (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK):
-                if size > _MAX_EXTENDED_BYTES:
-                    raise self._damaged(f"an extended header of {size} bytes")
-                blocks = self._exactly(size + -size % BLOCK_BYTES)
-                extended += header + blocks
-                if kind == _PAX:
-                    pax = self._pax(blocks[:size])
-                elif kind != _PAX_GLOBAL:
-                    long[kind] = blocks[:size].rstrip(b"\0")
-                continue
-            member = self._member(header, kind, size, extended=extended, pax=pax, long=long)
-            extended, pax, long = b"", _NO_PAX, {}
+            number += 1
+            hole_bytes += member.content_bytes - member.size_bytes
+            if number > self._limits.entries:
+                raise self._beyond(f"it has more than {self._limits.entries} entries")
+            if hole_bytes > self._limits.hole_bytes:
+                raise self._beyond(f"its sparse files have more than {self._limits.hole_bytes / 1e9:g} GB")
+            self._member = member
             self._left, self._padding = member.size_bytes, -member.size_bytes % BLOCK_BYTES
             yield member
 
     def body(self) -> Iterator[memoryview]:
-        """The current member's bytes."""
-        while self._left:
-            piece = self._some(self._left)
-            self._left -= len(piece)
-            yield piece
+        """The current member's bytes, as they lie in the archive."""
+        return self._taken(self._left)
 
     def padded_body(self) -> Iterator[memoryview]:
         """The current member's bytes with the padding to a whole block."""
         self._left, self._padding = self._left + self._padding, 0
         return self.body()
 
+    def content(self) -> Iterator[memoryview]:
+        """The current file's bytes: those of its body, and zeros between them where it is sparse."""
+        member = self._member
+        if member is None or member.sparse is None:
+            yield from self.body()
+            return
+        yield from expanded(member.sparse, member.content_bytes, self._taken)
+
     def drain(self) -> None:
         """Read what follows the end: a sender fails if nobody reads its last bytes."""
         for _ in self._chunks:
             pass
+
+    def _next(self) -> Member | None:
+        """Read headers up to the next member's; None at the end of the archive."""
+        pax: Mapping[str, bytes] = {}
+        long: dict[bytes, bytes] = {}
+        raw: list[bytes] = []
+        room = self._limits.header_bytes
+        while True:
+            header = self._exactly(BLOCK_BYTES)
+            if header == END[:BLOCK_BYTES]:
+                return None
+            tar_header.verify(header)
+            kind = header[156:157]
+            if kind not in (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK):
+                before = Before(
+                    pax=pax, name=long.get(_GNU_NAME), link=long.get(_GNU_LINK), raw=b"".join(raw)
+                )
+                return self._mapped(tar_header.member(header, before, place=self.position))
+            size = tar_header.count(header[124:136])
+            room -= BLOCK_BYTES + size
+            if room < 0:
+                raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
+            blocks = self._exactly(size + -size % BLOCK_BYTES)
+            raw += (header, blocks)
+            if kind == _PAX:
+                pax = tar_header.records(blocks[:size])
+            elif kind != _PAX_GLOBAL:
+                long[kind] = blocks[:size].split(b"\0", 1)[0]
+
+    def _mapped(self, member: Member) -> Member:
+        """Read the map of a sparse file in any of GNU tar's formats; other members stay as they are."""
+        pax, header, size = member.pax, member.header, member.size_bytes
+        if header[156:157] == GNU_SPARSE:
+            content = tar_header.count(header[483:495])
+            parts = list(tar_header.gnu_map(header, 386, 4))
+            block, at, blocks = header, 482, [header]
+            while block[at]:
+                if len(blocks) * BLOCK_BYTES > self._limits.header_bytes:
+                    raise ValueError("the map of a sparse file is too long")
+                block, at = self._exactly(BLOCK_BYTES), 504
+                blocks.append(block)
+                parts += tar_header.gnu_map(block, 0, 21)
+            header = b"".join(blocks)
+        elif "GNU.sparse.map" in pax:
+            content = tar_header.decimal(pax.get("GNU.sparse.size"))
+            parts = list(tar_header.text_map(pax["GNU.sparse.map"].split(b",")))
+        elif "GNU.sparse.major" in pax:
+            content = tar_header.decimal(pax.get("GNU.sparse.realsize"))
+            raw, words = self._words(size)
+            parts, header, size = list(tar_header.text_map(words)), header + raw, size - len(raw)
+        elif "GNU.sparse.numblocks" in pax:
+            raise ValueError("a sparse file of the outdated format 0.0")
+        else:
+            return member
+        if member.kind != REGULAR:
+            raise ValueError("a map of a sparse file before something that is no file")
+        found: Sparse = tuple(parts)
+        tar_header.check_map(found, size, content)
+        return dataclasses.replace(
+            member, header=header, size_bytes=size, place=self.position, content_bytes=content, sparse=found
+        )
+
+    def _words(self, size: int) -> tuple[bytes, list[bytes]]:
+        """The map that a body of `size` bytes begins with: its blocks, and two words for each part."""
+        raw, lines, wanted = bytearray(), 0, -1
+        while wanted < 0 or lines < wanted:
+            if len(raw) + BLOCK_BYTES > min(size, self._limits.header_bytes):
+                raise ValueError("the map of a sparse file is too long")
+            block = self._exactly(BLOCK_BYTES)
+            raw, lines = raw + block, lines + block.count(b"\n")
+            if wanted < 0:
+                wanted = 1 + 2 * tar_header.decimal(block.partition(b"\n")[0])
+        return bytes(raw), bytes(raw).split(b"\n")[1:wanted]
+
+    def _taken(self, count: int) -> Iterator[memoryview]:
+        while count:
+            piece = self._some(count)
+            count, self._left = count - len(piece), self._left - len(piece)
+            yield piece
 
     def _skip(self) -> None:
         beyond = self._left + self._padding - len(self._pending)
@@ -134,100 +212,58 @@ class TarStream:
         piece = self._some(count) if count else memoryview(b"")
         if len(piece) == count:
             return bytes(piece)
-        parts = [bytes(piece)]
-        while (missing := count - sum(map(len, parts))) > 0:
-            parts.append(bytes(self._some(missing)))
-        return b"".join(parts)
-
-    def _member(
-        self,
-        header: bytes,
-        kind: bytes,
-        size: int,
-        *,
-        extended: bytes,
-        pax: Mapping[str, bytes],
-        long: Mapping[bytes, bytes],
-    ) -> Member:
-        name = pax.get("GNU.sparse.name") or pax.get("path") or long.get(_GNU_NAME) or _ustar_name(header)
-        link = pax.get("linkpath") or long.get(_GNU_LINK) or header[157:257].split(b"\0", 1)[0]
-        if ("path" in pax and _GNU_NAME in long) or ("linkpath" in pax and _GNU_LINK in long):
-            raise self._damaged("a member with two names: readers differ in the one that they take")
-        try:
-            size = int(pax.get("size", size))
-            mtime = int(float(pax["mtime"])) if "mtime" in pax else self._number(header[136:148])
-        except ValueError as error:
-            raise self._damaged(f"a pax record: {error}") from None
-        return Member(
-            kind=REGULAR if kind in _REGULAR_KINDS else kind,
-            name=_text(name).rstrip("/").removeprefix("./"),
-            link=_text(link),
-            # Some writers state a size for links, which have no body.
-            size_bytes=0 if kind in _BODILESS_KINDS else size,
-            mtime_s=mtime,
-            mode=self._number(header[100:108]),
-            header=header,
-            extended=extended,
-            pax=pax,
-        )
-
-    def _pax(self, data: bytes) -> Mapping[str, bytes]:
-        """Records of ``LENGTH KEY=VALUE\\n``."""
-        records: dict[str, bytes] = {}
-        at = 0
-        while at < len(data):
-            digits, _, _ = data[at : at + 10].partition(b" ")
-            end = at + int(digits) if digits.isdigit() else 0
-            if not at + len(digits) < end <= len(data):
-                raise self._damaged("a pax header that cannot be read")
-            key, _, value = data[at + len(digits) + 1 : end - 1].partition(b"=")
-            records[_text(key)] = value
-            at = end
-        return records
-
-    def _verify(self, header: bytes) -> None:
-        # The checksum counts its own field as spaces.
-        if sum(header) - sum(header[148:156]) + 8 * 0x20 != self._number(header[148:156]):
-            raise self._damaged("a header's checksum is wrong")
-
-    def _number(self, field: bytes) -> int:
-        if field[0] & 0x80:  # base-256: what octal digits cannot hold
-            return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-        digits = field.split(b"\0", 1)[0].strip()
-        try:
-            return int(digits, 8) if digits else 0
-        except ValueError:
-            raise self._damaged(f"{field!r} where a number belongs") from None
+        found = bytearray(piece)
+        while (missing := count - len(found)) > 0:
+            found += self._some(missing)
+        return bytes(found)
 
     def _damaged(self, what: str) -> CheckFailed:
         return CheckFailed(f"{what}, at byte {self.position}: not a whole tar archive", where=self._name)
 
+    def _beyond(self, what: str) -> CheckFailed:
+        return CheckFailed(what, where=self._name, hint=self._limits.hint)
 
-def headers(path: Path) -> Iterator[Member]:
+
+def expanded(
+    sparse: Sparse, content_bytes: int, take: Callable[[int], Iterator[memoryview]]
+) -> Iterator[memoryview]:
+    """The bytes of a sparse file; `take` yields so many of those that the archive holds."""
+    at = 0
+    for place, size in (*sparse, (content_bytes, 0)):
+        while at < place:
+            hole = _HOLE[: place - at]
+            at += len(hole)
+            yield hole
+        yield from take(size)
+        at += size
+
+
+def first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> bytes | None:
+    """Content of the first member; None where it is no file or has more than `most_bytes`."""
+    stream = TarStream(chunks, name=name)
+    member = next(iter(stream), None)
+    if member is None or member.kind != REGULAR or member.content_bytes > most_bytes:
+        return None
+    return b"".join(stream.content())
+
+
+def headers(path: Path, *, limits: TarLimits | None = None) -> Iterator[Member]:
     """Yield the members of the plain tar `path`, without reading their content.
 
     Raises
     ------
-    CheckFailed : not a tar, damaged, or cut short.
+    CheckFailed : not a tar, damaged, cut short, or beyond `limits`.
     """
     with path.open("rb", buffering=0) as file:
-        chunks = iter(lambda: file.read(_READ_BYTES), b"")
-        yield from TarStream(chunks, name=str(path), jump=lambda count: file.seek(count, 1))
-
-
-def _ustar_name(header: bytes) -> bytes:
-    name, prefix = header[:100].split(b"\0", 1)[0], header[345:500].split(b"\0", 1)[0]
-    # GNU's variant of the format has times where POSIX has the prefix.
-    return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
-
-
-def _is_name(prefix: bytes) -> bool:
-    """Whether `prefix`, where GNU's headers have times and sizes, holds text."""
-    return bool(prefix.strip(b"\0 01234567")) and prefix.isascii()
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogateescape")
+        most = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        yield from TarStream(
+            iter(lambda: file.read(_READ_BYTES), b""),
+            name=str(path),
+            # A size that lies may be more than a seek takes. Behind the end, the file is cut short.
+            jump=lambda count: file.seek(min(count, most), os.SEEK_CUR),
+            limits=limits,
+        )
 
 
 def pax_header(records: Mapping[str, bytes]) -> bytes:

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.compressed import Compress
+from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
@@ -50,11 +52,13 @@ def save(
     compress: Compress = "none",
     expected_bytes: int | None = None,
     report: Reporter | None = None,
+    describe: Callable[[Saved], Sidecar] | None = None,
 ) -> Saved:
     """Write a tar stream to `target`: checksummed on the way, complete or absent.
 
     `chunks` raises if the stream is cut short; then nothing is kept. `expected_bytes` is the size of the
-    uncompressed stream, for the free-space check and the time left.
+    uncompressed stream, for the free-space check and the time left. `describe` gives the content of the two
+    files beside the archive; an interrupted save leaves them so that ``imgkit verify`` calls them incomplete.
 
     Raises
     ------
@@ -68,13 +72,18 @@ def save(
     digest, size_bytes = hashlib.sha256(), 0
     reported = _reported(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
-        with files.writing(target) as stream, _early_flush(stream) as flush:
+        with contextlib.ExitStack() as beside, files.writing(target) as stream:
             _lock(stream)
-            for chunk in _compressed(reported, compress):
-                digest.update(chunk)
-                stream.write(chunk)
-                size_bytes += len(chunk)
-                flush(size_bytes)
+            with _early_flush(stream) as flush:
+                for chunk in _compressed(reported, compress):
+                    digest.update(chunk)
+                    stream.write(chunk)
+                    size_bytes += len(chunk)
+                    flush(size_bytes)
+            saved = Saved(path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress)
+            if describe:
+                files.sync(stream)  # before the old checksum goes: what can fail has happened then
+                beside.enter_context(sidecar.replacing(describe(saved), target))
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
         if error.errno in files.FULL:
             raise ToolFailed(
@@ -83,7 +92,7 @@ def save(
                 hint="give another place with -o, or save with --compress zstd",
             ) from error
         raise ToolFailed(f"cannot write: {error.strerror or error}", where=str(target)) from error
-    return Saved(path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress)
+    return saved
 
 
 def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
@@ -117,7 +126,8 @@ def remove_leftovers(target: Path) -> None:
     for leftover in target.parent.iterdir():
         if not name.fullmatch(leftover.name):
             continue
-        with contextlib.suppress(OSError), leftover.open("rb") as stream:
+        # Open for writing: NFS gives an exclusive lock to no other descriptor.
+        with contextlib.suppress(OSError), files.open_own(leftover, os.O_RDWR) as stream:
             # A living run holds the lock; where the file system has no locks the file is left alone.
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
@@ -144,17 +154,25 @@ def _reported(
 
 @contextlib.contextmanager
 def _early_flush(stream: BinaryIO) -> Iterator[Callable[[int], None]]:
-    """Write back to disk beside the stream, so that the fsync at the end has little left to do."""
+    """Write back to disk beside the stream, so that the fsync at the end has little left to do.
+
+    Raises
+    ------
+    OSError : the disk has failed; at the end.
+    """
     wanted, over = threading.Event(), threading.Event()
+    failed: list[OSError] = []
 
     def work() -> None:
         while wanted.wait():
             wanted.clear()
             if over.is_set():
                 return
-            # A fault of the disk shows in the writes and the last fsync.
-            with contextlib.suppress(OSError):
+            try:
                 os.fdatasync(stream.fileno())
+            except OSError as error:  # Linux reports it once: the last fsync would succeed
+                failed.append(error)
+                return
 
     flushed = 0
 
@@ -172,6 +190,8 @@ def _early_flush(stream: BinaryIO) -> Iterator[Callable[[int], None]]:
         over.set()
         wanted.set()
         thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _compressed(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:

@@ -64,7 +64,8 @@ def verb_save(
     """Save an image as an archive, with checksum and manifest.
 
     Writes FILE, FILE.sha256 (for sha256sum -c) and FILE.manifest.json in one
-    pass. An interrupted save leaves the old file or none. Prints the commands
+    pass. An interrupted save leaves a whole file, old or new; if the three do not
+    belong together, imgkit verify says how to mend it. Prints the commands
     that copy, verify and convert the archive.
 
     \b
@@ -120,6 +121,20 @@ def _saved(
 
     system = _baked(connected, info, str(systems.SYSTEM_JSON), systems.from_json, report)
     manifest = _baked(connected, info, manifests.MANIFEST_JSON, manifests.from_json, report)
+
+    def describe(saved: Saved) -> Sidecar:
+        image = sidecar.SavedImage(
+            id=info.id,
+            tag=info.tag,
+            platform=info.platform,
+            diff_ids=info.diff_ids,
+            labels=dict(info.labels),
+        )
+        archive = sidecar.SavedArchive(
+            name=target.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress
+        )
+        return sidecar.Sidecar(image=image, archive=archive, system=system, manifest=manifest)
+
     with engine.save_stream(connected, info.tag, report=report) as chunks:
         saved = write.save(
             chunks,
@@ -127,23 +142,9 @@ def _saved(
             compress=compress.value,
             expected_bytes=info.size_bytes,
             report=report,
+            describe=describe,
         )
-    described = sidecar.Sidecar(
-        image=sidecar.SavedImage(
-            id=info.id,
-            tag=info.tag,
-            platform=info.platform,
-            diff_ids=info.diff_ids,
-            labels=dict(info.labels),
-        ),
-        archive=sidecar.SavedArchive(
-            name=target.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress
-        ),
-        system=system,
-        manifest=manifest,
-    )
-    sidecar.write(described, saved.path)
-    return dataclasses.replace(saved, path=target), described
+    return dataclasses.replace(saved, path=target), describe(saved)
 
 
 def _baked(
@@ -211,6 +212,11 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
 
 def verb_verify(
     file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif or delta."),
+    keyring: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Fail unless a key in FILE signed it: OpenPGP keys (gpg --export), or a public key in PEM.",
+    ),
     unpack_limit: float | None = UNPACK_LIMIT,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -225,12 +231,14 @@ def verb_verify(
     Examples:
       imgkit verify mn5.tar
       imgkit verify mn5.sif --json
+      imgkit verify mn5.sif --keyring trusted.asc
     """
     from imgkit_builder.base import checks
     from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
-        results = verify.verify(file, report=report, unpack_limit_bytes=gigabytes(unpack_limit))
+        limit = gigabytes(unpack_limit)
+        results = verify.verify(file, report=report, unpack_limit_bytes=limit, keyring=keyring)
     show(checks.to_dict(results, file=str(file)), checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

@@ -210,6 +210,11 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
 
 
 def _tell_left_out(context: BuildContext, report: Reporter) -> None:
+    if context.secret:
+        report.note(
+            f"not in the image, as they usually hold secrets: {', '.join(context.secret)}; a step can use "
+            'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
+        )
     names = context.left_out
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""

@@ -11,7 +11,6 @@ import typer
 from imgkit_builder.cli.common import JSON, complete_names, module_line, show, stem, system_of
 from imgkit_builder.cli.conversion import (
     MB,
-    NO_TEST,
     RUNTIME,
     TMPDIR,
     VERBOSE,
@@ -22,6 +21,7 @@ from imgkit_builder.cli.conversion import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.make import Made
@@ -41,7 +41,6 @@ def verb_delta(
     ),
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
-    no_test: bool = NO_TEST,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -65,9 +64,7 @@ def verb_delta(
         reporter(as_json=as_json, verbose=verbose) as report,
         engine_image(image) as found,
     ):
-        options = Options(
-            runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir, test=not no_test
-        )
+        options = Options(runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir)
         target = output or Path(f"{stem(image)}.imgdelta")
         made = make(found, base, target, options, report)
     text, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
@@ -78,29 +75,29 @@ def verb_apply(
     delta: Path = typer.Argument(metavar="X.imgdelta", help="A file from imgkit delta."),
     base: Path = typer.Argument(metavar="BASE.sif", help="The .sif below it; stays unchanged."),
     output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="File to write."),
+    require_signature: Path | None = REQUIRE_SIGNATURE,
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
-    no_test: bool = NO_TEST,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
     """Put a delta into a copy of its .sif: one file, which needs no --overlay.
 
-    Runs the new file once to check that the delta shows, then gives it its
-    name. Apply deltas in the order in which they were made; the fifth merges
-    all of them into one.
+    Reads the delta back from the new file, then gives it its name; nothing in
+    the image runs. Apply deltas in the order in which they were made; the fifth
+    merges all of them into one.
 
     \b
     Examples:
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif
+      imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif --require-signature trusted.asc
     """
     from imgkit_builder.delta.apply import apply
     from imgkit_builder.sif.options import Options
 
+    require_signatures(require_signature, delta, base)
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        applied = apply(
-            delta, base, output, Options(runtime=runtime, tmpdir=tmpdir, test=not no_test), report
-        )
+        applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir), report)
     data = {
         "schema": SCHEMA,
         "sif": str(applied.path),
@@ -124,7 +121,6 @@ def verb_flatten(
     output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="File to write."),
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
-    no_test: bool = NO_TEST,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -138,7 +134,7 @@ def verb_flatten(
     from imgkit_builder.sif.options import Options
 
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        done = flatten(sif, output, Options(runtime=runtime, tmpdir=tmpdir, test=not no_test), report)
+        done = flatten(sif, output, Options(runtime=runtime, tmpdir=tmpdir), report)
     data = {
         "schema": SCHEMA,
         "sif": str(done.path),

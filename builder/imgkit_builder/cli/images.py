@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
@@ -26,10 +27,13 @@ from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageEr
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
+_NOTHING_SHARED = "no folder of this machine, no network"
+_SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
 
 def verb_test(
@@ -57,7 +61,11 @@ def verb_test(
 
     with reporter(as_json=as_json) as report:
         report.stage(f"smoke test of {image}")
-        results = _test_sif(Path(image), runtime) if _is_file(image) else _test_image(image_name(image))
+        if _is_file(image):
+            results = _test_sif(Path(image), runtime, report)
+        else:
+            report.note(f"python3 runs in the image: {_NOTHING_SHARED}")
+            results = _test_image(image_name(image))
     show(checks.to_dict(results, image=image), checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
@@ -76,19 +84,23 @@ def _test_image(name: str) -> tuple[Check, ...]:
         )
 
 
-def _test_sif(path: Path, runtime: str | None) -> tuple[Check, ...]:
+def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
     from imgkit_builder.base import process
     from imgkit_builder.image import smoke
     from imgkit_builder.sif import image as sif_image
-    from imgkit_builder.sif.runtime import exec_argv, find_runtime
+    from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
 
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
     target = _target_of(path)
     tool = find_runtime(runtime, module_hint=module_line(target.system if target else None))
+    isolated = isolation(tool)
+    report.note(isolated.said("python3"))
     return smoke.check(
-        lambda argv: process.run(exec_argv(tool, path, argv), check=False), arch=arch, manifest=None
+        lambda argv: process.run([str(tool.path), *exec_arguments(path, argv, isolated)], check=False),
+        arch=arch,
+        manifest=None,
     )
 
 
@@ -98,24 +110,30 @@ def verb_shell(
         autocompletion=complete_names,
         help="A local image, a .sif file or a recipe.",
     ),
+    host: bool = typer.Option(
+        False,
+        "--host",
+        help="Share this machine's home folder, network and the recipe's binds, as a job does.",
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and stop."),
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="First print what imgkit knows about the image."
     ),
 ) -> None:
-    """Open a shell in an image or .sif, with the options of the recipe.
+    """Open a shell in an image or .sif, without this machine's home folder and network.
 
     \b
     Examples:
       imgkit shell mn5
-      imgkit shell mn5.sif
+      imgkit shell mn5.sif --host
       imgkit shell mn5 --dry-run
     """
-    argv = _sif_shell(Path(image)) if _is_file(image) else _image_shell(image, verbose=verbose)
+    opened = _sif_shell if _is_file(image) else functools.partial(_image_shell, verbose=verbose)
+    argv, reach = opened(image, host=host)
     if dry_run:
         print(shlex.join(argv))
         return
-    print(f"imgkit: {shlex.join(argv)}", file=sys.stderr, flush=True)
+    print(f"imgkit: {reach}\nimgkit: {shlex.join(argv)}", file=sys.stderr, flush=True)
     if shutil.which(argv[0]) is None:
         raise ToolMissing(
             f"the program {argv[0]!r} is not on PATH", hint="sudo apt-get install docker-cli (or docker.io)"
@@ -123,18 +141,18 @@ def verb_shell(
     os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
 
 
-def _image_shell(target: str, *, verbose: bool) -> list[str]:
+def _image_shell(target: str, *, host: bool, verbose: bool) -> tuple[list[str], str]:
     try:
-        return _docker_shell(target, verbose=verbose)
+        return _docker_shell(target, host=host, verbose=verbose)
     except ToolMissing:
         # A cluster has no engine: there the name means the .sif made from the image.
         beside = Path(f"{target}.sif")
         if not beside.is_file():
             raise
-        return _sif_shell(beside)
+        return _sif_shell(str(beside), host=host)
 
 
-def _docker_shell(target: str, *, verbose: bool) -> list[str]:
+def _docker_shell(target: str, *, host: bool, verbose: bool) -> tuple[list[str], str]:
     from imgkit_builder import engine as engines
 
     name = image_name(target)
@@ -144,22 +162,25 @@ def _docker_shell(target: str, *, verbose: bool) -> list[str]:
         gpus = recipe is not None and recipe.system.node.gpus > 0 and engine.has_nvidia
     if verbose:
         print(engines.image_facts(name).to_text(), file=sys.stderr)
-    return engines.shell_argv(name, gpus=gpus, place=engine.endpoint)
+    argv = engines.shell_argv(name, gpus=gpus, host=host, place=engine.endpoint)
+    return argv, _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
 
 
-def _sif_shell(path: Path) -> list[str]:
-    from imgkit_builder.sif.runtime import find_runtime
+def _sif_shell(path: str, *, host: bool) -> tuple[list[str], str]:
+    from imgkit_builder.sif.runtime import find_runtime, isolation
 
-    target = _target_of(path)
+    target = _target_of(Path(path))
     runtime = target.system.runtime if target else None
     tool = find_runtime(module_hint=module_line(target.system if target else None))
+    isolated = None if host else isolation(tool)
     words = [str(tool.path), "shell", "--nv"]
-    for option in runtime.options if runtime else ():
+    for option in (*(isolated.options if isolated else ()), *(runtime.options if runtime else ())):
         if option not in words:
             words.append(option)
-    for bind in runtime.binds if runtime else ():
+    for bind in runtime.binds if runtime and host else ():
         words += ["--bind", bind]
-    return [*words, str(path.absolute())]
+    reach = isolated.said("a shell") if isolated else _SHARED
+    return [*words, str(Path(path).absolute())], reach
 
 
 def _target_of(path: Path) -> Target | None:

@@ -13,6 +13,7 @@ import typer
 
 from imgkit_builder.cli.common import complete_names
 from imgkit_builder.cli.job_flags import JobCommand
+from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request, Script
@@ -57,6 +58,7 @@ def verb_submit(
     flags: typer.Context,
     recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
+    require_signature: Path | None = REQUIRE_SIGNATURE,
     dry_run: bool = typer.Option(False, "--dry-run", help="Print it and submit nothing, like imgkit job."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -70,6 +72,7 @@ def verb_submit(
       imgkit submit mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-pi
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
       imgkit submit mine.sif --nodes 2 --time 1h -- dist-bench
+      imgkit submit mine.sif --time 1h --require-signature trusted.asc -- dist-bench
       imgkit submit lambda --hosts node1,node2 --ssh -- dist-bench
     """
     from imgkit_builder.base import process
@@ -80,6 +83,8 @@ def verb_submit(
         _show(job, script, as_json=as_json)
         return
     check.before_submission(job)
+    if require_signature is not None:
+        require_signatures(require_signature, *check.signed_files(job))
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:
@@ -125,7 +130,10 @@ def _fanned_out(script: Script) -> int:
         stream.write(f"{host}: ".encode() + text + b"\n")
         stream.flush()
 
-    return fanout.run(script.remote, show=show, say=lambda text: print(f"imgkit: {text}", file=sys.stderr))
+    def say(text: str) -> None:
+        print(f"imgkit: {text}", file=sys.stderr)
+
+    return fanout.run(script.remote, show=show, say=say, sent=script.sent)
 
 
 def verb_status(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, complete_names, problem_data
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Recipe
+    from imgkit_builder.recipe.problems import Problem
 
 
 def load_recipe(ref: str) -> Recipe:
@@ -105,7 +107,7 @@ def verb_show(
         return
     from imgkit_builder.recipe import describe, targets
 
-    text = targets.json_text(recipe)
+    text = targets.as_json(recipe)
     if text is None:
         text = describe.to_json(load_recipe(recipe))
     else:
@@ -127,35 +129,46 @@ def verb_check(
     files: list[str] = typer.Argument(
         ..., metavar="FILE...", autocompletion=complete_names, help="Files or names of recipes."
     ),
+    strict: bool = typer.Option(
+        False, "--strict", help="Also list what a recipe does on this machine; a warning fails: exit code 1."
+    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """Check recipes and report every problem in one run.
 
     Also looks for what cannot go into an image in the folders that they copy.
-    Exit code 2 if a recipe has a problem.
+    Exit code 2 if a recipe has a problem. Checking executes nothing: look at
+    a stranger's recipe with --strict before you build it or start its jobs.
 
     \b
     Examples:
       imgkit check mine.yaml
-      imgkit check recipes/*.yaml
+      imgkit check stranger.yaml --strict
       imgkit check mine.yaml --json
     """
     if as_json:
-        _check_as_json(files)
+        _check_as_json(files, strict=strict)
         return
     from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe.problems import RecipeErrors
     from imgkit_entrypoints.errors import UsageError
 
     failed: list[UsageError] = []
+    warned = False
     for file in files:
         try:
-            check_code(load_recipe(file))
+            recipe = load_recipe(file)
+            check_code(recipe)
         except UsageError as error:
             failed.append(error)
             print(f"bad  {file}")
         else:
-            print(f"ok   {file}")
+            doubts = _host_effects(recipe) if strict else ()
+            for doubt in doubts:
+                print(f"warning: {doubt}", file=sys.stderr)
+            doubtful = strict and bool(doubts or recipe.warnings)
+            warned = warned or doubtful
+            print(f"{'warn' if doubtful else 'ok  '} {file}")
     problems = [problem for error in failed if isinstance(error, RecipeErrors) for problem in error.problems]
     others = [error for error in failed if not isinstance(error, RecipeErrors)]
     if problems and others:
@@ -166,13 +179,21 @@ def verb_check(
         raise RecipeErrors(dict.fromkeys(problems))
     if others:
         raise others[0] if len(others) == 1 else UsageError("\n".join(str(other) for other in others))
+    if warned:
+        raise typer.Exit(EXIT_NO)
 
 
-def _check_as_json(files: list[str]) -> None:
+def _host_effects(recipe: Recipe) -> tuple[Problem, ...]:
+    from imgkit_builder.recipe import host_effects
+
+    return host_effects.warnings(recipe)
+
+
+def _check_as_json(files: list[str], *, strict: bool) -> None:
     from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.problems import RecipeErrors
-    from imgkit_entrypoints.errors import EXIT_USAGE, UsageError
+    from imgkit_entrypoints.errors import UsageError
 
     rows: list[dict[str, Any]] = []
     for file in files:
@@ -180,17 +201,19 @@ def _check_as_json(files: list[str]) -> None:
         warnings: list[dict[str, Any]] = []
         try:
             recipe = load(file)
-            warnings = [problem_data(warning) for warning in recipe.warnings]
+            doubts = (*recipe.warnings, *(_host_effects(recipe) if strict else ()))
+            warnings = [problem_data(warning) for warning in doubts]
             check_code(recipe)
         except RecipeErrors as error:
             problems = [problem_data(problem) for problem in error.problems]
         except UsageError as error:
             problems = [{"what": error.what, "where": error.where, "hint": error.hint, "key": ""}]
-        rows.append({"recipe": file, "passed": not problems, "problems": problems, "warnings": warnings})
+        good = not problems and not (strict and warnings)
+        rows.append({"recipe": file, "passed": good, "problems": problems, "warnings": warnings})
     passed = all(row["passed"] for row in rows)
     print(json.dumps({"schema": 1, "passed": passed, "recipes": rows}, indent=2))
     if not passed:
-        raise typer.Exit(EXIT_USAGE)
+        raise typer.Exit(EXIT_USAGE if any(row["problems"] for row in rows) else EXIT_NO)
 
 
 def verb_schema() -> None:

@@ -80,7 +80,7 @@ def verb_render(
             while chunk := source.read(1 << 20):
                 target.write(chunk)
     if output is not None:
-        files.write_text(output, text)
+        files.put(output, text)
     else:
         # As bytes: the locale must not change encoding or line ends.
         sys.stdout.buffer.write(text.encode())

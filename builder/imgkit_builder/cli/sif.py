@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,15 @@ from imgkit_builder.cli.conversion import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.archive.sidecar import Sidecar
     from imgkit_builder.sif.options import Converted, Options, Source
     from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
+_MORE_ENTRIES = "--max-entries N allows more; do not use the image if you do not know its author"
 
 
 class SifCompression(str, enum.Enum):
@@ -64,9 +67,10 @@ class Origin(str, enum.Enum):
 
 def verb_sif(
     image: str = typer.Argument(
-        metavar="ARCHIVE|RECIPE|IMAGE|OCI-DIR",
+        metavar="ARCHIVE|RECIPE|IMAGE|OCI-DIR|-",
         autocompletion=complete_names,
-        help="An archive from imgkit save or docker save, a built recipe, a local image, or an OCI folder.",
+        help="An archive from imgkit save or docker save (- for standard input), a built recipe, a local "
+        "image, or an OCI folder.",
     ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="X.sif", help="File to write (default: NAME.sif here)."
@@ -75,8 +79,8 @@ def verb_sif(
         None,
         "--from",
         help="Source (default: a file is an archive, an image comes from the engine by the faster way). "
-        "daemon: write the engine's export straight into the .sif, several times faster. "
-        "layers: the runtime builds the .sif from the image's layers.",
+        "daemon: write the engine's export straight into the .sif. "
+        "layers: save the image's layers to disk first, and merge them.",
     ),
     compression: SifCompression = typer.Option(
         SifCompression.AUTO, help="auto: zstd if this machine can write and mount it, else gzip."
@@ -84,10 +88,13 @@ def verb_sif(
     tmpdir: Path | None = typer.Option(
         None,
         metavar="DIR",
-        help="Folder for temporary files, 3.3 times the image's size (default: $IMGKIT_TMPDIR, "
+        help="Folder for what a compressed archive or --from layers puts on disk (default: $IMGKIT_TMPDIR, "
         "$APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else beside the .sif).",
     ),
     unpack_limit: float | None = UNPACK_LIMIT,
+    max_entries: int = typer.Option(
+        5_000_000, min=1, metavar="N", help="Most files, folders and links in a layer."
+    ),
     force: bool = typer.Option(
         False, "--force", help="Convert even if the .sif is up to date; overwrite a file that is no .sif."
     ),
@@ -99,7 +106,7 @@ def verb_sif(
 ) -> None:
     """Convert an image to a .sif for Singularity or Apptainer, and check it.
 
-    Needs no root and, for an archive, no Docker. Replaces an older .sif in one
+    Needs no root and, for an archive, no Docker and no Singularity. Replaces an older .sif in one
     step, and only by a checked one; leaves an up-to-date .sif alone. An
     interrupted run leaves the old file or none.
 
@@ -107,9 +114,11 @@ def verb_sif(
     Examples:
       imgkit sif mn5.tar
       imgkit sif mn5
+      docker save mine:1 | imgkit sif - -o mine.sif
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
       imgkit sif 127.0.0.1:5000/mine:1 --from registry
     """
+    from imgkit_builder.archive.tarstream import TarLimits
     from imgkit_builder.sif import convert
     from imgkit_builder.sif.options import Options
 
@@ -118,6 +127,8 @@ def verb_sif(
         reporter(as_json=as_json, verbose=verbose) as report,
         _source(image, origin) as (source, system),
     ):
+        if image == "-" and output is None:
+            raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
         target = output or Path(f"{stem(image)}.sif")
         options = Options(
             runtime=runtime,
@@ -126,6 +137,7 @@ def verb_sif(
             direct={Origin.DAEMON: True, Origin.LAYERS: False}.get(origin) if origin else None,
             tmpdir=tmpdir,
             unpack_limit_bytes=gigabytes(unpack_limit),
+            limits=TarLimits(entries=max_entries, hint=_MORE_ENTRIES),
             force=force,
             test=not no_test,
         )
@@ -140,16 +152,20 @@ def verb_sif(
 def _source(image: str, origin: Origin | None) -> Iterator[tuple[Source, SystemFacts | None]]:
     """Yield the source called `image`, and its system if that is known; an engine stays connected."""
     from imgkit_builder.archive import sidecar
-    from imgkit_builder.sif.options import Archive, OciFolder, Registry
+    from imgkit_builder.sif.options import Archive, OciFolder, Piped, Registry
 
     path = Path(image)
-    if origin is Origin.REGISTRY:
+    if image == "-":
+        yield Piped(stream=sys.stdin.buffer), None
+    elif origin is Origin.REGISTRY:
         yield Registry(reference=image.removeprefix("docker://")), system_of(image)
     elif (
         origin not in (Origin.DAEMON, Origin.LAYERS) and path.is_file() and path.suffix not in RECIPE_SUFFIXES
     ):
         _refuse_sif(path)
         described = sidecar.read(path)
+        if described:
+            _refuse_unfinished(path, described)
         yield Archive(path=path), described.system if described else None
     elif origin is Origin.OCI or (origin is None and (path / "oci-layout").is_file()):
         if not (path / "oci-layout").is_file():
@@ -164,6 +180,16 @@ def _source(image: str, origin: Origin | None) -> Iterator[tuple[Source, SystemF
             )
         with engine_image(image) as found:
             yield found, system_of(image)
+
+
+def _refuse_unfinished(path: Path, described: Sidecar) -> None:
+    """Raise CheckFailed if the save of this archive has not come to its end."""
+    from imgkit_builder.archive import digests, sidecar
+    from imgkit_builder.base.progress import Silent
+
+    if sidecar.read_sha256(path) is None:
+        what, mend = sidecar.incomplete(path, digests.sha256(path, report=Silent()), described)
+        raise CheckFailed(what, where=str(path), hint=mend)
 
 
 def _refuse_sif(path: Path) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.metadata as metadata
 import io
+import os
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -106,10 +107,11 @@ def bundle(target: Path) -> Bundle:
     for name, data in members.items():
         _refuse_newer(name, data)
     data = _zipped(members)
-    with files.replacing(target) as temporary:
-        temporary.write_bytes(data)
-        temporary.chmod(0o755)
-        _try(temporary)
+    with files.writing(target) as stream:
+        os.fchmod(stream.fileno(), 0o755)
+        stream.write(data)
+        stream.flush()
+        _try(Path(stream.name))
     return Bundle(
         path=target,
         size_bytes=len(data),

@@ -1,4 +1,4 @@
-"""Put a delta into a copy of a .sif, which is checked and run before it gets its name.
+"""Put a delta into a copy of a .sif, which is read back before it gets its name.
 
 The overlay partition has the group of the root partition: a runtime silently ignores one of another group.
 A .sif mounts each of its deltas at every start, so more than `MOST` are merged into one.
@@ -6,7 +6,6 @@ A .sif mounts each of its deltas at every start, so more than `MOST` are merged 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import shutil
@@ -14,19 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import BaseSif, Delta, Stack
-from imgkit_builder.delta.make import see
+from imgkit_builder.delta.make import require_shown
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.sif import convert, image
+from imgkit_builder.sif import convert, coverage, image, table
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
-from imgkit_builder.sif.image import ARCHS, ImgkitRecord
 from imgkit_builder.sif.options import Options, Stage
-from imgkit_builder.sif.runtime import find_runtime, log_file
+from imgkit_builder.sif.runtime import RuntimeTool, log_file, runtime_if_any, setting
 from imgkit_builder.sif.workspace import tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 MOST = 4
 """Largest number of deltas in a .sif; each costs 25 ms at every start."""
@@ -52,21 +49,21 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     Raises
     ------
     UsageError : the .sif already has the delta, or the target is another kind of file.
-    CheckFailed : the delta has another base or is damaged; `base` is signed or damaged; the runtime ignores
+    CheckFailed : the delta has another base or is damaged; `base` is damaged; the runtime ignores
         the delta in the new file.
-    ToolMissing, ToolFailed : no runtime that edits .sif files, or it failed.
+    ToolMissing, ToolFailed : the new file does not run; for a merge, no mksquashfs that reads a tar.
     """
     base, target = base.absolute(), target.absolute()
     convert.check_target(target, force=options.force)
     delta, stack = descriptor.read(delta_file), descriptor.stack(base)
     _check(delta, delta_file, stack)
-    tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    if not tool.capabilities.edits_sif:
-        raise ToolMissing(
-            f"{tool} has no `sif add`",
-            hint=f"mount the delta instead: singularity exec --overlay {delta_file}:ro {base}",
-        )
-    compression = write_squashfs.compression_of(stack.sif, tool)
+    note_signatures(stack, report)
+    if not delta.self_sha256:
+        report.note(f"{delta_file.name} is of imgkit 0.1: nothing covers its description, only its files")
+    tool = runtime_if_any(options.runtime)
+    if tool is not None:
+        _refuse_overlays_off(tool, base)
+    compression = write_squashfs.compression_of(stack.sif)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(
@@ -84,9 +81,8 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
         clone(base, work.part)
         clock.stage("add")
         _add(job, delta, delta_file, stack, merged=merged)
-        if options.test and runs_here(stack.sif.arch):
-            clock.stage("look whether it is there")
-            see(job, work.part, delta)
+        clock.stage("look whether it is there")
+        require_shown(source.mounted(image.read(work.part)), delta, work.part)
         clock.stage("make durable")
         # At the end: a file that its owner may only read cannot be changed either.
         work.part.chmod(base.stat().st_mode & 0o777)
@@ -103,28 +99,24 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
 
 def clone(original: Path, copy: Path) -> None:
     """Copy a file, immediately if the file system can share blocks."""
-    with original.open("rb") as reading, copy.open("wb") as writing, contextlib.suppress(OSError):
-        fcntl.ioctl(writing, _CLONE, reading.fileno())
-        return
-    shutil.copyfile(original, copy)
+    with original.open("rb") as reading, files.create(copy) as writing:
+        try:
+            fcntl.ioctl(writing, _CLONE, reading.fileno())
+        except OSError:
+            shutil.copyfileobj(reading, writing, 1 << 20)
 
 
-def refuse_signed(stack: Stack) -> None:
-    """Raise CheckFailed if the .sif is signed: a change breaks the signature."""
-    path = stack.sif.path
-    signatures = [one.id for one in stack.sif.descriptors if one.datatype == image.DataType.SIGNATURE]
-    if signatures:
-        unsign = " && ".join(f"singularity sif del {number} COPY.sif" for number in signatures)
-        raise CheckFailed(
-            "it is signed, and a change would break the signature",
-            where=str(path),
-            hint=f"remove the signature from a copy: cp {path.name} COPY.sif && {unsign}; "
-            "repeat the command with COPY.sif; then sign the result: singularity sign NEW.sif",
+def note_signatures(stack: Stack, report: Reporter) -> None:
+    """Say what happens to the signatures of the .sif: they cover the old file, so the new one has none."""
+    if count := len(stack.sif.signatures):
+        what = "its signature" if count == 1 else f"its {count} signatures"
+        report.note(
+            f"{stack.sif.path.name} is signed; the new .sif is another file and does not get {what}. "
+            "Sign it again: imgkit sign NEW.sif"
         )
 
 
 def _check(delta: Delta, path: Path, stack: Stack) -> None:
-    refuse_signed(stack)
     if delta.image_id == stack.base.image_id:
         raise UsageError(
             f"it already has {path.name}",
@@ -137,6 +129,15 @@ def _check(delta: Delta, path: Path, stack: Stack) -> None:
             where=str(path),
             hint="apply deltas in the order in which they were made, or make one for this .sif: "
             f"imgkit delta {delta.source} --base {stack.sif.path.name}",
+        )
+
+
+def _refuse_overlays_off(tool: RuntimeTool, base: Path) -> None:
+    if setting(tool, "enable overlay") == "no":
+        raise CheckFailed(
+            f"{tool} would silently ignore the delta: its configuration has `enable overlay = no`",
+            where=str(base),
+            hint="only an admin can change that; until then convert the whole image: imgkit sif",
         )
 
 
@@ -158,6 +159,8 @@ def refuse_damaged(stack: Stack, report: Reporter) -> None:
         if whole:
             damaged = f"delta {number}"
             whole = descriptor.sha256(path, delta, start=partition.offset) == delta.sha256
+    if whole and (faults := coverage.check(path, root_sha256=stack.base.root_sha256).faults):
+        damaged, whole = faults[0], False
     if not whole:
         raise CheckFailed(
             f"the .sif is damaged: its {damaged} has another sha256 than recorded",
@@ -181,27 +184,25 @@ def _merge(job: ConversionJob, delta: Delta, top: SquashfsLayer, stack: Stack, t
 
 
 def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, merged: bool) -> None:
-    """Put the delta into the part file and its record; if `merged`, it replaces the deltas there."""
+    """Put the delta into the part file and its record; if `merged`, it replaces the deltas there.
+
+    Signatures of the base go: they do not cover the new file.
+    """
     part, root, record = job.work.part, stack.sif.root, stack.sif.record
     assert root is not None  # noqa: S101 - for the type checker: a stack has both
     assert record is not None  # noqa: S101
-    for partition in stack.partitions if merged else ():
-        job.run("sif", "del", str(partition.id), part)
-    job.run(
-        *("sif", "add", "--datatype", "4", "--parttype", "4", "--partfs", "1"),
-        *("--partarch", str(ARCHS.index(stack.sif.arch)), "--groupid", str(root.group)),
-        *("--filename", "delta.sqfs", part, delta_file.absolute()),
+    gone = [one.id for one in (*(stack.partitions if merged else ()), *stack.sif.signatures)]
+    coverage.clear(part, also=gone)
+    partition = table.NewObject(
+        datatype=image.DataType.PARTITION,
+        name="delta.sqfs",
+        group=root.group,
+        data=delta_file,
+        extra=image.partition_extra(image.PartitionType.OVERLAY, stack.sif.arch),
+        align=image.PARTITION_ALIGN_BYTES,
     )
+    table.add(part, partition)
     deltas = (delta.sha256,) if merged else (*record.deltas, delta.sha256)
-    put_record(job, dataclasses.replace(record, deltas=deltas))
+    coverage.put_record(part, dataclasses.replace(record, deltas=deltas))
     if descriptor.stack(part).base.deltas != deltas:
-        raise CheckFailed(f"{job.tool} sif add wrote other data than it got", where=str(part))
-
-
-def put_record(job: ConversionJob, record: ImgkitRecord) -> None:
-    """Replace the record of the part file by `record`."""
-    part = job.work.part
-    for one in image.read(part).descriptors:
-        if one.name == image.IMGKIT_OBJECT:
-            job.run("sif", "del", str(one.id), part)
-    convert.add_record(job, record)
+        raise CheckFailed("the new .sif has other deltas than its record", where=str(part))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from imgkit_builder.base import files
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import Descriptor, SifImage
 from imgkit_entrypoints import json_text
@@ -72,6 +73,8 @@ class Delta:
     """Size of the squashfs."""
     imgkit: str
     """Version of imgkit."""
+    self_sha256: str = ""
+    """Digest of all of the above as `json_text.sealed` makes it; empty in a delta of imgkit 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +103,14 @@ def with_sha256(delta: Delta, path: Path) -> Delta:
 
 def append(path: Path, delta: Delta) -> None:
     """Write `delta` behind the squashfs `path`."""
-    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(delta)}, indent=1, sort_keys=True).encode()
-    with path.open("ab") as stream:
-        stream.write(text + _END.pack(len(text), _MARK))
+    text = _text(delta)
+    files.append(path, text + _END.pack(len(text), _MARK))
+
+
+def _text(delta: Delta) -> bytes:
+    values = {"schema": SCHEMA, **dataclasses.asdict(delta)}
+    del values[json_text.SEAL]
+    return json.dumps(json_text.sealed(values), indent=1, sort_keys=True).encode()
 
 
 def read(path: Path) -> Delta:
@@ -195,6 +203,7 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         values: dict[str, Any] = json_text.parse(text)
         if values.pop("schema") != SCHEMA:
             raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
+        json_text.unseal({"schema": SCHEMA, **values})
         base = values.pop("base")
         found = json_text.typed(
             Delta(
@@ -204,6 +213,8 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error
+    if found.self_sha256 and _text(found) != text:
+        raise CheckFailed("its description is not as imgkit wrote it", where=str(path), hint="copy it again")
     if found.size_bytes + length + _END.size != size_bytes:
         raise CheckFailed(
             f"it has {size_bytes} bytes, its description says {found.size_bytes + length + _END.size}",

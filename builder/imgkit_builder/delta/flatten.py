@@ -9,16 +9,15 @@ from pathlib import Path
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files
-from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import apply, descriptor, source, tree, write_squashfs
-from imgkit_builder.sif import check, convert, export, image
+from imgkit_builder.sif import check, convert, coverage, image, write
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.options import Options, Stage
-from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
+from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,41 +38,38 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     Raises
     ------
     UsageError : the .sif has no delta, or the target is another kind of file.
-    CheckFailed : no record in it, signed, or damaged.
-    ToolMissing, ToolFailed : no mksquashfs, no runtime that edits .sif files, or one of them failed.
+    CheckFailed : no record in it, or damaged.
+    ToolMissing, ToolFailed : no mksquashfs that reads a tar, or it failed, or the new file does not run.
     """
     path, target = path.absolute(), target.absolute()
     convert.check_target(target, force=options.force)
     stack = descriptor.stack(path)
-    apply.refuse_signed(stack)
     if not stack.deltas:
         raise UsageError("the .sif has no delta", where=str(path), hint="imgkit apply adds one")
-    tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    if not tool.capabilities.edits_sif:
-        raise ToolMissing(
-            f"{tool} has no `sif new` and `sif add`", hint="run imgkit flatten with a newer runtime"
-        )
-    compression = write_squashfs.compression_of(stack.sif, tool)
+    apply.note_signatures(stack, report)
+    compression = write_squashfs.compression_of(stack.sif)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(
-            tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
+            tool=None, options=options, compression=compression, work=work, clock=clock, log=log
         )
         clock.stage("compare digests")
         apply.refuse_damaged(stack, clock)
         clock.stage("squash")
-        root = work.folder / "root.sqfs"
-        write_squashfs.make(job, root, _entries(stack), created=stack.deltas[-1].created)
-        clock.stage("assemble")
-        # Without the base's JSON objects: a runtime would show the base's labels and environment from them.
-        export.assemble(job, stack.sif, root, stack.sif.arch, kinds=(image.DataType.DEFFILE,))
-        root.unlink()
+        around = _frame(stack)
+        write_squashfs.make(
+            job, work.part, _entries(stack), created=stack.deltas[-1].created, offset=around.root_at
+        )
+        write.surround(work.part, around)
         record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
-        convert.add_record(job, record)
-        check.structure(work.part, config=None, layer_bytes=None)
-        if options.test and runs_here(stack.sif.arch):
-            clock.stage("check")
-            job.run(*exec_arguments(work.part, ("true",)))
+        coverage.put_record(work.part, record)
+        clock.stage("check")
+        flat, _ = check.structure(work.part, config=None, layer_bytes=None)
+        if (
+            tree.children(source.mounted(flat), "").keys()
+            != tree.children(source.mounted(stack.sif), "").keys()
+        ):
+            raise CheckFailed("the new file shows another tree than the deltas did", where=str(work.part))
         clock.stage("make durable")
         files.publish(work.part, target)
         clock.finish()
@@ -84,6 +80,13 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
         folded=len(stack.deltas),
         stages=tuple(clock.stages),
     )
+
+
+def _frame(stack: descriptor.Stack) -> write.Frame:
+    """The base's definition. A runtime would show the base's labels and environment from its JSON objects."""
+    texts = (one for one in stack.sif.descriptors if one.datatype == image.DataType.DEFFILE)
+    definition = b"".join(image.data(stack.sif, one) for one in texts)
+    return write.Frame(arch=stack.sif.arch, definition=definition, oci_config=b"")
 
 
 def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.TreeEntry]]:
@@ -101,7 +104,7 @@ def _record(job: ConversionJob, stack: descriptor.Stack, root_sha256: str) -> Im
         image_id=top.image_id,
         diff_ids=top.diff_ids,
         root_sha256=root_sha256,
-        runtime=str(job.tool),
+        runtime=f"imgkit {__version__}",
         compression=str(job.compression),
         route="flatten",
         imgkit=__version__,

@@ -32,11 +32,8 @@ class Folder:
     ToolFailed : while reading, if part of an entry lies elsewhere (overlayfs with redirect_dir or metacopy).
     """
 
-    def __init__(
-        self, root: Path, *, owner: tuple[int, int] | None = None, mtime_s: int | None = None
-    ) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._owner, self._mtime_s = owner, mtime_s
         self._listed: dict[str, dict[str, TreeEntry]] = {}
         self._links: dict[int, list[str]] | None = None
 
@@ -83,14 +80,13 @@ class Folder:
         }
         if any(name in xattrs for name in _PARTIAL):
             raise ToolFailed("the engine's storage keeps parts of files elsewhere", where=str(place))
-        uid, gid = self._owner or (found.st_uid, found.st_gid)
         return TreeEntry(
             layer=self,
             kind=kind,
             mode=stat.S_IMODE(found.st_mode),
-            uid=uid,
-            gid=gid,
-            mtime_s=int(found.st_mtime) if self._mtime_s is None else self._mtime_s,
+            uid=found.st_uid,
+            gid=found.st_gid,
+            mtime_s=int(found.st_mtime),
             size_bytes=found.st_size if kind == "file" else 0,
             link=os.readlink(place) if kind == "symlink" else "",  # noqa: PTH115 - a Path loses ./ and //
             device=(os.major(found.st_rdev), os.minor(found.st_rdev)),

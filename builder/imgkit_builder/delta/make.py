@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder import __version__
+from imgkit_builder.archive.tar_header import REGULAR
 from imgkit_builder.base import files
-from imgkit_builder.base.platform import runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.delta.folders import Folder
+from imgkit_builder.delta.memory import Memory
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import Changes, TreeEntry
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import export
+from imgkit_builder.sif import own_files
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.options import EngineImage, Options, Stage
-from imgkit_builder.sif.runtime import exec_arguments, find_runtime, log_file
+from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,54 +40,28 @@ class Made:
     stages: tuple[Stage, ...]
 
 
-class Memory:
-    """A layer of files in memory."""
-
-    def __init__(self, contents: Mapping[str, bytes]) -> None:
-        self._contents = contents
-
-    def entry(self, path: str) -> TreeEntry:
-        """A file that root owns and everybody may read."""
-        return TreeEntry(
-            layer=self, kind="file", mode=0o644, size_bytes=len(self._contents[path]), place=path
-        )
-
-    def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """Empty: nobody lists this layer, its entries are taken one by one."""
-        return {}
-
-    def content(self, entry: TreeEntry) -> Iterator[bytes]:
-        """The bytes of a file."""
-        yield self._contents[str(entry.place)]
-
-    def names(self, group: int) -> tuple[str, ...]:
-        """Empty: no file has two names."""
-        return ()
-
-
 def make(image: EngineImage, base: Path, target: Path, options: Options, report: Reporter) -> Made:
     """Write the changes of `image` over the .sif `base` to the delta `target`, which is whole or absent.
 
     Raises
     ------
     UsageError : the target is another kind of file, or `base` holds this very image.
-    CheckFailed : `base` has no record, another architecture or no common layer, or the delta is ignored.
+    CheckFailed : `base` has no record, another architecture or no common layer.
     ToolMissing, ToolFailed : as in a conversion.
     """
     target = target.absolute()
     check_target(target)
     stack = descriptor.stack(base.absolute())
     _check_images(image, stack)
-    tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    compression = write_squashfs.compression_of(stack.sif, tool)
+    compression = write_squashfs.compression_of(stack.sif)
     tmp = tmp_base(target, options.tmpdir)
     with workspace(target, tmp) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(
-            tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
+            tool=None, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        clock.stage("the runtime's own files")
-        box = Folder(export.runtime_files(job, image), owner=(0, 0), mtime_s=epoch(image.config.created))
+        own = (*own_files.own_files(image.config), *own_files.if_missing())
+        box = Memory(own, mtime_s=epoch(image.config.created))
         trees = source.trees(image, stack, box, work.folder, clock)
         clock.stage(f"compare with {base.name}")
         found = tree.changes(trees.old, trees.new, skip=source.NEVER)
@@ -97,9 +72,8 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
         write_squashfs.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
         delta = _described(image, stack, work.part)
         descriptor.append(work.part, delta)
-        if options.test and runs_here(stack.sif.arch):
-            clock.stage("look whether it is there")
-            see(job, base.absolute(), delta, overlay=work.part)
+        clock.stage("look whether it is there")
+        require_shown((SquashfsLayer(work.part), *source.mounted(stack.sif)), delta, work.part)
         files.publish(work.part, target)
         clock.finish()
     return Made(
@@ -127,30 +101,18 @@ def check_target(target: Path) -> None:
         )
 
 
-def see(job: ConversionJob, sif: Path, delta: Delta, *, overlay: Path | None = None) -> None:
-    """Run a program in `sif` as the calling user, and check that `delta` shows.
+def require_shown(layers: tree.Stack, delta: Delta, where: Path) -> None:
+    """Read the delta's mark through `layers`, the uppermost first, with imgkit's own reader.
 
     Raises
     ------
-    ToolFailed : no program runs.
-    CheckFailed : a program runs, but without the delta.
+    CheckFailed : the layers do not show the delta.
     """
-    words = exec_arguments(sif, ("cat", f"/{descriptor.INSIDE}"))
-    if overlay:
-        words = (words[0], "--overlay", f"{overlay}:ro", *words[1:])
-    mark = descriptor.inside(delta.image_id).decode()
-    try:
-        output = job.run(*words, on_line=lambda _: None)
-    except ToolFailed as error:
-        if f"/{descriptor.INSIDE}: No such file" not in str(error.hint):
-            raise
-        output = ""
-    if mark not in output:
+    if tree.content(layers, descriptor.INSIDE) != descriptor.inside(delta.image_id):
         raise CheckFailed(
-            f"{job.tool} silently ignored the delta",
-            where=str(overlay or sif),
-            hint="its configuration has `enable overlay = no`, which only an admin can change; until then "
-            "convert the whole image: imgkit sif",
+            "the new file does not show the delta",
+            where=str(where),
+            hint="mksquashfs or the runtime wrote other data than it got: try another version",
         )
 
 
@@ -168,8 +130,8 @@ def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
         )
 
 
-def _runtimes(box: Folder, stack: descriptor.Stack, new: tree.Stack) -> Changes:
-    """Environment, runscript and labels as the runtime wrote them to `box`, over those of `stack`.
+def _runtimes(box: Memory, stack: descriptor.Stack, new: tree.Stack) -> Changes:
+    """Environment, runscript and labels of `box` over those of `stack`.
 
     Files of `new` in the same folder stay, as in a conversion.
     """
@@ -178,7 +140,7 @@ def _runtimes(box: Folder, stack: descriptor.Stack, new: tree.Stack) -> Changes:
     for name in source.OWN & shown.keys():
         found[name] = shown[name].entry
         found |= dict(tree.everything(shown[name].layers, name))
-    for path, _ in tree.everything(_below(source.mounted(stack.sif)), export.META):
+    for path, _ in tree.everything(_below(source.mounted(stack.sif)), own_files.META):
         # Another version of the runtime wrote it, and this one would source it.
         if path not in found and found.get(path.rpartition("/")[0]) is not None:
             found[path] = None
@@ -186,21 +148,23 @@ def _runtimes(box: Folder, stack: descriptor.Stack, new: tree.Stack) -> Changes:
 
 
 def _below(stack: tree.Stack) -> tree.Stack:
-    node = tree.find(stack, export.META)
+    node = tree.find(stack, own_files.META)
     return node.layers if node else ()
 
 
 def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
     """Put `descriptor.INSIDE` and the folders above it into `found`."""
     folders = descriptor.INSIDE.split("/")[:-1]
-    mark = Memory({descriptor.INSIDE: descriptor.inside(image_id)})
+    folder, _, name = descriptor.INSIDE.rpartition("/")
+    data = descriptor.inside(image_id)
+    mark = Memory([OwnFile(path=descriptor.INSIDE, kind=REGULAR, mode=0o644, data=data)])
     for count in range(1, len(folders) + 1):
         path = "/".join(folders[:count])
         node = tree.find(new, path)
         if node and node.entry.kind != "dir":
             raise CheckFailed(f"/{path} in the image is no folder, but a delta needs /{descriptor.INSIDE}")
         found[path] = node.entry if node else TreeEntry(layer=mark, kind="dir", mode=0o755)
-    found[descriptor.INSIDE] = mark.entry(descriptor.INSIDE)
+    found[descriptor.INSIDE] = mark.children(folder)[name]
 
 
 def _described(image: EngineImage, stack: descriptor.Stack, path: Path) -> Delta:

@@ -3,42 +3,39 @@
 An ordinary user of a cluster can thus compare and merge deltas with their true owners, devices and
 attributes, which neither a mount nor ``unsquashfs`` shows. The format is that of the kernel's
 Documentation/filesystems/squashfs.rst. Whiteouts are character devices 0/0, as overlayfs has them.
+
+A damaged or hostile file ends in an error. Its entries, attributes and content are counted and bounded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import lzma
 import os
 import stat
 import struct
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.delta.tree import Kind, TreeEntry, join
-from imgkit_builder.sif.image import COMPRESSORS
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing
+from imgkit_builder.delta.squashfs_file import STORED, MetadataReader, SquashfsFile
+from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
+from imgkit_entrypoints.errors import CheckFailed
 
-_SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
-_MAGIC = b"hsqs"
-_BLOCK_BYTES = 8192
-"""Size of a metadata block."""
 _NONE = 0xFFFFFFFF
 _XATTR_PREFIXES = ("user.", "trusted.", "security.")
 _OUT_OF_LINE = 0x100
-_STORED = 1 << 24
-_CACHED_BLOCKS = 4096
-_BLOCK_SIZES = tuple(1 << bits for bits in range(12, 21))
-"""Sizes of a data block that the kernel mounts."""
-_DEEPEST = 400
-"""Folders within each other. Paths have at most 4096 bytes, and Python's recursion ends at 1000."""
-_XZ_MEMORY_BYTES = 64 << 20
-_FAULTS = (struct.error, IndexError, OverflowError, ZeroDivisionError, MemoryError)
-"""What Python raises where a damaged number is used as a place, a size or an index."""
+_LAST_IN_RUN = _LAST_IN_NAME = 255
+"""Linux takes no longer name, and no more names behind one header of a folder's list."""
+_MAX_LINK_BYTES = 65535
+_MAX_ATTRIBUTES = 1000
+_MAX_ATTRIBUTE_BYTES = 65536
+"""Linux takes no larger value."""
+_LEAST_ENTRIES = 20_000
+"""Entries that a small file may have; a larger one may have as many as it has bytes."""
+_LEAST_CONTENT_BYTES = 10**11
+_CONTENT_FACTOR = 1000
+"""Most bytes to which one byte unpacks; zeros, which are not stored, make no difference below 100 GB."""
+_MAX_SETS_BYTES = 16 << 20
+"""Extended attributes that are kept of one layer."""
 _KINDS: Mapping[int, Kind] = {
     **{1: "dir", 2: "file", 3: "symlink", 4: "block", 5: "char", 6: "fifo"},
     **{8: "dir", 9: "file", 10: "symlink", 11: "block", 12: "char", 13: "fifo"},
@@ -59,7 +56,10 @@ class _Inode:
     link: str = ""
     device: int = 0
     xattr: int = _NONE
-    blocks: tuple[int, ...] = ()
+    blocks: int = 0
+    """Number of a file's blocks."""
+    sizes: tuple[int, int] = (0, 0)
+    """Metadata block, and offset in it, at which the sizes of these blocks begin."""
     start: int = 0
     """Start of a file's blocks, or of a folder's list in the directory table."""
     offset: int = 0
@@ -78,31 +78,14 @@ class SquashfsLayer:
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset = offset
-        self._file = path.open("rb", buffering=0)
-        with self._sound():
-            self._open()
-
-    def _open(self) -> None:
-        path = self.path
-        fields = _SUPERBLOCK.unpack(self._raw(0, _SUPERBLOCK.size))
-        (magic, _, _, self._block, fragments, number, _, _, ids, major, _, root, self.used_bytes) = fields[
-            :13
-        ]
-        id_table, xattr_table, self._inodes, self._folders, fragment_table, _ = fields[13:]
-        if magic != _MAGIC or major != 4:
-            raise CheckFailed("it is no squashfs", where=str(path))
-        self._unpack = _unpacker(COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown", path)
-        if self._block not in _BLOCK_SIZES:
-            raise self._damaged()
-        self._metadata = functools.lru_cache(_CACHED_BLOCKS)(self._read_metadata)
-        self._ids = struct.unpack(f"<{ids}I", self._table(id_table, ids * 4))
-        entries = self._table(fragment_table, fragments * 16) if fragments else b""
-        self._fragments = tuple(struct.iter_unpack("<QII", entries))
-        self._fragment = functools.lru_cache(8)(self._read_fragment)
-        self._xattrs, self._xattr_start = self._xattr_table(xattr_table)
-        self._known = {"": self._inode(root)}
-        self._folder_at = {root: ""}
+        self._file = SquashfsFile(path, offset)
+        self.used_bytes = self._file.used_bytes
+        self._sets: dict[int, Mapping[str, bytes]] = {}
+        """Extended attributes by their number: many files share one set."""
+        self._set_bytes = self._content_bytes = self._entries = 0
+        with self._file.sound():
+            self._known = {"": self._inode(self._file.root)}
+        self._folder_at = {self._file.root: ""}
         """Path of each folder by its reference: no folder lies in two, or in itself."""
         self._links: dict[int, list[str]] | None = None
         self._listed: dict[str, dict[str, TreeEntry]] = {}
@@ -115,20 +98,23 @@ class SquashfsLayer:
     def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`; empty if it is not in this layer."""
         if path not in self._listed:
-            with self._sound():
+            with self._file.sound():
                 self._listed[path] = dict(self._children(path))
         return self._listed[path]
 
     def _children(self, path: str) -> Iterator[tuple[str, TreeEntry]]:
         inode = self._at(path)
-        if path.count("/") >= _DEEPEST:
-            raise CheckFailed(f"folders lie more than {_DEEPEST} deep in it", where=str(self.path))
+        if path.count("/") >= DEEPEST:
+            raise CheckFailed(f"folders lie more than {DEEPEST} deep in it", where=str(self.path))
         for name, reference in self._list(inode) if inode and inode.kind == "dir" else ():
             inside, child = join(path, name), self._inode(reference)
             if name in ("", ".", "..") or "/" in name or "\0" in name + child.link:
-                raise self._damaged()
+                raise self._file.damaged()
+            self._entries += 1
+            if self._entries > _LEAST_ENTRIES + self.used_bytes:
+                raise CheckFailed("it has more entries than bytes", where=str(self.path))
             if child.kind == "dir" and self._folder_at.setdefault(reference, inside) != inside:
-                raise self._damaged()
+                raise self._file.damaged()
             self._known[inside] = child
             if child.kind is not None:
                 yield name, self._entry(child, inside, child.kind)
@@ -144,21 +130,33 @@ class SquashfsLayer:
         """The bytes of a file, a block at a time."""
         inode = self._known[str(entry.place)]
         left, at = inode.size_bytes, inode.start
-        for word in inode.blocks:
-            size, count = word & (_STORED - 1), min(left, self._block)
-            with self._sound():
-                data = self._data(at, word) if size else bytes(count)
-            if len(data) != count:
-                raise self._damaged()
-            yield data
+        read = MetadataReader(self._file, *inode.sizes)
+        for _ in range(inode.blocks):
+            count = min(left, self._file.block_bytes)
+            with self._file.sound():
+                (word,) = struct.unpack("<I", read(4))
+                size = word & (STORED - 1)
+                data = self._file.data(at, word) if size else bytes(count)
+            yield self._counted(data, count)
             at += size
             left -= count
         if left:
-            with self._sound():
-                data = self._fragment(inode.fragment)[inode.offset : inode.offset + left]
-            if len(data) != left:
-                raise self._damaged()
-            yield data
+            with self._file.sound():
+                data = self._file.fragment(inode.fragment)[inode.offset : inode.offset + left]
+            yield self._counted(data, left)
+
+    def _counted(self, data: bytes, wanted: int) -> bytes:
+        """Return a piece of a file's content if it has the wanted size."""
+        if len(data) != wanted:
+            raise self._file.damaged()
+        self._content_bytes += wanted
+        if self._content_bytes > max(_LEAST_CONTENT_BYTES, _CONTENT_FACTOR * self.used_bytes):
+            raise CheckFailed(
+                f"its {self.used_bytes / 1e6:.1f} MB unpack to more than {self._content_bytes / 1e9:g} GB",
+                where=str(self.path),
+                hint="do not use the file if you do not know its author",
+            )
+        return data
 
     def _walk(self, path: str) -> None:
         assert self._links is not None  # noqa: S101 - for the type checker: the caller has set it
@@ -194,14 +192,14 @@ class SquashfsLayer:
         )
 
     def _inode(self, reference: int) -> _Inode:
-        read = self._reader(self._inodes, reference >> 16, reference & 0xFFFF)
+        read = self._file.reader(self._file.inodes, reference >> 16, reference & 0xFFFF)
         number, mode, uid, gid, mtime, inode = struct.unpack("<HHHHII", read(16))
         known = {
             "kind": _KINDS.get(number),
             "number": inode,
             "mode": stat.S_IMODE(mode),
-            "uid": self._ids[uid],
-            "gid": self._ids[gid],
+            "uid": self._file.ids[uid][0],
+            "gid": self._file.ids[gid][0],
             "mtime_s": mtime,
         }
         match number:
@@ -218,7 +216,7 @@ class SquashfsLayer:
                 start, size, _, links, fragment, offset, xattr = struct.unpack("<QQQIIII", read(40))
             case 3 | 10:
                 links, length = struct.unpack("<II", read(8))
-                target = os.fsdecode(read(length))
+                target = os.fsdecode(read(self._file.at_most(length, _MAX_LINK_BYTES)))
                 xattr = struct.unpack("<I", read(4))[0] if number == 10 else _NONE
                 return _Inode(**known, links=links, link=target, xattr=xattr)
             case 4 | 5 | 11 | 12:
@@ -231,145 +229,49 @@ class SquashfsLayer:
                 return _Inode(**known, links=links, xattr=xattr)
             case _:
                 return _Inode(**known)
-        whole, rest = divmod(size, self._block)
+        whole, rest = divmod(size, self._file.block_bytes)
         count = whole if fragment != _NONE or not rest else whole + 1
-        blocks = struct.unpack(f"<{count}I", read(count * 4))
         return _Inode(
-            **known, links=links, size_bytes=size, xattr=xattr, blocks=blocks, start=start,
-            offset=offset, fragment=fragment,
+            **known, links=links, size_bytes=size, xattr=xattr, blocks=count, sizes=(read.place, read.offset),
+            start=start, offset=offset, fragment=fragment,
         )  # fmt: skip
 
     def _list(self, inode: _Inode) -> Iterator[tuple[str, int]]:
-        """Names in a folder, and references to their inodes."""
+        """Names in a folder, in their order, and references to their inodes."""
         left = inode.size_bytes - 3  # "." and "..", which are not stored
         if left <= 0:
             return
-        read = self._reader(self._folders, inode.start, inode.offset)
+        read = self._file.reader(self._file.folders, inode.start, inode.offset)
+        before = b""
         while left > 0:
-            count, start, _ = struct.unpack("<III", read(12))
+            last, start, _ = struct.unpack("<III", read(12))
             left -= 12
-            for _ in range(count + 1):
+            for _ in range(self._file.at_most(last, _LAST_IN_RUN) + 1):
                 offset, _, _, length = struct.unpack("<HhHH", read(8))
-                name = os.fsdecode(read(length + 1))
-                left -= 8 + length + 1
-                yield name, start << 16 | offset
+                name = read(self._file.at_most(length, _LAST_IN_NAME) + 1)
+                if name <= before:
+                    raise self._file.damaged()
+                before, left = name, left - 8 - len(name)
+                yield os.fsdecode(name), start << 16 | offset
 
     def _attributes(self, number: int) -> Mapping[str, bytes]:
-        reference, count, _ = self._xattrs[number]
-        read = self._reader(self._xattr_start, reference >> 16, reference & 0xFFFF)
-        found = {}
-        for _ in range(count):
+        if number not in self._sets:
+            self._sets[number] = dict(self._read_attributes(number))
+        return self._sets[number]
+
+    def _read_attributes(self, number: int) -> Iterator[tuple[str, bytes]]:
+        reference, count, _ = self._file.xattrs[number]
+        start, most = self._file.xattr_start, _MAX_ATTRIBUTE_BYTES
+        read = self._file.reader(start, reference >> 16, reference & 0xFFFF)
+        for _ in range(self._file.at_most(count, _MAX_ATTRIBUTES)):
             kind, length = struct.unpack("<HH", read(4))
-            name = _XATTR_PREFIXES[kind & 0xFF] + os.fsdecode(read(length))
+            name = _XATTR_PREFIXES[kind & 0xFF] + os.fsdecode(read(self._file.at_most(length, _LAST_IN_NAME)))
             (size,) = struct.unpack("<I", read(4))
-            value = read(size)
+            value = read(self._file.at_most(size, most))
             if kind & _OUT_OF_LINE:
                 (place,) = struct.unpack("<Q", value)
-                other = self._reader(self._xattr_start, place >> 16, place & 0xFFFF)
-                value = other(struct.unpack("<I", other(4))[0])
-            found[name] = value
-        return found
-
-    def _xattr_table(self, start: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
-        if start == (1 << 64) - 1:
-            return (), 0
-        values, count, _ = struct.unpack("<QII", self._raw(start, 16))
-        return tuple(struct.iter_unpack("<QII", self._table(start + 16, count * 16))), values
-
-    def _table(self, start: int, size: int) -> bytes:
-        """Read a table of `size` bytes by its list of metadata blocks."""
-        blocks = -(-size // _BLOCK_BYTES)
-        places = struct.unpack(f"<{blocks}Q", self._raw(start, blocks * 8))
-        return b"".join(self._metadata(place)[0] for place in places)[:size]
-
-    def _reader(self, table: int, block: int, offset: int) -> Callable[[int], bytes]:
-        """A function that returns the next N bytes of a run of metadata blocks."""
-        place, at = table + block, offset
-
-        def read(count: int) -> bytes:
-            nonlocal place, at
-            found = b""
-            while True:
-                data, following = self._metadata(place)
-                piece = data[at : at + count - len(found)]
-                found, at = found + piece, at + len(piece)
-                if len(found) == count:
-                    return found
-                if not piece and not data:
-                    raise self._damaged()
-                place, at = following, 0
-
-        return read
-
-    def _read_metadata(self, place: int) -> tuple[bytes, int]:
-        """Read a metadata block; also returns where the next one begins."""
-        (header,) = struct.unpack("<H", self._raw(place, 2))
-        size = header & 0x7FFF
-        data = self._raw(place + 2, size)
-        return data if header & 0x8000 else self._unpacked(data, _BLOCK_BYTES), place + 2 + size
-
-    def _read_fragment(self, number: int) -> bytes:
-        start, word, _ = self._fragments[number]
-        return self._data(start, word)
-
-    def _data(self, place: int, word: int) -> bytes:
-        data = self._raw(place, word & (_STORED - 1))
-        return data if word & _STORED else self._unpacked(data, self._block)
-
-    def _unpacked(self, data: bytes, most: int) -> bytes:
-        try:
-            return self._unpack(data, most)
-        except (ValueError, zlib.error, lzma.LZMAError) as error:
-            raise self._damaged() from error
-
-    def _raw(self, place: int, size: int) -> bytes:
-        data = os.pread(self._file.fileno(), size, self._offset + place)
-        if len(data) != size:
-            raise self._damaged()
-        return data
-
-    @contextlib.contextmanager
-    def _sound(self) -> Iterator[None]:
-        """Turn the faults of damaged numbers into the error for a damaged file."""
-        try:
-            yield
-        except _FAULTS as error:
-            raise self._damaged() from error
-
-    def _damaged(self) -> CheckFailed:
-        return CheckFailed(
-            "the squashfs is damaged", where=str(self.path), hint="copy the file again, or write it again"
-        )
-
-
-def _unpacker(name: str, path: Path) -> Callable[[bytes, int], bytes]:
-    if name == "gzip":
-        return lambda data, most: zlib.decompressobj().decompress(data, most)
-    if name == "xz":
-        return lambda data, most: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES).decompress(data, most)
-    if name != "zstd":
-        raise ToolMissing(
-            f"the squashfs is compressed with {name}; imgkit reads gzip, xz and zstd",
-            where=str(path),
-            hint="convert the image again: imgkit sif",
-        )
-    try:
-        # The standard library has zstd from Python 3.14 on; the runtimes' tools bring this library.
-        library = ctypes.CDLL("libzstd.so.1")
-    except OSError as error:
-        raise ToolMissing(
-            "the squashfs is compressed with zstd, and libzstd.so.1 is not on this machine",
-            where=str(path),
-            hint="apt install libzstd1, or: imgkit sif --compression gzip",
-        ) from error
-    library.ZSTD_decompress.restype = ctypes.c_size_t
-    library.ZSTD_decompress.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
-
-    def unpack(data: bytes, most: int) -> bytes:
-        room = ctypes.create_string_buffer(most)
-        size = int(library.ZSTD_decompress(room, most, data, len(data)))
-        if size > most:  # an error's number
-            raise ValueError("not zstd")
-        return room.raw[:size]
-
-    return unpack
+                other = self._file.reader(start, place >> 16, place & 0xFFFF)
+                value = other(self._file.at_most(struct.unpack("<I", other(4))[0], most))
+            self._set_bytes += len(name) + len(value)
+            self._file.at_most(self._set_bytes, _MAX_SETS_BYTES)
+            yield name, value

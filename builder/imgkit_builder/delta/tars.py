@@ -5,23 +5,36 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 import stat
-import tarfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.delta.tree import Kind, TreeEntry, join
+from imgkit_builder.archive import tarstream
+from imgkit_builder.archive.tar_header import (
+    BLOCK,
+    CHARACTER,
+    DIRECTORY,
+    FIFO,
+    HARD_LINK,
+    REGULAR,
+    SYMLINK,
+    Member,
+    Sparse,
+)
+from imgkit_builder.archive.tarstream import expanded
+from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
 from imgkit_entrypoints.errors import CheckFailed
 
 CHUNK_BYTES = 1 << 20
 _WHITEOUT, _OPAQUE, _AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
-_XATTR = "SCHILY.xattr."
 _IMPLIED_MODE = 0o755
+_MOST_LINKS = 40
+"""Hard links that lead from one to the next; a circle of them has no end."""
 _KINDS: Mapping[bytes, Kind] = {
-    tarfile.DIRTYPE: "dir",
-    tarfile.SYMTYPE: "symlink",
-    tarfile.CHRTYPE: "char",
-    tarfile.BLKTYPE: "block",
-    tarfile.FIFOTYPE: "fifo",
+    DIRECTORY: "dir",
+    SYMLINK: "symlink",
+    CHARACTER: "char",
+    BLOCK: "block",
+    FIFO: "fifo",
 }
 
 
@@ -37,6 +50,7 @@ class Tar:
         self.path = path
         self._tree: dict[str, dict[str, TreeEntry]] | None = None
         self._groups: dict[int, list[str]] = {}
+        self._sparse: dict[int, Sparse] = {}
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:
         """Entries of the folder `path`; empty if it is not in this layer."""
@@ -46,38 +60,41 @@ class Tar:
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """The bytes of a file."""
-        left = entry.size_bytes
+        sparse = self._sparse.get(int(entry.place), ((0, entry.size_bytes),))
         with self.path.open("rb", buffering=0) as stream:
             stream.seek(int(entry.place))
-            while left:
-                chunk = stream.read(min(CHUNK_BYTES, left))
-                if not chunk:
-                    raise CheckFailed("the layer is cut short", where=str(self.path))
-                left -= len(chunk)
-                yield chunk
+
+            def take(left: int) -> Iterator[memoryview]:
+                while left:
+                    chunk = stream.read(min(CHUNK_BYTES, left))
+                    if not chunk:
+                        raise CheckFailed("the layer is cut short", where=str(self.path))
+                    left -= len(chunk)
+                    yield memoryview(chunk)
+
+            yield from map(bytes, expanded(sparse, entry.size_bytes, take))
 
     def names(self, group: int) -> Collection[str]:
-        """Paths of the file whose header is at `group`."""
+        """Paths of the file whose body begins at `group`."""
         return self._groups.get(group, ())
 
     def _read(self) -> dict[str, dict[str, TreeEntry]]:
-        members: dict[str, tarfile.TarInfo] = {}
+        members: dict[str, Member] = {}
         opaque: set[str] = set()
         gone: set[str] = set()
-        try:
-            with tarfile.open(self.path, "r:") as tar:
-                for member in tar:
-                    path = posixpath.normpath(member.name.lstrip("/"))
-                    folder, _, name = path.rpartition("/")
-                    if name == _OPAQUE:
-                        opaque.add(folder)
-                    elif name.startswith(_WHITEOUT):
-                        if not name.startswith(_AUFS):
-                            gone.add(join(folder, name.removeprefix(_WHITEOUT)))
-                    elif path != ".":
-                        members[path] = member
-        except (tarfile.TarError, OSError, ValueError) as error:
-            raise CheckFailed(f"the layer cannot be read: {error}", where=str(self.path)) from error
+        for member in tarstream.headers(self.path):
+            path = self._inside(member.name)
+            folder, _, name = path.rpartition("/")
+            if name == _OPAQUE:
+                opaque.add(folder)
+            elif name.startswith(_AUFS):
+                continue
+            elif name.startswith(_WHITEOUT):
+                gone.add(join(folder, self._deleted(name)))
+            elif path:
+                members[path] = member
+                if member.sparse is not None:
+                    self._sparse[member.place] = member.sparse
         tree: dict[str, dict[str, TreeEntry]] = {"": {}}
         # A whiteout deletes from the layers below: a name that this layer also has is new.
         for path in gone - members.keys():
@@ -87,6 +104,19 @@ class Tar:
         for path in opaque - members.keys() - {""}:
             self._put(tree, path, self._implied(opaque=True))
         return tree
+
+    def _inside(self, name: str) -> str:
+        """Path within the layer of what a member calls `name`."""
+        path = posixpath.normpath(f"/{name}").lstrip("/")
+        if path.count("/") >= DEEPEST:
+            raise CheckFailed(f"folders lie more than {DEEPEST} deep in it", where=str(self.path))
+        return path
+
+    def _deleted(self, name: str) -> str:
+        deleted = name.removeprefix(_WHITEOUT)
+        if deleted in ("", ".", ".."):
+            raise CheckFailed(f"the whiteout {name!r} deletes no file", where=str(self.path))
+        return deleted
 
     def _put(self, tree: dict[str, dict[str, TreeEntry]], path: str, entry: TreeEntry) -> None:
         folder, _, name = path.rpartition("/")
@@ -109,54 +139,48 @@ class Tar:
     def _implied(self, *, opaque: bool = False) -> TreeEntry:
         return TreeEntry(layer=self, kind="dir", mode=_IMPLIED_MODE, implied=True, opaque=opaque)
 
-    def _entries(
-        self, members: Mapping[str, tarfile.TarInfo], opaque: Collection[str]
-    ) -> dict[str, TreeEntry]:
+    def _entries(self, members: Mapping[str, Member], opaque: Collection[str]) -> dict[str, TreeEntry]:
         files: dict[str, list[str]] = {}
         for path, member in members.items():
-            if member.islnk() or member.isreg():
+            if member.kind in (HARD_LINK, REGULAR):
                 files.setdefault(self._target(path, members), []).append(path)
         found = {
             path: self._entry(member, opaque=path in opaque)
             for path, member in members.items()
-            if member.type in _KINDS
+            if member.kind in _KINDS
         }
         for target, paths in files.items():
             entry = self._entry(members[target])
             if len(paths) > 1:
-                entry = dataclasses.replace(entry, group=members[target].offset)
-                self._groups[members[target].offset] = paths
+                entry = dataclasses.replace(entry, group=members[target].place)
+                self._groups[members[target].place] = paths
             found |= {path: dataclasses.replace(entry) for path in paths}
         return found
 
-    def _target(self, path: str, members: Mapping[str, tarfile.TarInfo]) -> str:
+    def _target(self, path: str, members: Mapping[str, Member]) -> str:
         """Name of the member with the content of the file `path`."""
-        for _ in range(len(members)):
+        for _ in range(_MOST_LINKS):
             member = members.get(path)
             if member is None:
                 break
-            if not member.islnk():
+            if member.kind != HARD_LINK:
                 return path
-            path = posixpath.normpath(member.linkname.lstrip("/"))
-        raise CheckFailed(f"a hard link leads to {path}, which is not in its layer", where=str(self.path))
+            path = self._inside(member.link)
+        raise CheckFailed(f"a hard link leads to {path}, which is no file in its layer", where=str(self.path))
 
-    def _entry(self, member: tarfile.TarInfo, *, opaque: bool = False) -> TreeEntry:
-        kind = _KINDS.get(member.type, "file")
+    def _entry(self, member: Member, *, opaque: bool = False) -> TreeEntry:
+        kind = _KINDS.get(member.kind, "file")
         return TreeEntry(
             layer=self,
             kind=kind,
             mode=stat.S_IMODE(member.mode),
             uid=member.uid,
             gid=member.gid,
-            mtime_s=int(member.mtime),
-            size_bytes=member.size if kind == "file" else 0,
-            link=member.linkname if kind == "symlink" else "",
-            device=(member.devmajor, member.devminor) if kind in ("char", "block") else (0, 0),
-            xattrs={
-                key.removeprefix(_XATTR): value.encode("utf-8", "surrogateescape")
-                for key, value in member.pax_headers.items()
-                if key.startswith(_XATTR)
-            },
+            mtime_s=member.mtime_s,
+            size_bytes=member.content_bytes if kind == "file" else 0,
+            link=member.link if kind == "symlink" else "",
+            device=member.device,
+            xattrs=member.xattrs,
             opaque=opaque and kind == "dir",
-            place=member.offset_data,
+            place=member.place,
         )

@@ -16,6 +16,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from imgkit_entrypoints.errors import CheckFailed
+
+DEEPEST = 400
+"""Folders within each other that a reader takes: Python's recursion ends at 1000, and no image is as deep."""
+
 Kind = Literal["file", "dir", "symlink", "char", "block", "fifo", "whiteout"]
 
 
@@ -111,6 +116,23 @@ def find(stack: Stack, path: str) -> Node | None:
             return None
         layers, above = node.layers, join(above, name)
     return node
+
+
+def content(stack: Stack, path: str, most_bytes: int = 1 << 20) -> bytes | None:
+    """The bytes of the file at `path`, read without running anything; None if there is no file.
+
+    Raises
+    ------
+    CheckFailed : it is larger than `most_bytes`.
+    """
+    node = find(stack, path.lstrip("/"))
+    if node is None or node.entry.kind != "file":
+        return None
+    if node.entry.size_bytes > most_bytes:
+        raise CheckFailed(
+            f"/{path.lstrip('/')} has {node.entry.size_bytes} bytes, at most {most_bytes} are usual"
+        )
+    return b"".join(node.entry.layer.content(node.entry))
 
 
 def join(folder: str, name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib.resources
-import json
 import os
 import secrets
 import subprocess
@@ -20,6 +19,7 @@ from imgkit_builder.engine.builders import PODMAN, Choice, own_storage
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import broken
 from imgkit_builder.engine.following import BuildFollower
+from imgkit_entrypoints import json_text
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
@@ -65,9 +65,9 @@ def run(
     try:
         if engine.names_manifests:
             # The other file has the configuration's digest, by which this engine finds no image.
-            return str(json.loads(told.read_text(encoding="utf-8"))["containerimage.digest"])
+            return str(json_text.load(told)["containerimage.digest"])
         return written.read_text(encoding="ascii").strip()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise watch.located(broken("build", "it ended before the image was finished")) from error
 
 

@@ -72,7 +72,7 @@ def build(
     created = marks.created(engine, context, tag=tag, fresh=no_cache)
     values = marks.labels(context, created=created)
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + marks.instruction(values)
-    files.write_text(folder / "Dockerfile", dockerfile)
+    files.put(folder / "Dockerfile", dockerfile)
     log = folder / "build.log"
     builder = builder or Choice(name="classic")
     if builder.note:

@@ -118,7 +118,7 @@ _PEM = ("ca", "cert", "key")
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json_text.parse(path.read_text(encoding="utf-8"))
+        found = json_text.load(path)
     except ValueError as error:
         raise UsageError(
             f"this file is not JSON: {error}", where=str(path), hint="correct or remove it"

@@ -10,26 +10,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
-import json
 import re
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from imgkit_builder.archive import read, tarstream
+from imgkit_builder.archive.tar_header import REGULAR
+from imgkit_builder.archive.tarstream import TarLimits, TarStream
 from imgkit_builder.base import files
 from imgkit_builder.engine import containers, platforms
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
 _CONTENT = "io.containerd.content.v1.content/blobs/sha256"
 _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-containerd/daemon/{_CONTENT}")
 """The stores of a containerd that the engine did not start: the system's, and Docker Desktop's."""
 _INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MAX_JSON_BYTES = 4 << 20
-"""Registries refuse larger manifests; larger files are layers."""
+_MAX_INDEX_DEPTH = 4
 
 Read = Callable[[str], bytes | None]
 """The file with a digest; None if there is none."""
@@ -51,7 +51,7 @@ def image_id(engine: Engine, ref: str, platform: str) -> str:
     name = f"{ref.removeprefix('sha256:')}-{platform.replace('/', '-')}"
     kept = files.cache_dir() / "image-ids" / name
     with contextlib.suppress(OSError, ValueError):
-        known = kept.read_text(encoding="ascii").strip()
+        known = files.read_own(kept).strip()
         if _DIGEST.fullmatch(known):
             return known
     found = _in_the_store(engine, ref, platform) or _in_the_archive(engine, ref, platform)
@@ -86,60 +86,45 @@ def _read(engine: Engine, container: str, digest: str) -> bytes | None:
             chunks, _ = engine.api.get_archive(container, f"{_INSIDE}/{digest.removeprefix('sha256:')}")
         except docker.errors.NotFound:
             return None
-        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
-            return _content(tar, tar.next())
+        return tarstream.first_file(chunks, most_bytes=read.MAX_JSON_BYTES, name=digest)
 
 
 def _in_the_archive(engine: Engine, ref: str, platform: str) -> str | None:
     """Read the save stream until the manifest has come by."""
     seen: dict[str, bytes] = {}
     with translated(f"save {ref}"), platforms.get_image(engine, ref, platform) as chunks:
+        tar = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
         try:
-            with tarfile.open(fileobj=_Onwards(chunks), mode="r|") as tar:
-                for member in tar:
-                    data = _content(tar, member)
-                    if data is not None:
+            for member in tar:
+                if member.kind == REGULAR and member.size_bytes <= read.MAX_JSON_BYTES:
+                    data = b"".join(tar.body())
+                    # Only these can be the manifest or an index, and the layers between them stay unread.
+                    if data.startswith(b"{"):
                         seen[f"sha256:{member.name.rpartition('/')[2]}"] = data
                         if found := _configuration(ref, platform, seen.get):
                             return found
-        except tarfile.TarError:
+        except CheckFailed:
             return None
     return None
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo | None) -> bytes | None:
-    if member is None or not member.isreg() or member.size > _MAX_JSON_BYTES:
+def _configuration(digest: str, platform: str, look_up: Read) -> str | None:
+    """The configuration that the manifest or index `digest` names; None if a file is missing or damaged."""
+    for _ in range(_MAX_INDEX_DEPTH + 1):
+        raw = look_up(digest)
+        if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
+            return None
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            document: dict[str, Any] = json_text.parse(raw)
+            if "config" in document:
+                found = str(document["config"]["digest"])
+                return found if _DIGEST.fullmatch(found) else None
+            digest = next(str(one["digest"]) for one in document["manifests"] if _is_for(one, platform))
+            continue
         return None
-    stream = tar.extractfile(member)
-    return stream.read() if stream else None
-
-
-def _configuration(digest: str, platform: str, read: Read) -> str | None:
-    """The configuration that the manifest or index `digest` names; None if a file is missing."""
-    raw = read(digest)
-    if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
-        return None
-    document: dict[str, Any] = json.loads(raw)
-    if "config" in document:
-        return str(document["config"]["digest"])
-    for entry in document.get("manifests", ()):
-        stated = entry.get("platform") or {}
-        if f"{stated.get('os')}/{stated.get('architecture')}" == platform:
-            return _configuration(str(entry["digest"]), platform, read)
     return None
 
 
-class _Onwards(io.RawIOBase):
-    """Chunks as a file that can only be read onwards."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # typeshed: WriteableBuffer
-        self._rest = self._rest or next(self._chunks, b"")
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
+def _is_for(entry: dict[str, Any], platform: str) -> bool:
+    stated = entry.get("platform") or {}
+    return f"{stated.get('os')}/{stated.get('architecture')}" == platform

@@ -59,7 +59,7 @@ def _kept(image_id: str) -> Path:
 
 def _read(kept: Path) -> Probe | None:
     try:
-        data = json_text.parse(kept.read_text(encoding="utf-8"))
+        data = json_text.parse(files.read_own(kept))
         if data.pop("schema") != SCHEMA:
             return None
         data["pip_conflicts"] = tuple(data["pip_conflicts"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import tarfile
 from collections.abc import Generator, Iterator
 
+from imgkit_builder.archive import tarstream
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers, platforms
 from imgkit_builder.engine.connection import Engine
@@ -16,6 +15,7 @@ from imgkit_entrypoints.errors import ToolFailed
 
 _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
+_MAX_FILE_BYTES = 4 << 20
 
 
 @contextlib.contextmanager
@@ -67,7 +67,9 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
 
 
 def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Content of the small file `path` in the image `name`, None where it is missing; starts no container.
+    """Content of the file `path` in the image `name`; None where it is missing or has over 4 MiB.
+
+    It starts no container.
 
     Raises
     ------
@@ -84,10 +86,7 @@ def read_file(engine: Engine, name: str, path: str) -> bytes | None:
             chunks, _ = engine.api.get_archive(container, path)
         except docker.errors.NotFound:
             return None
-        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
-            member = tar.next()
-            content = tar.extractfile(member) if member and member.isreg() else None
-            return content.read() if content else None
+        return tarstream.first_file(iter(chunks), name=f"{path} in {name}", most_bytes=_MAX_FILE_BYTES)
 
 
 def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:

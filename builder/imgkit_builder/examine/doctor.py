@@ -21,7 +21,7 @@ from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.engine import builders, without_sdk
 from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.recipe.targets import Target
-from imgkit_builder.sif import runtime
+from imgkit_builder.sif import mksquashfs, runtime
 from imgkit_builder.sif.convert import SPACE_FACTOR
 from imgkit_builder.sif.workspace import tmp_base
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
@@ -65,11 +65,13 @@ def examine(
     """
     machine = machine or Machine()
     engine, tool = _engine(), _runtime(target)
+    way = _way(tool)
     others = (
-        tool,
+        # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
+        tool if way.verdict == "fail" else _softer(tool),
         *_modules(target),
-        *(_unprivileged(machine, tool) if tool.verdict == "ok" else ()),
-        _mksquashfs(),
+        *(_unprivileged(machine, tool) if tool.verdict in ("ok", "warn") else ()),
+        way,
         _zstd(),
         *_disks(machine, purpose),
         *_amd_gpus(machine),
@@ -134,7 +136,10 @@ def _runtime(target: Target | None) -> Check:
         hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
         return Check(name=name, verdict="fail", found=error.what, hint=hint)
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
-    return Check(name=name, verdict="ok", found=f"{tool} at {tool.path}, {levels}")
+    found = f"{tool} at {tool.path}, {levels}"
+    if tool.below_floor:
+        return Check(name=name, verdict="warn", found=found, hint=f"a .sif of imgkit needs {runtime.FLOOR}")
+    return Check(name=name, verdict="ok", found=found)
 
 
 def _modules(target: Target | None) -> Iterator[Check]:
@@ -199,19 +204,28 @@ def _fuse(machine: Machine) -> Check:
     )
 
 
-def _mksquashfs() -> Check:
-    name, path = "mksquashfs", shutil.which("mksquashfs")
-    hint = "apt-get install squashfs-tools (4.5 or newer); without it, imgkit sif is slower"
-    if path is None:
-        return Check(name=name, verdict="warn", found="not on PATH", hint=hint)
-    words = process.run([path, "-version"], check=False).output.split()
-    # Its help goes to stderr with exit code 1; since 4.7 -help prints a short text.
-    usage = "".join(process.run([path, option], check=False).output for option in ("-help", "-help-all"))
-    lacks = [word for word in ("-tar", "zstd") if word not in usage]
-    found = f"{words[2] if len(words) > 2 else 'unknown version'} at {path}"
-    if lacks:
-        return Check(name=name, verdict="warn", found=f"{found}, without {' and '.join(lacks)}", hint=hint)
-    return Check(name=name, verdict="ok", found=f"{found}, reads tar, writes zstd")
+def _way(tool: Check) -> Check:
+    """How `imgkit sif` would write a file: itself, or by the runtime."""
+    name, path = "imgkit sif", mksquashfs.find()
+    hint = "apt-get install squashfs-tools (4.5 or newer)"
+    if obstacle := mksquashfs.obstacle():
+        found = f"{obstacle}{f' (version {_version(path)})' if path else ''}"
+        if tool.verdict in ("fail", "skip"):
+            found = f"no way: {found}, and no runtime builds"
+            return Check(name=name, verdict=tool.verdict, found=found, hint=hint)
+        found = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {found}"
+        return Check(name=name, verdict="warn", found=found, hint=hint)
+    assert path is not None  # noqa: S101 - for the type checker: there is no obstacle
+    found = f"writes the file itself, with mksquashfs {_version(path)} at {path}"
+    if not mksquashfs.knows(path, r"zstd\b"):
+        found += ", which lacks zstd: gzip, slower at every start"
+        return Check(name=name, verdict="warn", found=found, hint=hint)
+    return Check(name=name, verdict="ok", found=f"{found}; it runs under {runtime.FLOOR}")
+
+
+def _version(program: Path) -> str:
+    words = process.run([program, "-version"], check=False).output.split()
+    return words[2] if len(words) > 2 else "unknown"
 
 
 def _zstd() -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from imgkit_builder.archive import digests, sidecar
@@ -10,30 +10,37 @@ from imgkit_builder.archive.digests import Contents, HashedFile
 from imgkit_builder.archive.read import SelectedImage
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base.checks import Check, Verdict
-from imgkit_builder.base.platform import host_arch
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.delta import descriptor
+from imgkit_builder.delta import descriptor, source, tree
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.image import manifest
+from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif
-from imgkit_builder.sif import runtime
+from imgkit_builder.sif.coverage import Findings
 from imgkit_builder.sif.image import SifImage
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+from imgkit_builder.signing import trust
+from imgkit_builder.signing.keys import Signer
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify(
-    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
+    path: Path,
+    *,
+    report: Reporter | None = None,
+    unpack_limit_bytes: int | None = None,
+    keyring: Path | None = None,
 ) -> tuple[Check, ...]:
     """Check the archive, .sif or delta at `path`; reads it once, and extracts or changes nothing.
 
+    With a `keyring`, it fails unless a key in that file signed it.
     An archive that unpacks to more than `unpack_limit_bytes` fails (default: `compressed.Allowance`).
 
     Raises
     ------
     UsageError : the file is missing, or is neither an image archive, a .sif nor a delta.
-    ToolMissing : a zstd archive needs the ``zstd`` program.
+    ToolMissing : a zstd archive needs the ``zstd`` program, a signature gpg or openssl.
     """
     report = report or Silent()
     try:
@@ -42,9 +49,9 @@ def verify(
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if sif.is_sif(path):
-        return tuple(_sif_checks(path, report))
+        return tuple(_sif_checks(path, report, keyring))
     if descriptor.is_delta(path):
-        return tuple(_delta_checks(path, report))
+        return (*_delta_checks(path, report), _detached_signature(path, keyring))
     compress = digests.archive_compression(path)
     if compress is None:
         raise UsageError(
@@ -56,7 +63,7 @@ def verify(
     held = digests.digest_archive(
         path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes
     )
-    return _archive_checks(path, held)
+    return (*_archive_checks(path, held), _detached_signature(path, keyring))
 
 
 def _archive_checks(path: Path, held: Contents) -> tuple[Check, ...]:
@@ -85,6 +92,9 @@ def checksum(path: Path, actual: str, size_bytes: int) -> Check:
         sidecar.sha256_path(path).name: listed,
         sidecar.json_path(path).name: described.archive.sha256 if described else None,
     }
+    if listed is None and described is not None:
+        what, mend = sidecar.incomplete(path, actual, described)
+        return Check(name="sha256", verdict="fail", found=what, hint=mend)
     wrong = {name: digest for name, digest in stated.items() if digest not in (None, actual)}
     if wrong:
         expected = ", ".join(f"{name} says {digest}" for name, digest in wrong.items())
@@ -165,7 +175,7 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
     return f"{image.config.os}/{image.config.arch}"
 
 
-def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
+def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield checksum(path, digests.sha256(path, report=report), path.stat().st_size)
@@ -181,8 +191,11 @@ def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     about = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
     yield Check(name="header", verdict="ok", found=about)
     report.stage(f"read {path.name}")
-    root = _root_partition(image, sif.root_sha256(path, advance=report.advance))
+    root_sha256 = sif.root_sha256(path, advance=report.advance)
+    root = _root_partition(image, root_sha256)
     yield root
+    yield _coverage(image, coverage.check(path, root_sha256=root_sha256))
+    yield _signatures(image, keyring)
     yield from _deltas(image, report)
     if root.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not checked: the root partition is damaged")
@@ -219,6 +232,9 @@ def _delta(name: str, delta: Delta, actual: str) -> Check:
         found = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
         return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
     found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
+    if not delta.self_sha256:
+        hint = "imgkit 0.1 made it; imgkit delta makes one that covers its description"
+        return Check(name=name, verdict="warn", found=f"{found}; no digest of its description", hint=hint)
     return Check(name=name, verdict="ok", found=found)
 
 
@@ -236,29 +252,65 @@ def _root_partition(image: SifImage, actual: str) -> Check:
     return Check(name=name, verdict="ok", found=found)
 
 
+def _coverage(image: SifImage, found: Findings) -> Check:
+    """What the coverage object says; without a record, another tool made the file."""
+    name = "coverage"
+    if found.faults:
+        more = f"; {len(found.faults) - 1} more differences" if len(found.faults) > 1 else ""
+        hint = "copy it again, or convert it again; an imgkit before 0.2 that applied a delta also does this"
+        return Check(name=name, verdict="fail", found=f"differs: {found.faults[0]}{more}", hint=hint)
+    if found.covered:
+        return Check(
+            name=name, verdict="ok", found=f"header, descriptors and {found.objects} objects as recorded"
+        )
+    if image.record is None:
+        return Check(name=name, verdict="skip", found="the file has no record of imgkit")
+    about = f"imgkit {image.record.imgkit} wrote no digests of the header and the small objects"
+    hint = f"to have them, convert it again: imgkit sif IMAGE --force -o {image.path.name}"
+    return Check(name=name, verdict="warn", found=about, hint=hint)
+
+
+def _signatures(image: SifImage, keyring: Path | None) -> Check:
+    name = "signature"
+    if keyring is not None:
+        return _trusted(lambda: trust.of_sif(image.path, keyring))
+    if not image.signatures:
+        return Check(name=name, verdict="skip", found="unsigned")
+    signers = ", ".join(one.signer or "a PEM key" for one in image.signatures)
+    return Check(name=name, verdict="skip", found=f"signed by {signers}; not checked: --keyring FILE")
+
+
+def _detached_signature(path: Path, keyring: Path | None) -> Check:
+    if keyring is not None:
+        return _trusted(lambda: trust.of_detached(path, keyring))
+    place = trust.signature_path(path)
+    found = f"{place.name} is there; not checked: --keyring FILE" if place.exists() else "unsigned"
+    return Check(name="signature", verdict="skip", found=found)
+
+
+def _trusted(ask: Callable[[], Signer]) -> Check:
+    try:
+        return Check(name="signature", verdict="ok", found=f"good, by {ask()}")
+    except CheckFailed as error:
+        return Check(name="signature", verdict="fail", found=error.what, hint=error.hint or "")
+
+
 def _baked_manifest(image: SifImage) -> Check:
-    """Read the manifest from the image, where a runtime can, and compare it with the .sif."""
+    """Read the manifest with imgkit's own reader, which runs nothing, and compare it with the .sif."""
     name = "manifest"
-    if host_arch() != image.arch:
-        return Check(name=name, verdict="skip", found=f"not read: needs an {image.arch} machine")
     try:
-        tool = runtime.find_runtime()
-        finished = runtime.run(tool, runtime.exec_arguments(image.path, ["cat", manifest.MANIFEST_JSON]))
+        text = tree.content(source.mounted(image), manifest.MANIFEST_JSON)
+        if text is None:
+            absent = f"no {manifest.MANIFEST_JSON}: imgkit did not build this image"
+            return Check(name=name, verdict="warn", found=absent)
+        baked = manifest.from_json(text.decode())
     except ToolMissing as error:
-        return Check(name=name, verdict="skip", found=f"not read: {error.what}")
-    except ToolFailed as error:
-        if "No such file" in str(error.hint):
-            return Check(
-                name=name,
-                verdict="warn",
-                found=f"no {manifest.MANIFEST_JSON}: imgkit did not build this image",
-            )
-        hint = f"for details: imgkit test {image.path.name}"
-        return Check(name=name, verdict="warn", found=f"cannot be read: {error.what}", hint=hint)
-    try:
-        # Warnings of the runtime precede it in the same stream.
-        baked = manifest.from_json(finished.output[max(finished.output.find("{"), 0) :])
-    except UsageError as error:
+        return Check(name=name, verdict="skip", found=f"not read: {error.what}", hint=error.hint or "")
+    except UnicodeDecodeError as error:
+        return Check(
+            name=name, verdict="fail", found=f"{manifest.MANIFEST_JSON} is no text: {error}", hint=_AGAIN
+        )
+    except ImgkitError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
     arch = baked.platform.partition("/")[2]
     if arch != image.arch:

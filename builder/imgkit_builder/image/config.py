@@ -29,6 +29,10 @@ class ImageConfig:
     diff_ids: tuple[str, ...]
     labels: Mapping[str, str]
     created: str
+    env: tuple[tuple[str, str | None], ...] = ()
+    """Names and values of ENV in their order; None where the configuration has a name alone."""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
 
 
 def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
@@ -43,7 +47,8 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
         if not all(_DIGEST.fullmatch(one) for one in diff_ids):
             raise ValueError("a layer digest is not a sha256")
-        labels = dict((values.get("config") or {}).get("Labels") or {})
+        settings = values.get("config") or {}
+        labels = dict(settings.get("Labels") or {})
         config = ImageConfig(
             image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
             raw=raw,
@@ -52,6 +57,9 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             diff_ids=diff_ids,
             labels={str(name): str(value) for name, value in labels.items()},
             created=str(values.get("created") or ""),
+            env=tuple(_variable(one) for one in settings.get("Env") or ()),
+            entrypoint=_texts(settings.get("Entrypoint")),
+            cmd=_texts(settings.get("Cmd")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckFailed(f"its image configuration cannot be read: {error!r}", where=where) from error
@@ -62,6 +70,15 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             hint="save it again with another release of docker, or use --from daemon on the build host",
         )
     return config
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    return name, value if equals else None
+
+
+def _texts(words: list[str] | None) -> tuple[str, ...]:
+    return tuple(str(word) for word in words or ())
 
 
 def epoch(created: str) -> int:

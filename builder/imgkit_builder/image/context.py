@@ -50,6 +50,8 @@ class BuildContext:
     size_bytes: int
     left_out: tuple[str, ...] = ()
     """Names in folders of code that stay out although the recipe's `ignore` does not list them."""
+    secret: tuple[str, ...] = ()
+    """Names in folders of code that stay out because they usually hold secrets."""
 
     def open(self, report: Reporter | None = None) -> BinaryIO:
         """Open the tar as a stream; read it to its end, then close it.
@@ -117,8 +119,9 @@ def pack(
     if recipe.image.used_secrets:
         packed.append(members.file(layers.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes()))
     left_out: list[str] = []
+    secret: list[str] = []
     hidden = _hidden(recipe)
-    parts = {code: tuple(members.of_code(code, hidden, left_out)) for code in _code(recipe)}
+    parts = {code: tuple(members.of_code(code, hidden, left_out, secret)) for code in _code(recipe)}
     if not large:
         _refuse_large(parts)
     packed += [
@@ -138,6 +141,7 @@ def pack(
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
         left_out=tuple(dict.fromkeys(left_out)),
+        secret=tuple(dict.fromkeys(secret)),
     )
 
 
@@ -149,7 +153,7 @@ def check_code(recipe: Recipe) -> None:
     UsageError : as `pack` does.
     """
     for code in _code(recipe):
-        for _ in members.of_code(code, _hidden(recipe), []):
+        for _ in members.of_code(code, _hidden(recipe), [], []):
             pass
 
 

@@ -76,6 +76,6 @@ def parse(output: str) -> Seen | None:
                 data = json_text.parse(text)
                 conflicts = data.pop("pip_conflicts")
                 return Seen(pip_conflicts=None if conflicts is None else tuple(conflicts), **data)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 return None
     return None

@@ -55,8 +55,12 @@ class Code:
     ignore: tuple[str, ...] = ()
 
 
-def of_code(code: Code, hidden: Collection[Path], left_out: list[str]) -> Iterator[TarMember]:
-    """The files of `code` without `hidden` ones; `left_out` receives names that its `ignore` does not list.
+def of_code(
+    code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
+) -> Iterator[TarMember]:
+    """The files of `code` without `hidden` ones.
+
+    `left_out` receives names that its `ignore` does not list, and `secret` those that usually hold secrets.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def of_code(code: Code, hidden: Collection[Path], left_out: list[str]) -> Iterat
         return
     root = code.source.resolve()
     with readable(code.source):
-        for found in sources.walk(code.source, code.ignore, hidden=hidden, left_out=left_out):
+        for found in sources.walk(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret):
             path, name = Path(found.entry.path), f"{code.member}/{found.name}"
             if found.entry.is_dir(follow_symlinks=False):
                 yield folder(name)

@@ -90,15 +90,17 @@ def _fill(template: str, made: Layers) -> str:
 def environment(shipped: str, own: Path | None = None) -> Environment:
     """Templates from the folder `own`, then the shipped ones of that folder; a missing value is an error."""
     # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
-    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+    from jinja2 import ChoiceLoader, FileSystemLoader, PackageLoader, StrictUndefined
 
-    made = Environment(
+    from imgkit_builder.image.sandbox import Templates
+
+    made = Templates(
         # The second one also reads the one-file tool.
         loader=ChoiceLoader(
             [*([FileSystemLoader(own)] if own else []), PackageLoader("imgkit_recipes", shipped)]
         ),
         undefined=StrictUndefined,
-        autoescape=False,  # noqa: S701 - the output is not HTML; the filters quote each value for its place
+        autoescape=False,
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,

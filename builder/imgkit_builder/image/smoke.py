@@ -5,7 +5,6 @@ docker and singularity run the same checks: the caller passes a function that ru
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from imgkit_builder.image import inside
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.inside import Seen
 from imgkit_builder.image.manifest import MANIFEST_JSON, Manifest, Probe
-from imgkit_entrypoints import system
+from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import UsageError
 
 FLOOR = (3, 10)
@@ -57,7 +56,10 @@ def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, 
 
 def passed_before(image_id: str) -> bool:
     """Whether this image has passed on this machine; the content behind an id never changes."""
-    return _record(image_id).exists()
+    try:
+        return not files.foreign(_record(image_id))
+    except OSError:
+        return False
 
 
 def remember(image_id: str) -> None:
@@ -201,11 +203,10 @@ def _system(seen: Seen) -> Check:
 
 def _dist_env(finished: Finished) -> Check:
     # The output includes standard error: warnings may precede the object.
-    start = finished.output.find("{")
     try:
-        if finished.returncode != 0 or start < 0:
+        if finished.returncode != 0 or "{" not in finished.output:
             raise ValueError(finished.tail() or f"exit code {finished.returncode}")
-        json.JSONDecoder().raw_decode(finished.output[start:])
+        json_text.first_object(finished.output)
     except ValueError as error:
         lines = str(error).splitlines()
         return Check(

@@ -24,8 +24,8 @@ def target(path: Path) -> Target:
     sif = image.read(path)
     layers = source.mounted(sif)
     try:
-        made = manifest.from_json(_content(layers, manifest.MANIFEST_JSON))
-        facts = system.from_json(_content(layers, str(system.SYSTEM_JSON)))
+        made = manifest.from_json(_text(layers, manifest.MANIFEST_JSON))
+        facts = system.from_json(_text(layers, str(system.SYSTEM_JSON)))
     except (KeyError, ValueError) as error:
         raise CheckFailed(
             f"it does not say which system it is for: {error}",
@@ -35,8 +35,8 @@ def target(path: Path) -> Target:
     return checked(Target(name=made.recipe, system=facts, platforms=(f"linux/{sif.arch}",), file=path))
 
 
-def _content(layers: tree.Stack, path: str) -> str:
-    found = tree.find(layers, path.lstrip("/"))
-    if found is None or found.entry.kind != "file":
+def _text(layers: tree.Stack, path: str) -> str:
+    found = tree.content(layers, path)
+    if found is None:
         raise KeyError(f"it has no {path}")
-    return b"".join(found.entry.layer.content(found.entry)).decode()
+    return found.decode()

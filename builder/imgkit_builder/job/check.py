@@ -10,6 +10,7 @@ from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rollcall import secret
 
 
 def before_submission(job: Job) -> None:
@@ -21,6 +22,7 @@ def before_submission(job: Job) -> None:
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
+    _check_environment(job)
     systems.named(job.system).before_submission(job)
     if job.request.archive is not None:
         if not job.request.archive.is_file():
@@ -34,6 +36,36 @@ def before_submission(job: Job) -> None:
             where="--image",
             hint=f"on a node: python3 -m venv {job.image}",
         )
+
+
+def _check_environment(job: Job) -> None:
+    for name in job.names if job.run_by != "kubernetes" else ():
+        if name not in os.environ:
+            raise UsageError(
+                f"{name} is not set here", where="--env", hint=f"export {name}=..., or --env-file FILE"
+            )
+        if "\n" in os.environ[name]:
+            raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")
+    if job.env_file and os.path.lexists(job.env_file):  # it may be on the nodes alone
+        os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
+
+
+def signed_files(job: Job) -> tuple[Path, ...]:
+    """The files that can carry a signature which imgkit checks: the .sif and its delta, or the archive.
+
+    Raises
+    ------
+    UsageError : the job runs something else.
+    """
+    if job.request.archive is not None:
+        return (job.request.archive,)
+    if job.run_by != "singularity" or Path(job.image).is_dir():
+        raise UsageError(
+            f"imgkit checks the signatures of .sif files, and this job runs {job.image or 'no image'}",
+            where="--require-signature",
+            hint="for an image in a registry: cosign, or an admission policy of the cluster",
+        )
+    return (Path(job.image), *([Path(job.overlay)] if job.overlay else []))
 
 
 def _check_delta(job: Job, delta: Delta) -> None:

@@ -21,6 +21,13 @@ DOCKER_OPTIONS = (
 """Docker's options if the recipe's runtime is another: NVIDIA's page of the image asks for them."""
 
 
+_READ_ENV = (
+    'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
+    '*) export "${{text?}}" ;; esac; done < {file}'
+)
+"""Reads lines NAME=VALUE without executing them, and skips all others."""
+
+
 def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> tuple[str, ...]:
     """`command` in the job's image, with the user's variables set.
 
@@ -75,6 +82,7 @@ def modules(job: Job) -> tuple[str, ...]:
 def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the launcher."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
+    lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     libraries = ":".join(job.recipe.system.runtime.host_libs)
     # Expanded where it is used, to the image's own value: a plain value would replace it.
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -102,5 +110,6 @@ def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
         *(word for bind in binds for word in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
         *("--workdir", str(job.directory)),
         *(word for name, value in given.items() for word in ("--env", f"{name}={value}")),
-        *(word for name in forward for word in ("--env", name)),
+        *(("--env-file", job.env_file) if job.env_file else ()),
+        *(word for name in (*job.names, *forward) for word in ("--env", name)),
     )

@@ -11,8 +11,10 @@ from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import fields
 from imgkit_builder.job.request import Request, RunBy
 from imgkit_builder.recipe.targets import Target
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
+from imgkit_entrypoints.rollcall.secret import VARIABLE
 
 
 def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
@@ -51,7 +53,27 @@ def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delt
 
 def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:
     """Variables that are set inside the container; the user's own win."""
-    return {**_delta_id(run_by, Path(image), delta), **dict(_variable(text) for text in request.env)}
+    given = (_variable(text) for text in request.env if "=" in text)
+    return {**_delta_id(run_by, Path(image), delta), **dict(given)}
+
+
+def names(request: Request) -> tuple[str, ...]:
+    """Variables of ``--env NAME``, whose values no text may hold."""
+    return tuple(dict.fromkeys(_name(text, text) for text in request.env if "=" not in text))
+
+
+def env_file(request: Request, run_by: RunBy, directory: Path) -> str:
+    """Path of ``--env-file`` on the nodes; empty if there is none."""
+    if request.env_file is None:
+        return ""
+    if run_by == "kubernetes":
+        raise UsageError(
+            "pods cannot read a file from here",
+            where="--env-file",
+            hint=f"kubectl create secret generic imgkit --from-env-file={request.env_file}, and "
+            "--env NAME for each variable",
+        )
+    return fields.check("--env-file", str(directory / request.env_file))
 
 
 def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, str]:
@@ -72,19 +94,51 @@ def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, s
 
 
 def _variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UsageError(f"{text!r} is not a variable", where="--env", hint="NAME=VALUE")
+    name, _, value = text.partition("=")
+    _name(name, text)
+    kind = secret_patterns.in_value(value)
+    if kind or secret_patterns.in_name(name, value):
+        raise UsageError(
+            f"{name} holds {kind or 'a secret, by its name'}: every user could read it in argument lists",
+            where="--env",
+            hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
+        )
     if any(ord(letter) < 32 and letter != "\t" for letter in value):
         raise UsageError(f"{name} holds a line break or control character", where="--env")
     return name, value
 
 
-def binds(recipe: Target, request: Request) -> tuple[str, ...]:
-    """The recipe's mounts, then the user's."""
+def _name(name: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        shown = secret_patterns.masked(text)
+        raise UsageError(f"{shown!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
+    return name
+
+
+def secret(request: Request, directory: Path) -> Mapping[str, str]:
+    """Variables of the launcher that say where the run's secret is, and whether there must be one."""
+    found = {}
+    if file := _secret_file(request, directory):
+        found[VARIABLE] = str(file)
+    if request.require_secret:
+        found["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
+    return found
+
+
+def _secret_file(request: Request, directory: Path) -> Path | None:
+    if request.secret_file is None:
+        return None
+    return Path(fields.check("--secret-file", str(directory / request.secret_file)))
+
+
+def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> tuple[str, ...]:
+    """The recipe's mounts, then the user's, then the file of the secret where the job's folder has none."""
     from imgkit_builder.recipe import rules
 
     for text in request.binds:
         for what, hint in (*rules.printable(text), *rules.bind(text)):
             raise UsageError(what, where="--bind", hint=hint)
-    return (*recipe.system.runtime.binds, *request.binds)
+    file = _secret_file(request, directory)
+    outside = file is not None and run_by != "kubernetes" and not file.is_relative_to(directory)
+    own = (f"{file}:{file}:ro",) if outside else ()
+    return (*recipe.system.runtime.binds, *request.binds, *own)

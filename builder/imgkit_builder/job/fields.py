@@ -35,6 +35,8 @@ FIELDS: Mapping[str, Field] = {
     "--qos": _WORD,
     "--directory": _PATH,
     "--delta": _PATH,
+    "--secret-file": _PATH,
+    "--env-file": _PATH,
 }
 
 

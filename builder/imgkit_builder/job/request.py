@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from imgkit_builder.job.flags import flag
+from imgkit_builder.job.ssh import fanout
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.descriptor import Delta
@@ -26,7 +27,7 @@ class Request:
     nodes: str = flag(
         "",
         metavar="N|MIN:MAX",
-        help="Number of nodes (default: 1, or all --hosts). MIN:MAX makes it elastic.",
+        help="Number of nodes (default: 1, or all --hosts). MIN:MAX takes as many as there are.",
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
@@ -44,7 +45,17 @@ class Request:
     binds: tuple[str, ...] = flag(
         (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
     )
-    env: tuple[str, ...] = flag((), metavar="NAME=VALUE", help="Environment variable for the program.")
+    env: tuple[str, ...] = flag(
+        (),
+        metavar="NAME[=VALUE]",
+        help="Environment variable for the program. NAME alone takes the value from here "
+        "and shows it nowhere.",
+    )
+    env_file: Path | None = flag(
+        None,
+        metavar="FILE",
+        help="Private file with lines NAME=VALUE, at this path on all nodes, which read it at the start.",
+    )
     name: str = flag("", help="Job name (default: the recipe's name).")
     options: tuple[str, ...] = flag(
         (), "--option", metavar="WORD", help="Further scheduler option, passed on unchanged."
@@ -68,6 +79,13 @@ class Request:
     templates: Path | None = flag(
         None, metavar="DIR", help="Folder of your own templates; they replace the shipped ones."
     )
+    secret_file: Path | None = flag(
+        None,
+        metavar="FILE",
+        help="Secret that the nodes prove to each other, at this path on all of them (default: the job makes "
+        "a new one for each start).",
+    )
+    require_secret: bool = flag(False, help="Let several nodes start only with a secret.")
     strict: bool = flag(False, help="Treat warnings as errors.")
     system_flags: tuple[object, ...] = ()
     """Flags of single systems that were given: a value of each system's `flags` class."""
@@ -106,6 +124,10 @@ class Job:
     binds: tuple[str, ...]
     env: Mapping[str, str]
     """Variables that are set inside the container: the user's own, and the delta's id."""
+    names: tuple[str, ...]
+    """Further variables of the user: their values are in no text, but where the job is submitted."""
+    env_file: str
+    """Path of a file with more of them; empty if there is none."""
     settings: Mapping[str, str]
     """``IMGKIT_*`` variables for the launcher in the container."""
     directory: Path
@@ -117,6 +139,11 @@ class Job:
     def elastic(self) -> bool:
         """Whether nodes can come and go."""
         return self.min_nodes != self.nodes
+
+    @property
+    def makes_secret(self) -> bool:
+        """Whether each start makes a secret for its nodes, because the user names none."""
+        return self.nodes > 1 and self.request.secret_file is None
 
     def flags(self, kind: type[Flags]) -> Flags:
         """The system's own flags; `kind` is the class that the system declares them in."""
@@ -138,6 +165,8 @@ class Script:
     """Whether `submit` is the run itself: its output is the run's, and no job id comes back."""
     remote: tuple[tuple[str, str], ...] = ()
     """Hosts, and the line for the shell of each; ssh starts all of them, and `submit` is not used."""
+    sent: fanout.Sent = fanout.NOTHING
+    """What each of them reads first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,9 +61,14 @@ def resolve(recipe: Target, request: Request) -> Job:
         overlay=overlay,
         delta=delta,
         run_by=run_by,
-        binds=contents.binds(recipe, request),
+        binds=contents.binds(recipe, request, run_by, directory),
         env=contents.environment(request, run_by, image, delta),
-        settings=_settings(recipe, request, system, gpus=gpus, least=least, most=most),
+        names=_names(request, system),
+        env_file=contents.env_file(request, run_by, directory),
+        settings={
+            **_settings(recipe, request, system, gpus=gpus, least=least, most=most),
+            **contents.secret(request, directory),
+        },
         directory=directory,
         stop_before_s=limits.stop_before(request, time),
     )
@@ -129,6 +134,17 @@ def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
             hint=choices(request.runtime, system.runtimes),
         )
     return request.runtime
+
+
+def _names(request: Request, system: System) -> tuple[str, ...]:
+    names = contents.names(request)
+    if names and not system.passes_names:
+        raise UsageError(
+            f"this system cannot pass {names[0]} on without showing its value",
+            where="--env",
+            hint=f"a file of mode 600 with a line {names[0]}=VALUE, and --env-file FILE",
+        )
+    return names
 
 
 def _settings(

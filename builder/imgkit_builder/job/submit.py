@@ -49,25 +49,25 @@ def record_of(job_id: str) -> SubmittedJob:
     """
     path = _folder() / f"{job_id}.json"
     try:
-        data = json_text.parse(path.read_text(encoding="utf-8")) if "/" not in job_id else None
-    except (OSError, ValueError):
-        data = None
-    if data is None:
+        data = json_text.load(path) if "/" not in job_id else {}
+        return json_text.typed(
+            SubmittedJob(
+                id=data["id"],
+                system=data["system"],
+                name=data["name"],
+                recipe=data["recipe"],
+                directory=Path(data["directory"]),
+                queue=data.get("queue", ""),
+            )
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         known = sorted(_folder().glob("*.json"), key=lambda found: found.stat().st_mtime)
         last = ", ".join(found.stem for found in known[-5:])
         raise UsageError(
             f"imgkit has no record of a job {job_id!r}",
             where="ID",
             hint=f"the last jobs: {last}" if last else "imgkit submit prints the id",
-        )
-    return SubmittedJob(
-        id=data["id"],
-        system=data["system"],
-        name=data["name"],
-        recipe=data["recipe"],
-        directory=Path(data["directory"]),
-        queue=data.get("queue", ""),
-    )
+        ) from error
 
 
 def keep(record: SubmittedJob) -> None:
@@ -83,7 +83,7 @@ def keep(record: SubmittedJob) -> None:
         "directory": str(record.directory),
         "queue": record.queue,
     }
-    files.write_text(folder / f"{record.id}.json", json.dumps(data, indent=2) + "\n")
+    files.put(folder / f"{record.id}.json", json.dumps(data, indent=2) + "\n")
 
 
 def _folder() -> Path:

@@ -33,5 +33,7 @@ def fill(job: Job, name: str, **values: Any) -> str:
         raise UsageError(
             error.message or "a faulty template", where=f"{error.filename}:{error.lineno}"
         ) from None
-    except jinja2.UndefinedError as error:
+    except jinja2.TemplateError as error:
         raise UsageError(error.message or "a faulty template", where=f"{own or ''}/{name}") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"a faulty template: {error}", where=f"{own or ''}/{name}") from error

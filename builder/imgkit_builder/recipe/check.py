@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_builder.recipe import build_secrets, named_files, secrets, systems
+from imgkit_builder.recipe import build_secrets, named_files, systems
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, COMMANDS, PLATFORMS, Fault, matches, of_key, of_text
@@ -20,6 +20,7 @@ from imgkit_builder.recipe.yaml_tree import (
     deepest,
     kind,
 )
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.system import SystemFacts
 
 Checked = set[KeyPath]
@@ -161,12 +162,12 @@ def _is_variable(path: KeyPath) -> bool:
 
 def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
     in_env = path[:-1] in (("system", "env"), ("image", "labels")) or _is_variable(path)
-    holds = secrets.in_value(node.text)
+    holds = secret_patterns.in_value(node.text)
     if holds:
         of_build = path[:2] in (("image", "pip"), ("image", "run"))
         hint = _IN_HISTORY if of_build else _EXPOSED
         found.warn(node.position, path, f"this looks like {holds}", hint)
-    elif in_env and secrets.in_name(str(path[-1]), node.text):
+    elif in_env and secret_patterns.in_name(str(path[-1]), node.text):
         found.warn(node.position, path, "this looks like a secret", _EXPOSED)
     if _is_variable(path) and re.search(r"\$\{?[A-Za-z_]", node.text):
         found.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
@@ -329,7 +330,7 @@ def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
             found.error(
                 place, path, f"{text!r} names a file that is not in the image", "write its lines here"
             )
-        holds = secrets.in_value(text)
+        holds = secret_patterns.in_value(text)
         if holds:
             place = Position(file=file, line=number, column=1)
             found.warn(place, path, f"this looks like {holds}", _IN_HISTORY)

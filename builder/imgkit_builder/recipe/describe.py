@@ -11,6 +11,7 @@ from typing import Any
 
 from imgkit_builder.recipe.model import Recipe, RunCommand
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
+from imgkit_entrypoints import json_text
 
 SCHEMA = 1
 
@@ -61,7 +62,7 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
 
 def table(text: str) -> str:
     """The text of `to_json` as a table: key, value, and ``file:line`` or ``default``."""
-    recipe = json.loads(text)
+    recipe = json_text.parse(text)
     head = f"{recipe['name']}: {recipe['description']}" if recipe["description"] else recipe["name"]
     rows = [(row["key"], _plain(row["value"]), _place(row)) for row in recipe["values"]]
     key_width = max(len(key) for key, _, _ in rows)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imgkit_builder.recipe import secrets
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError, shortened
 
 KeyPath = tuple[str | int, ...]
@@ -93,7 +93,7 @@ class Collector:
 
     def _problem(self, position: Position, path: KeyPath, what: str, hint: str) -> Problem:
         lines = self.lines.get(position.file, [])
-        source = secrets.masked(lines[position.line - 1]) if position.line <= len(lines) else ""
+        source = secret_patterns.masked(lines[position.line - 1]) if position.line <= len(lines) else ""
         return Problem(position=position, key=key_text(path), what=what, hint=hint, source=source)
 
 

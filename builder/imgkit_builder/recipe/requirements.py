@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PYPROJECT = "pyproject.toml"
+_MOST_CHARACTERS = 1 << 20
 
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
 
@@ -32,7 +33,14 @@ def of_project(folder: Path) -> tuple[str, ...]:
         import tomllib
     else:
         import tomli as tomllib
-    content: dict[str, Any] = tomllib.loads((folder / PYPROJECT).read_text(encoding="utf-8"))
+    with (folder / PYPROJECT).open(encoding="utf-8") as stream:
+        text = stream.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS} characters")
+    try:
+        content: dict[str, Any] = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets lie too deep within each other") from None
     project = content.get("project", {})
     stated = project.get("dependencies", []) if isinstance(project, dict) else None
     if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):

@@ -2,16 +2,21 @@
 
 Several lists of patterns decide, each about the folders below it. The last one that knows a path wins:
 outputs of imgkit, ``.gitignore`` from the repository's root downwards, ``.dockerignore``, then `ignore`.
+Files that usually hold secrets stay out unless `ignore` brings them back by name.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -20,6 +25,11 @@ NEVER = frozenset({".git", "__pycache__"})
 """Names that stay out, whatever a pattern says."""
 OUTPUTS = ("*.sif", "*.imgdelta", ".*.part")
 """What imgkit writes: .sif files, deltas, and the temporary names of unfinished files."""
+_KEY_BYTES = 1 << 16
+"""How much of a file imgkit reads to find a private key; a chain of certificates is shorter."""
+_MOST_CHARACTERS = 1 << 20
+_MOST_STARS = 4
+"""Stars in one pattern: the time for a name of 240 characters grows from a second to 40 with the next one."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
 """A folder with such a file is a cache (bford.info/cachedir) or a virtual environment of this machine."""
 
@@ -56,6 +66,7 @@ def walk(
     *,
     hidden: Collection[Path] = (),
     left_out: list[str] | None = None,
+    secret: list[str] | None = None,
 ) -> Iterator[Found]:
     """Yield what goes into the image of the folder `source`, a folder before its content.
 
@@ -64,17 +75,24 @@ def walk(
     ignore : patterns of the recipe; ``!NAME`` brings back what another list leaves out.
     hidden : resolved paths that must not be in an image.
     left_out : receives the names that anything but `ignore` leaves out, folders with a final slash.
+    secret : receives the names that stay out because they usually hold secrets.
 
     Raises
     ------
     OSError : a folder or a list of patterns cannot be read; its `filename` is set.
+    UsageError : a pattern is none, or has more than four stars.
     """
-    own = _Patterns(above="", below="", spec=_spec(ignore))
+    ignore = tuple(ignore)
+    own = _Patterns(above="", below="", spec=_spec(ignore, "ignore"))
+    brought_back = (pattern[1:].rstrip("/").rpartition("/")[2] for pattern in ignore if pattern[:1] == "!")
     walker = _Walker(
         own=own,
         late=(*_dockerignore(source), own),
         hidden=frozenset(hidden),
         left_out=[] if left_out is None else left_out,
+        secret=[] if secret is None else secret,
+        # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
+        named=tuple(name for name in brought_back if name.strip("*?")),
     )
     yield from walker.folder(source, "", _above(source))
 
@@ -86,6 +104,9 @@ class _Walker:
     """The patterns that win over those of folders; `own` is the last."""
     hidden: frozenset[Path]
     left_out: list[str]
+    secret: list[str]
+    named: tuple[str, ...]
+    """The last parts of the patterns that bring something back."""
 
     def folder(self, folder: Path, below: str, above: tuple[_Patterns, ...]) -> Iterator[Found]:
         """Yield what counts in `folder`; `below` is its path below the source, empty or with a last slash."""
@@ -102,12 +123,18 @@ class _Walker:
             stays_out = _last_word((*general, *self.late), name)
             if stays_out is None:
                 stays_out = _is_cache(entry) if is_folder else _is_output(entry.name, names)
-            if not stays_out:
+            if not stays_out and _is_secret(entry, name) and not self._is_named(entry, name):
+                self.secret.append(name)
+            elif not stays_out:
                 yield Found(name=name.rstrip("/"), entry=entry)
                 if is_folder:
                     yield from self.folder(Path(entry.path), name, general)
             elif self.own.decision(name) is None:
                 self.left_out.append(name)
+
+    def _is_named(self, entry: os.DirEntry[str], name: str) -> bool:
+        by_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.named)
+        return by_name and self.own.decision(name) is False
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
@@ -116,6 +143,25 @@ class _Walker:
 def _last_word(patterns: tuple[_Patterns, ...], path: str) -> bool | None:
     decisions = (one.decision(path) for one in reversed(patterns))
     return next((one for one in decisions if one is not None), None)
+
+
+def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
+    """Whether the name says so, or a key lies in a file with the name of a key; certificates are public."""
+    if not entry.is_file(follow_symlinks=False):
+        return secret_patterns.in_file_name(name)
+    of_both = name.lower().endswith((".pem", ".key"))
+    if not of_both and (secret_patterns.in_file_name(name) or not _maybe_key(entry)):
+        return secret_patterns.in_file_name(name)
+    with Path(entry.path).open("rb") as file:
+        start = file.read(_KEY_BYTES)
+    if secret_patterns.is_private_key(start):
+        return True
+    return of_both and not start.startswith(b"-----BEGIN ")
+
+
+def _maybe_key(entry: os.DirEntry[str]) -> bool:
+    """A small file without a suffix, such as ``id_deploy``: its content decides."""
+    return "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
 
 
 def _is_cache(folder: os.DirEntry[str]) -> bool:
@@ -130,16 +176,29 @@ def _is_output(name: str, names: set[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTPUTS)
 
 
-def _spec(patterns: Iterable[str]) -> GitIgnoreSpec:
+def _spec(patterns: Iterable[str], where: str) -> GitIgnoreSpec:
     import pathspec
 
-    return pathspec.GitIgnoreSpec.from_lines(patterns)
+    lines = list(patterns)
+    for line in lines:
+        stars = sum(1 if part == "**" else part.count("*") for part in line.split("/"))
+        if stars > _MOST_STARS and not line.startswith("#"):
+            raise UsageError(
+                f"the pattern {line!r} has more than {_MOST_STARS} stars: matching it could take hours",
+                where=where,
+                hint="write it as several patterns",
+            )
+    try:
+        return pathspec.GitIgnoreSpec.from_lines(lines)
+    except (ValueError, re.error) as error:
+        raise UsageError(f"a pattern cannot be read: {error}", where=where, hint="correct it") from error
 
 
 def _listed(folder: Path, below: str) -> tuple[_Patterns, ...]:
     """The patterns of the folder's own ``.gitignore``."""
-    lines = _lines(folder / ".gitignore")
-    return (_Patterns(above="", below=below, spec=_spec(lines)),) if lines else ()
+    file = folder / ".gitignore"
+    lines = _lines(file)
+    return (_Patterns(above="", below=below, spec=_spec(lines, str(file))),) if lines else ()
 
 
 def _above(source: Path) -> tuple[_Patterns, ...]:
@@ -152,7 +211,8 @@ def _above(source: Path) -> tuple[_Patterns, ...]:
     for folder in (source, *source.parents):
         if folder != source and (lines := _lines(folder / ".gitignore")):
             above = f"{source.relative_to(folder).as_posix()}/"
-            found = (_Patterns(above=above, below="", spec=_spec(lines)), *found)
+            spec = _spec(lines, str(folder / ".gitignore"))
+            found = (_Patterns(above=above, below="", spec=spec), *found)
         if os.path.lexists(folder / ".git"):
             return () if _last_word(found, "") else found
     return ()  # outside git, a file of somebody's home folder says nothing about this one
@@ -160,15 +220,18 @@ def _above(source: Path) -> tuple[_Patterns, ...]:
 
 def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
     """The patterns of ``.dockerignore``, which all start at its folder, as patterns of gitignore's kind."""
-    anchored = []
-    for line in _lines(source / ".dockerignore"):
+    anchored, file = [], source / ".dockerignore"
+    for line in _lines(file):
         pattern = line.strip()
         if pattern and not pattern.startswith("#"):
             back = "!" if pattern.startswith("!") else ""
             anchored.append(f"{back}/{os.path.normpath(pattern.removeprefix('!').strip().lstrip('/'))}")
-    return (_Patterns(above="", below="", spec=_spec(anchored)),) if anchored else ()
+    return (_Patterns(above="", below="", spec=_spec(anchored, str(file))),) if anchored else ()
 
 
 def _lines(file: Path) -> list[str]:
     # Not a FIFO, which would never end.
-    return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if file.is_file() else []
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8", errors="surrogateescape") as stream:
+        return stream.read(_MOST_CHARACTERS).splitlines()

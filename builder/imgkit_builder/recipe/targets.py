@@ -18,6 +18,7 @@ from typing import Any
 from imgkit_builder.recipe import describe, problems, rules
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -64,7 +65,7 @@ def find(ref: str | Path) -> Target:
     ------
     UsageError : there is no such recipe, it has problems, or the one-file tool cannot read it.
     """
-    text = json_text(str(ref))
+    text = as_json(str(ref))
     if text is not None:
         return from_json(text, Path(ref))
     from imgkit_builder.recipe.load import load
@@ -79,7 +80,7 @@ def find(ref: str | Path) -> Target:
     )
 
 
-def json_text(ref: str) -> str | None:
+def as_json(ref: str) -> str | None:
     """The recipe `ref` as JSON, from a JSON file or the one-file tool; None: its YAML is to be loaded.
 
     Raises
@@ -114,7 +115,7 @@ def names() -> tuple[str, ...]:
 def _bundled() -> Mapping[str, Any]:
     """The recipes of the one-file tool by name; empty where imgkit is installed."""
     file = importlib.resources.files("imgkit_builder").joinpath(RECIPES_JSON)
-    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known: dict[str, Any] = json_text.parse(file.read_bytes()) if file.is_file() else {}
     return known
 
 
@@ -123,7 +124,7 @@ def bundled_json() -> str:
     import imgkit_recipes
     from imgkit_builder.recipe.load import load
 
-    recipes = {name: json.loads(describe.to_json(load(name))) for name in imgkit_recipes.recipe_names()}
+    recipes = {name: json_text.parse(describe.to_json(load(name))) for name in imgkit_recipes.recipe_names()}
     return json.dumps(recipes).replace(json.dumps(f"{imgkit_recipes.FOLDER}/")[1:-1], "")
 
 
@@ -135,7 +136,7 @@ def from_json(text: str, file: Path) -> Target:
     UsageError : it is something else, or holds a value that no recipe may have.
     """
     try:
-        data: dict[str, Any] = json.loads(text)
+        data: dict[str, Any] = json_text.parse(text)
         if data["schema"] != describe.SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, not {describe.SCHEMA}")
         stated = {row["key"]: row for row in data["values"] if row["line"] is not None}

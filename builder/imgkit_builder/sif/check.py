@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,16 @@ from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.sif import image
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image import SifImage, Superblock
-from imgkit_builder.sif.runtime import exec_arguments
+from imgkit_builder.sif.runtime import RuntimeTool, exec_arguments, isolation
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
 EMPTY_IMAGE = "Architecture not recognized"
 """The runtime prints this for a root without programs, and still exits 0."""
+_NO_PROGRAM = re.compile(r'^FATAL:\s+"true": executable file not found', re.MULTILINE)
+"""The runtime mounted the root and looked for the program: images of one static binary have none."""
+_METADATA = "inspect-metadata.json"
+"""Name of the object in which a runtime keeps what its ``inspect`` prints."""
 _LEAST_SHARE = 200
 """A root partition below 1/200 of its layers has lost files (text packs to about 1/5)."""
 
@@ -50,8 +55,10 @@ def structure(
     return sif, superblock
 
 
-def content(job: ConversionJob, config: ImageConfig | None, *, execute: bool) -> None:
-    """Check labels and the baked manifest, and run a program in the new .sif.
+def content(
+    job: ConversionJob, config: ImageConfig | None, *, built: bool, runner: RuntimeTool | None
+) -> None:
+    """Check labels where a runtime has `built` it, and by `runner` a program and the manifest in it.
 
     Raises
     ------
@@ -59,29 +66,42 @@ def content(job: ConversionJob, config: ImageConfig | None, *, execute: bool) ->
     ToolFailed : no program runs in it.
     """
     labels, path = dict(config.labels) if config else {}, job.work.part
-    if labels:
-        _check_labels(_labels(job, path), labels, path)
-    if not execute:
+    if labels and built and (found := _labels(job, path, execute=runner is not None)) is not None:
+        _check_labels(found, labels, path)
+    if runner is None:
         return
     baked = "imgkit.version" in labels
     argv = ("cat", manifest.MANIFEST_JSON) if baked else ("true",)
+    isolated = isolation(runner)
+    job.clock.note(isolated.said(argv[0]))
     try:
-        found = job.run(*exec_arguments(path, argv))
+        output = job.run(*exec_arguments(path, argv, isolated))
     except ToolFailed as error:
+        if not baked and not built and _NO_PROGRAM.search(error.hint or ""):
+            job.clock.note("nothing run: the image has no program 'true'")
+            return
         raise ToolFailed(
             f"{argv[0]!r} does not run in the new .sif: {error.what}",
             hint=f"{error.hint}\nwhere containers cannot start at all (no user namespaces): --no-test;\n"
             "where zstd squashfs cannot be mounted: --compression gzip",
         ) from error
     if baked:
-        _check_manifest(found, labels, path)
+        _check_manifest(output, labels, path)
 
 
-def _labels(job: ConversionJob, path: Path) -> dict[str, Any]:
-    output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
+def _labels(job: ConversionJob, path: Path, *, execute: bool) -> dict[str, Any] | None:
+    """The labels in the new .sif; None where only its own programs could tell them and must not run."""
+    sif = image.read(path)
+    described = next((one for one in sif.descriptors if one.name == _METADATA), None)
+    if described is None and not execute:
+        return None
     try:
-        # The runtime prints warnings before it, on the same stream.
-        answer, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
+        if described is not None:
+            answer = json_text.parse(image.data(sif, described))
+        else:
+            # Without that object the runtime runs a shell of the image. Its warnings precede the answer.
+            output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
+            answer = json_text.first_object(output)
         return dict(answer["data"]["attributes"]["labels"] or {})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckFailed(f"its labels cannot be read: {error!r}", where=str(path)) from error

@@ -36,14 +36,16 @@ ZSTD = Compression(name="zstd", level=3, options=("-comp", "zstd", "-Xcompressio
 GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompression-level", "6"))
 
 
-def choose(capabilities: Capabilities, wanted: CompressionChoice, *, direct: bool) -> Compression:
-    """zstd if the runtime passes options on and this machine can write and mount it, else gzip.
+def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Compression:
+    """zstd if this machine can write and mount it, else gzip.
+
+    `capabilities` are those of the runtime that compresses; None where imgkit starts mksquashfs itself.
 
     Raises
     ------
     UsageError : zstd was requested and is not possible.
     """
-    if not direct and not capabilities.mksquashfs_args:
+    if capabilities is not None and not capabilities.mksquashfs_args:
         if wanted == "zstd":
             raise UsageError(
                 "this runtime has no --mksquashfs-args (Apptainer from 1.4 has it), so it cannot use zstd",

@@ -12,7 +12,7 @@ from typing import TextIO
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.options import Options, Stage
-from imgkit_builder.sif.runtime import RuntimeTool, run, scratch_env
+from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, run, scratch_env
 from imgkit_builder.sif.workspace import Workspace
 
 
@@ -54,7 +54,8 @@ class Clock:
 class ConversionJob:
     """One conversion."""
 
-    tool: RuntimeTool
+    tool: RuntimeTool | None
+    """None: there is no runtime here, and nothing so far needs one."""
     options: Options
     compression: Compression
     work: Workspace
@@ -65,9 +66,10 @@ class ConversionJob:
         self, *arguments: str | Path, folder: Path | None = None, on_line: Callable[[str], None] | None = None
     ) -> str:
         """Run the runtime in the workspace; returns its output."""
-        self.log.write(f"$ {self.tool.path} {' '.join(map(str, arguments))}\n")
+        tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
+        self.log.write(f"$ {tool.path} {' '.join(map(str, arguments))}\n")
         return run(
-            self.tool,
+            tool,
             [str(one) for one in arguments],
             folder=folder or self.work.folder,
             env=scratch_env(self.work.folder),

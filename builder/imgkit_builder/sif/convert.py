@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
+from typing import Literal
 
 from imgkit_builder import __version__
 from imgkit_builder.archive import compressed, oci_folder
@@ -14,23 +14,41 @@ from imgkit_builder.base import files
 from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif import check, compression, export, image, limits, links, mksquashfs
+from imgkit_builder.sif import (
+    check,
+    compression,
+    coverage,
+    export,
+    image,
+    mksquashfs,
+    runtime_build,
+    stream,
+)
 from imgkit_builder.sif.compression import Compression
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob, cache_flags, folder_name
-from imgkit_builder.sif.image import IMGKIT_OBJECT, ImgkitRecord, SifImage
-from imgkit_builder.sif.options import Archive, Converted, EngineImage, OciFolder, Options, Registry, Source
-from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file
+from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif.image import ImgkitRecord, SifImage
+from imgkit_builder.sif.options import (
+    Archive,
+    Converted,
+    EngineImage,
+    OciFolder,
+    Options,
+    Registry,
+    Source,
+    name_of,
+)
+from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
 from imgkit_builder.sif.workspace import tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 SPACE_FACTOR = 3.3
-"""Peak of the temporary files per image byte: layers, the runtime's copy, files and squashfs."""
+"""Peak of the temporary files per image byte where a runtime builds: layers, its copy, files and squashfs."""
 PACKED_SHARE = 0.5
 """Size of a .sif per image byte, with a margin: measured 0.26 to 0.4."""
 _UNPACKED_FACTOR = 3.0
 """Guessed ratio of a compressed archive."""
-_RECORD_WORDS = ("sif", "add", "--datatype", "6", "--filename", IMGKIT_OBJECT)
-_LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
+Way = Literal["stream", "export", "layers"]
+"""How the files travel; the record calls it the route."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,57 +67,92 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     ------
     UsageError : the target is another kind of file, the archive has several images, or there is no temporary
         folder.
-    ToolMissing : no runtime; with ``direct``, no mksquashfs 4.5; for a zstd archive, no zstd program.
-    ToolFailed : the runtime failed; quotes its last lines and names the log.
+    ToolMissing : neither a mksquashfs that reads a tar nor a runtime; for a zstd archive, no zstd program.
+    ToolFailed : mksquashfs or the runtime failed; quotes its last lines and names the log.
     CheckFailed : no space, a damaged source, or a result that differs from the image.
     """
     target = target.absolute()
     check_target(target, force=options.force)
-    tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    given, (options, why) = options, _with_route(source, options, tool)
-    packing = compression.choose(tool.capabilities, options.compression, direct=bool(options.direct))
+    way, why = _way(source, options)
+    tool, packing = _tool(way, why, options)
     known = _known_config(source)
-    if known and (done := _up_to_date(target, known, tool, packing, given)):
+    if known and (done := _up_to_date(target, known, tool, packing, way, options)):
         return done
-    if why:
-        report.note(why)
-    if packing.note:
-        report.note(packing.note)
+    for note in (why, packing.note):
+        if note:
+            report.note(note)
     base = tmp_base(target, options.tmpdir)
-    _check_space(source, target, base, direct=bool(options.direct))
+    _check_space(source, target, base, way=way)
     with workspace(target, base) as work, log_file(target.stem) as log:
         job = ConversionJob(
             tool=tool, options=options, compression=packing, work=work, clock=Clock(report), log=log
         )
-        if isinstance(source, EngineImage) and options.direct:
-            _tell_arch(source.config, report)
-            export.make(job, source)
-            made = _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
-        elif isinstance(source, Registry):
-            _build(job, _build_source(tool, source))
-            made = _Made(name=source.reference, config=None, layer_bytes=None)
+        if way == "export":
+            made = _exported(job, source)
+        elif way == "layers":
+            made = _built(job, source)
         else:
-            made = _lay_out(source, job)
-            config = made.config
-            if config and not known and (done := _up_to_date(target, config, tool, packing, options)):
-                return done
-            if config:
+            with stream.stored_image(job, source) as image_here:
+                config = image_here.selected.config
+                if not known and (done := _up_to_date(target, config, tool, packing, way, options)):
+                    return done
                 _tell_arch(config, report)
-            _build(job, _build_source(tool, source, made.name))
-        return _finish(job, made, target)
+                stream.make(job, image_here)
+            name = name_of(source, image_here.selected.names)
+            made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
+        return _finish(job, made, target, way)
 
 
-def _with_route(source: Source, options: Options, tool: RuntimeTool) -> tuple[Options, str]:
-    """`options` with the route that works here where they leave it open, and the reason for people."""
-    if options.direct is not None:
-        return options, ""
-    if not isinstance(source, EngineImage):
-        return replace(options, direct=False), ""
-    if obstacle := export.obstacle(tool):
-        why = f"the runtime builds the .sif from the image's layers (slower): {obstacle}"
-        return replace(options, direct=False), why
-    why = "the engine's export goes straight into the .sif (faster); --from layers: the runtime builds it"
-    return replace(options, direct=True), why
+def _exported(job: ConversionJob, source: Source) -> _Made:
+    assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
+    _tell_arch(source.config, job.clock)
+    export.make(job, source)
+    return _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
+
+
+def _built(job: ConversionJob, source: Source) -> _Made:
+    """Let the runtime build."""
+    tool = job.tool
+    assert tool is not None  # noqa: S101 - for the type checker: this way has one
+    if isinstance(source, Registry):
+        runtime_build.build(job, tool, runtime_build.source_words(tool, source))
+        return _Made(name=source.reference, config=None, layer_bytes=None)
+    laid = runtime_build.lay_out(source, job)
+    name = name_of(source, laid.names)
+    _tell_arch(laid.config, job.clock)
+    runtime_build.build(job, tool, runtime_build.source_words(tool, source, name))
+    return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
+
+
+def _way(source: Source, options: Options) -> tuple[Way, str]:
+    """The way that works here, and for people the reason for a slow one."""
+    if isinstance(source, Registry):
+        return "layers", ""
+    if obstacle := mksquashfs.obstacle():
+        if options.direct:
+            mksquashfs.tar_reader()
+        return "layers", f"the runtime builds the .sif from the image's layers (slower): {obstacle}"
+    if isinstance(source, EngineImage) and options.direct is not False:
+        return "export", "the engine's export goes straight into the .sif; --from layers: its layers do"
+    return "stream", ""
+
+
+def _tool(way: Way, why: str, options: Options) -> tuple[RuntimeTool | None, Compression]:
+    """The runtime and the compression; a runtime only checks the result where imgkit writes the file.
+
+    `why` says what keeps imgkit from writing the file; empty where nothing does, or where only a runtime can.
+    """
+    if way == "layers":
+        try:
+            builder = find_runtime(options.runtime, module_hint=options.module_hint)
+        except ToolMissing as error:
+            if not why:
+                raise
+            more = "or without a runtime: apt install squashfs-tools (4.5 or later)"
+            raise ToolMissing(error.what, hint=f"{error.hint}\n     {more}") from error
+        return builder, compression.choose(builder.capabilities, options.compression)
+    tool = runtime_if_any(options.runtime) if options.test else None
+    return tool, compression.choose(None, options.compression)
 
 
 def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
@@ -111,98 +164,37 @@ def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     """
     target = target.absolute()
     check_target(target, force=options.force)
-    tool = find_runtime(options.runtime, module_hint=options.module_hint)
-    options, why = _with_route(source, options, tool)
-    packing = compression.choose(tool.capabilities, options.compression, direct=bool(options.direct))
+    way, why = _way(source, options)
+    tool, packing = _tool(way, why, options)
     part = target.with_name(f".{target.name}.TOKEN.part")
     lines = [f"# {why}"] if why else []
-    lines.append(f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN")
-    if isinstance(source, EngineImage) and options.direct:
-        squashed = shlex.join(
-            mksquashfs.squash_argv(Path("root.sqfs"), packing.options, source.config.created)
-        )
-        lines += [f"docker export CONTAINER-OF-{source.name} | {squashed}"]
-        lines += [f"{tool.path} sif new {part}", f"{tool.path} sif add ... {part} root.sqfs"]
-    else:
-        words = _build_words(tool, packing, part, _build_source(tool, source))
+    if way == "layers":
+        assert tool is not None  # noqa: S101 - for the type checker: this way has one
+        words = runtime_build.words(tool, packing, part, runtime_build.source_words(tool, source))
+        lines.append(f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN")
         if not isinstance(source, Registry):
             lines.append("# lay out the image as an OCI folder with uncompressed layers")
         lines.append(shlex.join([str(tool.path), *words]))
-    if tool.capabilities.edits_sif:
-        lines.append(shlex.join([str(tool.path), *_RECORD_WORDS, str(part), f"{IMGKIT_OBJECT}.json"]))
+    else:
+        squashed = shlex.join(mksquashfs.squash_argv(part, packing.options, ""))
+        name = name_of(source)
+        lines.append(f"docker export CONTAINER-OF-{name} | {squashed}" if way == "export" else "")
+        if way == "stream":
+            lines[-1] = f"# merge the layers of {name} into one stream\n... | {squashed}"
+    lines.append("# add the record of the image, and digests of everything in the file")
     return (*lines, f"mv {part} {target}")
 
 
-def _lay_out(source: Archive | OciFolder | EngineImage, job: ConversionJob) -> _Made:
-    """Write an OCI folder into the workspace, under the name of the image."""
-    folder, clock, limit = job.work.folder / "layout", job.clock, job.options.unpack_limit_bytes
-    if isinstance(source, Archive):
-        clock.stage(f"read {source.path.name}")
-        laid = oci_folder.from_archive(source.path, folder, clock, unpack_limit_bytes=limit)
-    elif isinstance(source, OciFolder):
-        clock.stage(f"read {source.path.name}")
-        laid = oci_folder.from_folder(source.path, folder, clock, unpack_limit_bytes=limit)
-    else:
-        clock.stage(f"save {source.name} from the engine")
-        with source.save() as chunks:
-            laid = oci_folder.from_chunks(
-                chunks, folder, name=source.name, report=clock, expected_bytes=source.size_bytes
-            )
-    name = _name(source, laid.names)
-    layers = (laid.folder / "blobs/sha256" / one.removeprefix("sha256:") for one in laid.config.diff_ids)
-    links.check(layers, where=name)
-    folder.rename(job.work.folder / folder_name(name))
-    return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
-
-
-def _name(source: Archive | OciFolder | EngineImage, names: tuple[str, ...]) -> str:
-    if isinstance(source, EngineImage):
-        return source.name
-    return names[0] if names else source.path.name.split(".tar", 1)[0]
-
-
-def _build_words(
-    tool: RuntimeTool, packing: Compression, part: Path, source: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Arguments of the runtime; the last word of `source` is the image, the others are options."""
-    options = list(cache_flags(tool))
-    if packing.options:
-        options += ["--mksquashfs-args", compression.arguments_for_runtime(packing, limits.gather())]
-    return ("build", "--force", *options, *source[:-1], str(part), source[-1])
-
-
-def _build(job: ConversionJob, source: tuple[str, ...]) -> None:
-    """``singularity build`` into the part file."""
-    job.clock.stage(f"build with {job.tool}")
-    output = job.run(*_build_words(job.tool, job.compression, job.work.part, source))
-    if check.EMPTY_IMAGE in output:
-        raise ToolFailed(
-            f"{job.tool} did not read the layers: it found no programs in the image ({check.EMPTY_IMAGE!r})",
-            hint=f"another version of it, or --from daemon on the build host; the full log: {job.log.name}",
-        )
-    if not job.work.part.exists():
-        raise ToolFailed(f"{job.tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
-
-
-def _build_source(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tuple[str, ...]:
-    if not isinstance(source, Registry):
-        return (f"oci:{folder_name(name)}",)
-    host = source.reference.split("/", 1)[0].rsplit(":", 1)[0]
-    plain = host in _LOCAL_REGISTRIES and tool.capabilities.no_https
-    return (*(("--no-https",) if plain else ()), f"docker://{source.reference}")
-
-
-def _finish(job: ConversionJob, made: _Made, target: Path) -> Converted:
+def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converted:
     """Check, describe, publish."""
     part, clock = job.work.part, job.clock
     clock.stage("check")
-    sif, _ = check.structure(part, config=made.config, layer_bytes=made.layer_bytes)
-    record = _record(job, made, image.root_sha256(part, advance=clock.advance))
-    if job.tool.capabilities.edits_sif:
-        add_record(job, record)
-    else:
-        clock.note(f"{job.tool} has no `sif add`: the file gets no record of its image id and layers")
-    _check_content(job, made, sif)
+    # mksquashfs got every byte of a stream, and its names were counted: an image of zeros is whole.
+    expected = None if way == "stream" else made.layer_bytes
+    sif, _ = check.structure(part, config=made.config, layer_bytes=expected)
+    record = _record(job, made, way, image.root_sha256(part, advance=clock.advance))
+    coverage.put_record(part, record)
+    _check_content(job, made, sif, way)
     clock.stage("make durable")
     files.publish(part, target)
     clock.finish()
@@ -217,47 +209,39 @@ def _finish(job: ConversionJob, made: _Made, target: Path) -> Converted:
     )
 
 
-def add_record(job: ConversionJob, record: ImgkitRecord) -> None:
-    """Add `record` to the part file.
-
-    Raises
-    ------
-    ToolFailed : it cannot be read back.
-    """
-    data = job.work.folder / f"{IMGKIT_OBJECT}.json"
-    data.write_text(json.dumps({"schema": 1, **asdict(record)}, indent=1, sort_keys=True), encoding="utf-8")
-    job.run(*_RECORD_WORDS, job.work.part, data)
-    if image.read(job.work.part).record != record:
-        raise ToolFailed(f"{job.tool} sif add wrote other data than it got", hint="please report this")
-
-
-def _check_content(job: ConversionJob, made: _Made, sif: SifImage) -> None:
-    executes = runs_here(sif.arch)
+def _check_content(job: ConversionJob, made: _Made, sif: SifImage, way: Way) -> None:
+    executes = job.options.test and runs_here(sif.arch) and job.tool is not None
     if job.options.test and not executes:
-        job.clock.note(f"not executed: the image is {sif.arch}, this machine {host_arch()}")
-    check.content(job, made.config, execute=job.options.test and executes)
+        why = (
+            "no singularity here"
+            if job.tool is None
+            else f"the image is {sif.arch}, this machine {host_arch()}"
+        )
+        job.clock.note(f"not run: {why}")
+    check.content(job, made.config, built=way == "layers", runner=job.tool if executes else None)
 
 
-def _record(job: ConversionJob, made: _Made, root_sha256: str) -> ImgkitRecord:
+def _record(job: ConversionJob, made: _Made, way: Way, root_sha256: str) -> ImgkitRecord:
     config = made.config
     return ImgkitRecord(
         image_id=config.image_id if config else "",
         diff_ids=config.diff_ids if config else (),
         root_sha256=root_sha256,
-        runtime=str(job.tool),
+        runtime=str(job.tool) if way == "layers" else f"imgkit {__version__}",
         compression=str(job.compression),
-        route=_route(job.options),
+        route=way,
         imgkit=__version__,
         source=made.name,
     )
 
 
-def _route(options: Options) -> str:
-    return "export" if options.direct else "layers"
-
-
 def _up_to_date(
-    target: Path, config: ImageConfig, tool: RuntimeTool, packing: Compression, options: Options
+    target: Path,
+    config: ImageConfig,
+    tool: RuntimeTool | None,
+    packing: Compression,
+    way: Way,
+    options: Options,
 ) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
     if options.force or not image.is_sif(target):
@@ -265,14 +249,12 @@ def _up_to_date(
     try:
         sif = image.read(target)
         record = sif.record
-        if record is None or record.deltas:
+        if record is None or record.deltas or not _is_wanted(record, tool, way, options):
             return None
-        # Both routes give the same image: where the user leaves it open, either will do.
-        route = record.route if options.direct is None and record.route != "flatten" else _route(options)
-        wanted = (config.image_id, str(tool), str(packing), route)
-        if (record.image_id, record.runtime, record.compression, record.route) != wanted:
+        if record.image_id != config.image_id or not _is_packed_well(record, packing, way, options):
             return None
-        if image.root_sha256(target) != record.root_sha256:
+        root_sha256 = image.root_sha256(target)
+        if root_sha256 != record.root_sha256 or coverage.check(target, root_sha256=root_sha256).faults:
             return None
     except CheckFailed:
         return None
@@ -285,6 +267,22 @@ def _up_to_date(
         stages=(),
         log=None,
     )
+
+
+def _is_wanted(record: ImgkitRecord, tool: RuntimeTool | None, way: Way, options: Options) -> bool:
+    """Whether a file that was made so is as good as what would be made now."""
+    if way == "layers":
+        return record.route != "flatten" and record.runtime == str(tool)
+    # All ways give the same files: where the user leaves it open, any will do.
+    return record.route == way if options.direct is not None else record.route != "flatten"
+
+
+def _is_packed_well(record: ImgkitRecord, packing: Compression, way: Way, options: Options) -> bool:
+    """Whether the compression is the one wanted; where the user leaves it open, gzip mounts everywhere."""
+    if record.compression == str(packing):
+        return True
+    kind = record.compression.split(" ")[0]
+    return way != "layers" and options.compression == "auto" and kind in ("gzip", "runtime")
 
 
 def _known_config(source: Source) -> ImageConfig | None:
@@ -329,12 +327,13 @@ def source_bytes(source: Source) -> int | None:
     return None
 
 
-def _check_space(source: Source, target: Path, base: Path, *, direct: bool) -> None:
+def _check_space(source: Source, target: Path, base: Path, *, way: Way) -> None:
     size = source_bytes(source)
     if size is None:
         return
     packed = int(size * PACKED_SHARE)
-    needs = {base: packed if direct else int(size * SPACE_FACTOR)}
+    temporary = size * SPACE_FACTOR if way == "layers" else size if stream.is_spooled(source, way) else 0
+    needs = {base: int(temporary)}
     if base.stat().st_dev == target.parent.stat().st_dev:
         needs[base] += packed
     else:

@@ -12,34 +12,37 @@ The format is that of https://github.com/apptainer/sif (pkg/sif). All integers a
     | root partition (squashfs)   |
     | overlay partitions (deltas) |
     | JSON object "imgkit"        |  `ImgkitRecord`
+    | "imgkit-coverage"           |  digests of all of the above, see `coverage`
+    | signatures                  |  those that a runtime added
     +-----------------------------+
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from imgkit_builder.sif import table
+from imgkit_builder.sif.table import MAGIC, MAGIC_OFFSET, Entry
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
-MAGIC = b"SIF_MAGIC\0"
-MAGIC_OFFSET = 32
-"""The launch script line comes first."""
 IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
 
-_HEADER = struct.Struct("<32s10s3s3s16s8q")
-_DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
 _PARTITION = struct.Struct("<ii3s")
+_FINGERPRINT_BYTES = 20
+_FS_SQUASHFS = 1
+PARTITION_ALIGN_BYTES = 4096
+"""A runtime mounts a partition only at such a place."""
 _SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
 _SQUASHFS_MAGIC = b"hsqs"
-_MAX_DESCRIPTORS = 4096
 _CHUNK_BYTES = 1 << 20
 _MAX_JSON_BYTES = 4 << 20
 
@@ -96,6 +99,8 @@ class Descriptor:
     """A `PartitionType` number; 0 where the object is no partition."""
     arch: str = ""
     """Architecture of a partition; empty for other objects."""
+    signer: str = ""
+    """Fingerprint of the OpenPGP key that a signature names, in hex; empty for other objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +170,11 @@ class SifImage:
             if root and one.partition == PartitionType.OVERLAY and one.group == root.group
         )
 
+    @property
+    def signatures(self) -> tuple[Descriptor, ...]:
+        """The signature objects; each covers one group."""
+        return tuple(one for one in self.descriptors if one.datatype == DataType.SIGNATURE)
+
 
 def is_sif(path: Path) -> bool:
     """Whether the file starts like a .sif; False also if it cannot be read."""
@@ -193,59 +203,55 @@ def read(path: Path) -> SifImage:
 
 
 def _read(path: Path, stream: BinaryIO) -> SifImage:
-    size = path.stat().st_size
-    raw = stream.read(_HEADER.size)
-    if len(raw) < _HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
-        raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
-    (_, _, _, arch, uuid, _, _, free, total, offset, length, _, _) = _HEADER.unpack(raw)
-    if not 0 <= free <= total <= _MAX_DESCRIPTORS or length < total * _DESCRIPTOR.size:
-        raise CheckFailed(f"its header claims {total} descriptors, {free} free: damaged", where=str(path))
-    stream.seek(offset)
-    table = stream.read(total * _DESCRIPTOR.size)
-    if len(table) < total * _DESCRIPTOR.size:
-        raise CheckFailed(f"cut short within its descriptor table, at {size} bytes", where=str(path))
-    descriptors = tuple(_descriptor(fields) for fields in _DESCRIPTOR.iter_unpack(table) if fields[1])
-    for one in descriptors:
-        end = one.offset + one.size_bytes
-        if one.offset < 0 or one.size_bytes < 0 or end > size:
-            raise CheckFailed(
-                f"data object {one.id} ends at byte {end}, the file at {size}: cut short",
-                where=str(path),
-            )
+    found = table.read(path, stream)
+    descriptors = tuple(_descriptor(entry) for entry in found.entries)
     record = next((d for d in descriptors if d.name == IMGKIT_OBJECT and d.datatype == DataType.JSON), None)
     return SifImage(
         path=path,
-        arch=_arch(arch),
-        uuid=uuid.hex(),
+        arch=_arch(found.header.arch),
+        uuid=found.header.uuid.hex(),
         descriptors=descriptors,
-        size_bytes=size,
+        size_bytes=os.fstat(stream.fileno()).st_size,
         record=_record(path, _data(stream, record)) if record else None,
     )
 
 
-def _descriptor(fields: tuple[Any, ...]) -> Descriptor:
-    datatype, _, number, group, _, offset, size, _, _, _, _, _, name, extra = fields
-    partition, arch = 0, ""
-    if datatype == DataType.PARTITION:
-        _, partition, code = _PARTITION.unpack_from(extra)
+def _descriptor(entry: Entry) -> Descriptor:
+    partition, arch, signer = 0, "", ""
+    if entry.datatype == DataType.PARTITION:
+        _, partition, code = _PARTITION.unpack_from(entry.extra)
         arch = _arch(code)
+    elif entry.datatype == DataType.SIGNATURE:
+        fingerprint = entry.extra[4 : 4 + _FINGERPRINT_BYTES]
+        signer = fingerprint.hex().upper() if any(fingerprint) else ""
     return Descriptor(
-        datatype=datatype,
-        id=number,
+        datatype=entry.datatype,
+        id=entry.id,
         # The four high bits mark "is a group"; tools show the rest.
-        group=group & 0x0FFFFFFF,
-        offset=offset,
-        size_bytes=size,
-        name=name.split(b"\0", 1)[0].decode("utf-8", "replace"),
+        group=entry.group & ~table.GROUP,
+        offset=entry.offset,
+        size_bytes=entry.size_bytes,
+        name=entry.label,
         partition=partition,
         arch=arch,
+        signer=signer,
     )
 
 
 def _arch(code: bytes) -> str:
     digits = code.rstrip(b"\0")
-    number = int(digits) if digits.isdigit() else 0
+    number = int(digits) if digits.isdigit() and len(digits) < 4 else 0
     return ARCHS[number] if number < len(ARCHS) else "unknown"
+
+
+def partition_extra(kind: PartitionType, arch: str) -> bytes:
+    """The last field of the descriptor of a partition with a squashfs for `arch`."""
+    return _PARTITION.pack(_FS_SQUASHFS, kind, arch_code(arch))
+
+
+def arch_code(arch: str) -> bytes:
+    """How a header and a partition write `arch`."""
+    return b"%02d" % ARCHS.index(arch)
 
 
 def _data(stream: BinaryIO, descriptor: Descriptor) -> bytes:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_entrypoints.arguments import digits
+
 _UNLIMITED_V1 = 1 << 60
 """cgroup v1 writes a huge page-rounded number where there is no limit."""
 _LEAST_MEMORY_BYTES = 128 << 20
@@ -76,19 +78,19 @@ def _groups(root: Path) -> Iterator[Path]:
 
 def _cpu_quota(folder: Path) -> float | None:
     v2 = _text(folder / "cpu.max").split()
-    if len(v2) == 2 and v2[0].isdigit() and v2[1].isdigit() and int(v2[1]):
-        return int(v2[0]) / int(v2[1])
-    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-    if quota.isdigit() and period.isdigit() and int(period):
-        return int(quota) / int(period)
+    v1 = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+    for words in (v2, v1):
+        quota, period = map(digits, words) if len(words) == 2 else (None, None)
+        if quota is not None and period:
+            return quota / period
     return None
 
 
 def _memory_limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        text = _text(folder / name)
-        if text.isdigit() and int(text) < _UNLIMITED_V1:
-            return int(text)
+        value = digits(_text(folder / name))
+        if value is not None and value < _UNLIMITED_V1:
+            return value
     return None
 
 

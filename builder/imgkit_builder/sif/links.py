@@ -9,15 +9,14 @@ paths in `_FOLDERS` and `_FILES` are those of its build, seen with strace.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from imgkit_builder.archive import tarstream
-from imgkit_builder.archive.tarstream import HARD_LINK, SYMLINK, Member
+from imgkit_builder.archive.tar_header import HARD_LINK, SYMLINK, Member
+from imgkit_builder.sif.own_files import META
 from imgkit_entrypoints.errors import CheckFailed
 
-META = ".singularity.d"
-"""Folder of the runtime's own files; its names differ between runtimes, so no link may lie in it."""
 _FOLDERS = ("dev", "etc", "proc", "sys", "var")
 _FILES = ("etc/hosts", "etc/resolv.conf")
 _SPECIAL = {b"3": "a device", b"4": "a device", b"6": "a FIFO"}
@@ -152,13 +151,6 @@ def check(layers: Iterable[Path], *, where: str) -> None:
     for layer in layers:
         found.add_layer(tarstream.headers(layer))
     found.refuse(where)
-
-
-def passing(members: Iterable[Member], found: ImageLinks) -> Iterator[Member]:
-    """Yield `members` and note them in `found`, one by one."""
-    for member in members:
-        found.add_layer((member,))
-        yield member
 
 
 def _refused(path: str, member: Member, why: str, where: str) -> CheckFailed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -19,10 +20,13 @@ from imgkit_builder.image.config import epoch
 from imgkit_builder.sif import limits
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
-_INSTALL = "apt install squashfs-tools (4.5 or later), or --from layers"
+_INSTALL = "apt install squashfs-tools (4.5 or later), or a runtime that builds: --from layers"
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where distributions put it and an ordinary user's PATH does not look."""
+_RUNTIMES = ("apptainer", "singularity")
 _BUFFER_BYTES = 1 << 20
+_HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
+"""An attribute that no squashfs holds, as access lists are."""
 
 
 def tar_reader() -> Path:
@@ -32,30 +36,57 @@ def tar_reader() -> Path:
     ------
     ToolMissing : none, or older than 4.5.
     """
-    program = find()
-    if program is None:
-        raise ToolMissing(
-            "mksquashfs is not on this machine, and the engine's export goes straight into it", hint=_INSTALL
-        )
-    if not knows(program, r"-tar\b"):
-        raise ToolMissing(f"{program} cannot read a tar (no -tar in its -help)", hint=_INSTALL)
-    return program
+    found = candidates()
+    if not found:
+        raise ToolMissing("mksquashfs is not on this machine", hint=_INSTALL)
+    for program in found:
+        if knows(program, r"-tar\b"):
+            return program
+    raise ToolMissing(f"{found[0]} cannot read a tar (no -tar in its -help)", hint=_INSTALL)
+
+
+def obstacle() -> str:
+    """Why this machine cannot turn a tar into a squashfs; empty if it can."""
+    try:
+        tar_reader()
+    except ToolMissing as error:
+        return error.what
+    return ""
 
 
 def find() -> Path | None:
-    """The program, also in the folders that an ordinary user's PATH leaves out; None if it is absent."""
-    found = shutil.which("mksquashfs") or shutil.which("mksquashfs", path=os.pathsep.join(_SBIN))
-    return Path(found) if found else None
+    """The one that `tar_reader` chooses, else any; None if there is none."""
+    found = candidates()
+    return next((one for one in found if knows(one, r"-tar\b")), found[0] if found else None)
+
+
+def candidates() -> tuple[Path, ...]:
+    """Every mksquashfs here: on PATH, where an ordinary user's PATH does not look, and beside a runtime."""
+    found = [shutil.which("mksquashfs"), shutil.which("mksquashfs", path=os.pathsep.join(_SBIN))]
+    for name in _RUNTIMES:
+        if runtime := shutil.which(name):
+            prefix = Path(runtime).resolve().parents[1]
+            # Packages bring their own; an unprivileged installation has a folder for each architecture.
+            # `singularity` may be the only name of an Apptainer.
+            bundles = (prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES)
+            places = (*bundles, prefix / "utils/bin", *prefix.glob("*/utils/bin"))
+            found += [shutil.which("mksquashfs", path=str(place)) for place in places]
+    return tuple(dict.fromkeys(Path(one) for one in found if one))
 
 
 def knows(program: Path, word: str) -> bool:
     """Whether a line of its help begins with the regular expression `word`."""
-    # Versions differ in the exit code of -help: 0 or 1.
-    return re.search(rf"^\s*{word}", run([program, "-help"], check=False).output, re.MULTILINE) is not None
+    return re.search(rf"^\s*{word}", _help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
 
 
-def squash_argv(root: Path, options: Sequence[str], created: str) -> list[str]:
-    """The words of the mksquashfs that reads the stream.
+@functools.cache
+def _help(program: Path, _changed_ns: int) -> str:
+    # Versions differ in the exit code of -help: 0 or 1. From 4.7 on it is short, and -help-all is long.
+    return "".join(run([program, option], check=False).output for option in ("-help", "-help-all"))
+
+
+def squash_argv(root: Path, options: Sequence[str], created: str, *, offset: int = 0) -> list[str]:
+    """The words of the mksquashfs that reads the stream and writes to byte `offset` of `root`.
 
     Raises
     ------
@@ -66,6 +97,7 @@ def squash_argv(root: Path, options: Sequence[str], created: str) -> list[str]:
         *(str(tar_reader()), "-", str(root), "-tar", "-noappend", "-quiet", "-no-progress"),
         *options,
         *limits.gather().mksquashfs_options(),
+        *(("-offset", str(offset)) if offset else ()),
         # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
         *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
         *("-root-time", created_s, "-mkfs-time", created_s),
@@ -77,6 +109,9 @@ def squash_argv(root: Path, options: Sequence[str], created: str) -> list[str]:
 @contextlib.contextmanager
 def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None]) -> Iterator[IO[bytes]]:
     """Run mksquashfs with its standard input open; on leaving, it has succeeded or was killed.
+
+    A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
+    out, and exits 0.
 
     Raises
     ------
@@ -117,10 +152,12 @@ def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None
     log.write(text + "\n")
     for line in text.splitlines():
         on_line(line)
-    if code != 0 or broken:
+    unknown = [line for line in text.splitlines() if not _HARMLESS.match(line)]
+    if code != 0 or broken or unknown:
         log.flush()
         why = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
+        what = f"failed with exit code {code}{why}" if code != 0 or broken else "said something unknown"
         raise ToolFailed(
-            f"mksquashfs failed with exit code {code}{why}",
+            f"mksquashfs {what}",
             hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {log.name}",
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import BinaryIO, Literal, Protocol, runtime_checkable
 
+from imgkit_builder.archive import compressed
+from imgkit_builder.archive.tarstream import TarLimits
 from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord
 
@@ -73,7 +76,35 @@ class Registry:
     reference: str
 
 
-Source = Archive | OciFolder | EngineImage | Registry
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piped:
+    """An image archive that comes through a pipe."""
+
+    stream: BinaryIO
+    name: str = "-"
+
+    @property
+    def path(self) -> Path:
+        """Its name as a path, for messages."""
+        return Path(self.name)
+
+    def chunks(self) -> Generator[bytes, None, None]:
+        """The plain bytes; a compressed archive is decompressed on the way."""
+        start = self.stream.read(compressed.CHUNK_BYTES)
+        raw = itertools.chain([start], iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b""))
+        return compressed.unpacked(raw, compressed.kind_of(start), name="standard input")
+
+
+Source = Archive | OciFolder | EngineImage | Registry | Piped
+
+
+def name_of(source: Source, tags: Sequence[str] = ()) -> str:
+    """The name of the image for people; `tags` are those that an archive states."""
+    if isinstance(source, EngineImage):
+        return source.name
+    if isinstance(source, Registry):
+        return source.reference
+    return tags[0] if tags else source.path.name.split(".tar", 1)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +116,13 @@ class Options:
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
     compression: CompressionChoice = "auto"
-    direct: bool | None = False
+    direct: bool | None = None
     """Convert an `EngineImage` from its export stream, not from its layers; None: where that works."""
     tmpdir: Path | None = None
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
+    limits: TarLimits = field(default_factory=TarLimits)
+    """What a layer, or an engine's export, may ask of its reader."""
     force: bool = False
     """Convert even if the target is up to date; replace a target that is no .sif."""
     test: bool = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import BinaryIO
+
+from imgkit_builder.base import files
 
 _SUPERBLOCK = struct.Struct("<4s22xH4xQ8xQ8xQ")
 _MAGIC = b"hsqs"
@@ -16,8 +19,10 @@ _OWNERS_AT, _TIME_AT = 4, 8
 """Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners."""
 
 
-def set_root(path: Path, mtime_s: int) -> bool:
+def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
     """Set time and owner (root) of the root folder; return False, unchanged, if its inode is compressed.
+
+    The squashfs begins at byte `offset` of `path`.
 
     Notes
     -----
@@ -25,9 +30,10 @@ def set_root(path: Path, mtime_s: int) -> bool:
     ``-root-time`` and ``-root-uid``. SOURCE_DATE_EPOCH would also lower the time of every newer file.
     ``-noI`` stores inodes and owners as they are.
     """
-    with path.open("r+b") as stream:
+    with files.open_own(path, os.O_RDWR, "r+b") as stream:
+        stream.seek(offset)
         magic, owners, reference, owner_table, table = _SUPERBLOCK.unpack(stream.read(_SUPERBLOCK.size))
-        start, at = table + (reference >> 16), reference & 0xFFFF
+        start, at = offset + table + (reference >> 16), reference & 0xFFFF
         stream.seek(start)
         (header,) = struct.unpack("<H", stream.read(2))
         if magic != _MAGIC or not header & _UNCOMPRESSED:
@@ -42,7 +48,7 @@ def set_root(path: Path, mtime_s: int) -> bool:
         if stream.read(1)[0] not in _FOLDER_TYPES:
             return False
         changes = {_TIME_AT: struct.pack("<I", mtime_s)}
-        root = _place_of_root(stream, owner_table, owners)
+        root = _place_of_root(stream, offset, owner_table, owners)
         if root is not None:
             changes[_OWNERS_AT] = struct.pack("<HH", root, root)
         for offset, data in changes.items():
@@ -52,11 +58,11 @@ def set_root(path: Path, mtime_s: int) -> bool:
     return True
 
 
-def _place_of_root(stream: BinaryIO, table: int, count: int) -> int | None:
+def _place_of_root(stream: BinaryIO, offset: int, table: int, count: int) -> int | None:
     """Index of root in the table of owners; None if it is absent or the table is compressed."""
-    stream.seek(table)
+    stream.seek(offset + table)
     (block,) = struct.unpack("<Q", stream.read(8))
-    stream.seek(block)
+    stream.seek(offset + block)
     (header,) = struct.unpack("<H", stream.read(2))
     if not header & _UNCOMPRESSED:
         return None

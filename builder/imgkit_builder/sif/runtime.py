@@ -19,9 +19,11 @@ import collections
 import contextlib
 import datetime
 import importlib.resources
+import io
 import locale
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -39,6 +41,8 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 COMMANDS = ("singularity", "apptainer")
 """Tried in this order; an Apptainer installs both names."""
+FLOOR = "Singularity 3.8 or later, or any Apptainer"
+"""The runtimes that the files of imgkit are made for."""
 
 _FLAVOUR = re.compile(
     r"^(apptainer|singularity-ce|singularitypro|singularity)\s+version\s+(\S+)", re.IGNORECASE
@@ -55,8 +59,6 @@ class Capabilities:
     """``build --mksquashfs-args``: Apptainer from 1.4."""
     disable_cache: bool
     no_https: bool
-    edits_sif: bool
-    """``sif new``, ``sif add``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,13 @@ class RuntimeTool:
 
     def __str__(self) -> str:
         return f"{self.flavour} {self.version}"
+
+    @property
+    def below_floor(self) -> bool:
+        """Whether it is older than `FLOOR` says."""
+        numbers = re.match(r"(\d{1,6})\.(\d{1,6})", self.version)
+        old = numbers is not None and (int(numbers[1]), int(numbers[2])) < (3, 8)
+        return old and self.flavour != "apptainer"
 
 
 def find_runtime(command: str | None = None, *, module_hint: str | None = None) -> RuntimeTool:
@@ -104,7 +113,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             f"{path} is no Singularity 3.x or Apptainer: its --version prints {first!r}",
             hint=module_hint or "give the right command: --runtime COMMAND",
         )
-    build_help, sif_help = _ask(path, "build", "--help").output, _ask(path, "sif", "--help").output
+    build_help = _ask(path, "build", "--help").output
     return RuntimeTool(
         path=path,
         flavour=match[1].lower(),
@@ -113,9 +122,32 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             mksquashfs_args="--mksquashfs-args" in build_help,
             disable_cache="--disable-cache" in build_help,
             no_https="--no-https" in build_help,
-            edits_sif=all(re.search(rf"^\s+{verb}\s", sif_help, re.MULTILINE) for verb in ("new", "add")),
         ),
     )
+
+
+def setting(tool: RuntimeTool, name: str) -> str:
+    """The admin's value of `name` in the runtime's configuration file; empty where it cannot be read.
+
+    An ordinary user of a setuid runtime may not ask ``config global --get``, but may read the file.
+    """
+    named = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", _ask(tool.path, "buildcfg").output, re.MULTILINE)
+    try:
+        text = Path(named[1]).read_text(encoding="utf-8", errors="replace") if named else ""
+    except OSError:
+        return ""
+    found = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
+    return found[-1] if found else ""
+
+
+def runtime_if_any(command: str | None = None) -> RuntimeTool | None:
+    """Find a runtime as `find_runtime` does; None where there is none and nobody asked for one by name."""
+    try:
+        return find_runtime(command)
+    except ToolMissing:
+        if command:
+            raise
+        return None
 
 
 def _ask(path: Path, *arguments: str) -> Finished:
@@ -233,32 +265,52 @@ def scratch_env(folder: Path) -> dict[str, str]:
     return values
 
 
-def exec_argv(
-    runtime: RuntimeTool, image: Path, argv: Sequence[str], *, nv: bool = False, binds: Sequence[str] = ()
-) -> list[str]:
-    """The words that run `argv` inside `image`."""
-    words = [str(runtime.path), "exec"]
-    if nv:
-        words.append("--nv")
-    for bind in binds:
-        words += ["--bind", bind]
-    return [*words, str(image.absolute()), *argv]
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How a program of an image runs: without this machine's home, /tmp, variables and processes."""
+
+    network: bool
+    """Whether the program shares this machine's network, because the runtime cannot take it away."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of ``exec`` and ``shell``."""
+        return ("--containall", "--no-home", *(() if self.network else ("--net", "--network", "none")))
+
+    def said(self, what: str) -> str:
+        """One line for the user: what of the image runs, and what it can reach."""
+        kept = "with this machine's network, which the runtime cannot take away"
+        reach = kept if self.network else "no network"
+        return f"{what} runs in the image: no home folder, {reach}"
 
 
-def exec_arguments(image: Path, argv: Sequence[str]) -> tuple[str, ...]:
-    """Like `exec_argv`, for `run`; the host's variables stay out, so that only the image counts."""
-    return ("exec", "--cleanenv", str(image.absolute()), *argv)
+def isolation(tool: RuntimeTool) -> Isolation:
+    """Find out whether `tool` can start a container without a network for this user.
+
+    A setuid installation or the kernel may refuse it. The attempt starts an empty folder: the runtime creates
+    the namespaces, and then fails because there is no program. Only a refusal speaks of the network.
+    """
+    with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
+        for name in ("dev", "proc", "sys", "tmp"):
+            (Path(empty) / name).mkdir()
+        answer = _ask(tool.path, "exec", *Isolation(network=False).options, empty, "/nothing")
+    return Isolation(network="network" in answer.output.lower())
+
+
+def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tuple[str, ...]:
+    """Words after the runtime's name that run `argv` inside `image`."""
+    return ("exec", *isolated.options, str(image.absolute()), *argv)
 
 
 @contextlib.contextmanager
 def log_file(stem: str) -> Iterator[TextIO]:
-    """Open a new log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-PID.log``, or in tmp if HOME is not usable."""
-    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{os.getpid()}.log"
+    """Open a new log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``, or in tmp if HOME is not usable."""
+    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{secrets.token_hex(4)}.log"
     try:
         folder = files.state_dir() / "sif"
         folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / name).open("w", encoding="utf-8", errors="replace")
+        made = files.create(folder / name)
     except (OSError, RuntimeError):  # RuntimeError: no home folder at all
-        stream = (Path(tempfile.gettempdir()) / name).open("w", encoding="utf-8", errors="replace")
-    with stream:
+        made = files.create(Path(tempfile.gettempdir()) / name)
+    with made, io.TextIOWrapper(made, encoding="utf-8", errors="replace") as stream:
         yield stream

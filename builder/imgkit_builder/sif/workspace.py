@@ -126,7 +126,9 @@ def _locked(target: Path, key: str, folder: Path) -> Iterator[None]:
 
 def _open_lock(path: Path, target: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # Not a second name of another file, either: what is in it is replaced.
+        with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
+            return os.dup(stream.fileno())
     except OSError as error:
         raise UsageError(
             f"cannot write into {target.parent}: {error.strerror}",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_entrypoints import __version__, facts
+from imgkit_entrypoints import __version__, facts, json_text
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
 from imgkit_entrypoints.doctor.node import SCHEMA, add_arguments, examine, passed
@@ -348,7 +348,7 @@ def _collected(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dic
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
             continue
-        data = json.loads(text)
+        data = json_text.parse(text)
         checks = tuple(Check(**check) for check in data.pop("checks"))
         answers[rank] = Answer(**{**data, "wrong": tuple(data["wrong"])}, checks=checks)
         hosts[rank] = answers[rank].host

@@ -145,13 +145,9 @@ def main() -> None:
         dist.all_reduce(total)
         value = total.item() / intervals
         seconds = time.perf_counter() - began
-        done: list[Done | None] = [None] * here.world_size
-        spans: list[float | None] = [None] * here.world_size
-        dist.all_gather_object(done, mine)
-        dist.all_gather_object(spans, seconds)
+        done, spans = here.gather(mine, Done), here.gather(seconds, float)
         if here.rank == 0 and alone is not None:
-            slowest = max(item for item in spans if item is not None)
-            lines = report(value, intervals, [item for item in done if item is not None], slowest, alone)
+            lines = report(value, intervals, done, max(spans), alone)
             print("\n".join(lines), flush=True)
     if abs(value - math.pi) > tolerance(intervals):
         wrong = (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.cli import options, start, worker
-from imgkit_entrypoints.doctor import node
+from imgkit_entrypoints.doctor import node, saved_environment
 from imgkit_entrypoints.errors import NoPlan
 
 ALL_NODES = "imgkit_entrypoints.apps.doctor"
@@ -21,7 +21,7 @@ def main(words: Sequence[str], env: Mapping[str, str]) -> int:
     both.parse_args(words)
     parsed, rest = options.parser("dist-doctor", summary, env).parse_known_args(words)
     asked = options.read(parsed, ("dist-doctor", *words))
-    if not any(word.startswith("--bundle") for word in rest):
+    if not any(word.startswith("--bundle") for word in rest) and not saved_environment.is_replay(env):
         try:
             place = start.place(asked.wanted, env)
         except NoPlan as error:

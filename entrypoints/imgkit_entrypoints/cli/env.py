@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints import __version__, fabric, facts, schedulers
+from imgkit_entrypoints import __version__, fabric, facts, json_text, schedulers
 from imgkit_entrypoints.cli import options, start
 from imgkit_entrypoints.cli.worker import Worker
 from imgkit_entrypoints.errors import ImgkitError
@@ -77,7 +77,7 @@ def _json(found: _Findings) -> dict[str, object]:
         "schema": plan.SCHEMA,
         "imgkit": __version__,
         "host": dataclasses.asdict(found.host),
-        "system": None if found.system is None else json.loads(to_json(found.system)),
+        "system": None if found.system is None else json_text.parse(to_json(found.system)),
         "placement": found.place_dict(),
         "fabric": {
             **dataclasses.asdict(dataclasses.replace(found.network, env=dict(found.network.env))),

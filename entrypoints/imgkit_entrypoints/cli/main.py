@@ -11,6 +11,7 @@ from pathlib import Path
 
 from imgkit_entrypoints.cli import options, start, worker
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
+from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 from imgkit_entrypoints.launch import delta_check, plan
 from imgkit_entrypoints.launch.request import Series
@@ -38,6 +39,7 @@ def program() -> None:
 
 def _run(words: tuple[str, ...], env: Mapping[str, str]) -> int:
     command = _command(words[0] if words else "")
+    env = saved_environment.replayed(env)
     delta_check.require(env)
     if command.here is not None:
         return int(importlib.import_module(command.here).main(words[1:], env))

@@ -60,13 +60,7 @@ def parser(
     )
     option("--head", str, None, "HOST", "name or address of node 0, as the other nodes reach it")
     option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)")
-    option(
-        "--max-restarts",
-        natural,
-        None,
-        "N",
-        "restarts of the workers after a failure (default: 0; elastic: 10)",
-    )
+    option("--max-restarts", natural, 0, "N", "restarts of the workers after a failure (default: 0)")
     option("--log-dir", str, None, "DIR", "keep each process' output in DIR, one folder per node")
     option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default: 120)")
     option("--grace", positive, 60, "S", "seconds to save after a stop request (default: 60)")
@@ -78,6 +72,15 @@ def parser(
         "report a rank of dist-train as stuck after S seconds or three times its longest step, whichever is "
         "longer (default: 60); 0: never",
     )
+    option(
+        "--secret-file",
+        str,
+        None,
+        "FILE",
+        "secret that the nodes prove to each other, a private file of at least 32 bytes, the same on all; "
+        "-: a line on standard input (default: the job script's, else ~/.config/imgkit/secret)",
+    )
+    switch("--require-secret", "several nodes: refuse a start without a secret, in which strangers can join")
     switch("--no-network-test", "start without testing the network between the nodes")
     switch("--direct", "this process is one rank: do not start torchrun")
     switch("--plan", "print the plan as JSON and stop")
@@ -111,6 +114,8 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
         ),
         show_plan=parsed.plan,
         network_test=not parsed.no_network_test,
+        secret_file=parsed.secret_file,
+        require_secret=parsed.require_secret,
         timeouts=Timeouts(
             grace_s=parsed.grace, rollcall_s=parsed.rollcall_timeout, hang_after_s=parsed.hang_after
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -11,11 +12,14 @@ from pathlib import Path
 
 from imgkit_entrypoints import fabric, facts, schedulers
 from imgkit_entrypoints.cli.worker import Worker
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.doctor import saved_environment
+from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import sockets
+from imgkit_entrypoints.facts import mounts
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.launch.request import LaunchOptions
+from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
 
 
@@ -34,8 +38,8 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
 
     Raises
     ------
-    NoPlan : no launch can be right. UsageError : this Python has no torch, or a file keeps the run from
-    starting. ToolFailed : see `supervisor.run`.
+    NoPlan : no launch can be right. UsageError : this Python has no torch, a file keeps the run from
+    starting, or the file of the secret is not safe. ToolFailed : see `supervisor.run`.
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     made = plan.make(asked.request, worker.argv, place=where, host=host, system=system, env=env)
@@ -45,32 +49,86 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in files)
     warnings = (*odd, *made.warnings, *absent, *(() if worker.own else _shadows(env)))
     if asked.show_plan:
-        print(json.dumps(dataclasses.replace(made, warnings=warnings).to_dict(), indent=2))
+        meets = where.nnodes > 1 and made.mode == "torchrun"
+        source = secret.source(asked.secret_file, env, shared_home=_shared_home(env)) if meets else ""
+        print(json.dumps(dataclasses.replace(made, warnings=warnings, secret=source).to_dict(), indent=2))
         return 0
+    if saved_environment.is_replay(env):
+        # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
+        raise UsageError(
+            "a replay starts nothing",
+            where=f"IMGKIT_ROOT={env['IMGKIT_ROOT']}",
+            hint="add --plan; to start a run here: unset IMGKIT_ROOT",
+        )
     from imgkit_entrypoints.launch import supervisor  # --plan prints sooner without them
     from imgkit_entrypoints.launch.run_folder import RunFolder
-    from imgkit_entrypoints.rollcall import gather
+    from imgkit_entrypoints.rollcall import differences
+    from imgkit_entrypoints.rollcall.messages import Caller
 
     _require_torch()
+    proof = _secret(asked, env, where)
+    child.pop(secret.VARIABLE, None)
     if worker.own:
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     if made.mode == "direct":
-        if folder := RunFolder.of(env):  # else the supervisor asks
+        if folder := RunFolder.of(env, say):  # else the supervisor asks
             folder.refuse_stopped()
         os.execvpe(made.argv[0], made.argv, child)  # noqa: S606 - an argv list, no shell
     if where.node_rank == 0:
         for text in (*(line(decision) for decision in made.decisions if decision.used), *warnings):
             say(text)
     carrier = sockets.selected(host, child) if asked.network_test else None
-    me = gather.Caller(
+    me = Caller(
         host=host.hostname,
-        identity=gather.identity(torch=host.torch_version, nccl=host.nccl_version),
+        identity=differences.identity(torch=host.torch_version, nccl=host.nccl_version),
         nproc=made.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
         address=carrier.addresses[0] if carrier else "",
         interface=carrier.name if carrier else "",
     )
-    return supervisor.run(made.argv, child, place=where, me=me, say=say, timeouts=asked.timeouts)
+    return supervisor.run(
+        made.argv, child, place=where, me=me, secret=proof, say=say, timeouts=asked.timeouts
+    )
+
+
+def _secret(asked: LaunchOptions, env: Mapping[str, str], where: Placement) -> bytes | None:
+    """The secret that the nodes of this start prove to each other; None: one node, or an open start.
+
+    Raises
+    ------
+    NoPlan : the start is open, but must not be. UsageError : see `secret.find`.
+    """
+    if where.nnodes == 1:
+        return None
+    if where.direct is not None:
+        if asked.require_secret:
+            raise NoPlan(
+                "there is no roll call that could prove a secret, since the ranks start without torchrun",
+                where="--require-secret",
+                hint="leave out --direct",
+            )
+        return None
+    if found := secret.find(asked.secret_file, env, shared_home=_shared_home(env)):
+        return found.value
+    make = secret.MAKE.format(file="FILE")
+    if asked.require_secret:
+        raise NoPlan(
+            "this start has no secret, so strangers could join it",
+            where="--require-secret",
+            hint=f"make one file for all nodes, {make}, and give --secret-file FILE",
+        )
+    if where.node_rank == 0:
+        port = ports.roll_call(where.job_id, where.port)
+        _say_once(
+            f"this start is open: any program that reaches port {port} of {where.head} can join it. To close "
+            f"it, make one file for all nodes, {make}, and give --secret-file FILE"
+        )
+    return None
+
+
+def _shared_home(env: Mapping[str, str]) -> bool:
+    own = secret.home_file(env)
+    return own is not None and mounts.shared(facts.Reader(root=facts.root_of(env)), str(own))
 
 
 def line(decision: fabric.Decision) -> str:
@@ -81,6 +139,12 @@ def line(decision: fabric.Decision) -> str:
 def say(text: str) -> None:
     """Tell the user; results alone go to stdout."""
     print(f"imgkit: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """Tell the user what holds for all launches of a series."""
+    say(text)
 
 
 def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:

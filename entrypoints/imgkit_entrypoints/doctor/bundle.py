@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-import re
+import os
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from imgkit_entrypoints import facts, files, json_text, system
+from imgkit_entrypoints import facts, files, json_text, secret_patterns, system
+from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.doctor.checks import software
+from imgkit_entrypoints.doctor.saved_environment import ENVIRONMENT
 from imgkit_entrypoints.facts import NOT_FILES, Reader, health
 from imgkit_entrypoints.facts.saved_tree import Entry, Recorder, entries
 from imgkit_entrypoints.facts.software import absent_files
 
-ENVIRONMENT = "environment"
-"""Member with the variables that affect a launch, as lines for a shell."""
-_TELLING = re.compile(
-    r"(NCCL|FI|GLOO|TORCH|TORCHELASTIC|CUDA|NVIDIA|OMP|IMGKIT|SLURM|SLURMD|PBS|PALS|PMI|PMIX|OMPI|PRTE|MPI|PET|"
-    r"RUNAI|UCX|MASTER)_.*|LD_LIBRARY_PATH|RANK|WORLD_SIZE|LOCAL_RANK|CUDA_VISIBLE_DEVICES"
-)
-_SECRET = re.compile(
-    r"TOKEN|SECRET|PASSW|COOKIE|CREDENTIAL|JWT|(^|_)(API)?KEYS?($|_)|(^|_)AUTH($|_)", re.IGNORECASE
-)
 _MANIFEST = "opt/imgkit/manifest.json"
 
 
 def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Write the archive; returns the names of variables that were left out as secrets.
+    """Write the archive; returns the names of variables about a launch that were left out.
 
     Raises
     ------
@@ -39,28 +32,26 @@ def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
         entry.path: entry
         for entry in (*facts.snapshot(env=env), *_more(Reader(root=facts.root_of(env)), env))
     }
-    telling = {name: value for name, value in sorted(env.items()) if _TELLING.fullmatch(name)}
-    telling.pop("IMGKIT_ROOT", None)
-    secrets = tuple(name for name in telling if _SECRET.search(name))
-    lines = [
-        f"export {name}={shlex.quote(value)}\n" for name, value in telling.items() if name not in secrets
-    ]
-    members[ENVIRONMENT] = Entry(path=ENVIRONMENT, kind="file", content="".join(lines))
+    kept, left_out = saved_environment.chosen(env)
+    variables = saved_environment.to_text(kept)
+    members[ENVIRONMENT] = Entry(path=ENVIRONMENT, kind="file", content=variables)
     hint = "--bundle /tmp/node.tar.gz"
     with (
         files.replacing(target, failed="cannot write the bundle", hint=hint) as file,
         tarfile.open(fileobj=file, mode="w:gz") as archive,
     ):
+        # Host names and paths are nobody else's business until the user sends them.
+        os.fchmod(file.fileno(), 0o600)
         for path in sorted(members):
             _add(archive, members[path])
-    return secrets
+    return left_out
 
 
 def how_to_replay(target: Path) -> str:
     """Commands that replay the archive on another machine."""
     name = shlex.quote(target.name)
     return (
-        f"mkdir node && tar -xzf {name} -C node && (. node/{ENVIRONMENT}; IMGKIT_ROOT=node dist-doctor), "
+        f"mkdir node && tar -xzf {name} -C node && IMGKIT_ROOT=node dist-doctor, "
         "also dist-env and dist-run --plan"
     )
 
@@ -72,12 +63,13 @@ def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
         known = system.from_json(text) if text else None
     except (ValueError, TypeError, KeyError):
         known = None
-    if text and (known is None or not any(_SECRET.search(name) for name in known.env)):
+    if text and known is not None:
+        # Only variables that a replay reads: a recipe's author may have written a secret into it.
+        data = json_text.parse(text)
+        data["env"] = saved_environment.chosen(known.env)[0]
+        text = json.dumps(data)
+    if text:
         yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=text + "\n")
-    elif text:
-        data = json.loads(text)
-        data["env"] = {name: value for name, value in data["env"].items() if not _SECRET.search(name)}
-        yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=json.dumps(data) + "\n")
     # Only the platform of the manifest, which also has the whole environment of the base image.
     try:
         platform = json_text.parse(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
@@ -118,6 +110,7 @@ def _add(archive: tarfile.TarFile, entry: Entry) -> None:
         info.type, info.linkname = tarfile.SYMTYPE, entry.content
         archive.addfile(info)
     else:
-        data = entry.content.encode("utf-8", "surrogateescape")
+        # Also texts that others wrote: mount options, messages of drivers, settings of NCCL.
+        data = secret_patterns.masked(entry.content).encode("utf-8", "surrogateescape")
         info.size = len(data)
         archive.addfile(info, io.BytesIO(data))

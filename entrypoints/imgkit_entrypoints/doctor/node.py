@@ -79,7 +79,7 @@ def _bundle(target: Path, env: Mapping[str, str]) -> int:
     left_out = bundle.save(target, env)
     print(f"{target}\nto replay it: {bundle.how_to_replay(target)}")
     if left_out:
-        print(f"left out as secrets: {', '.join(left_out)}")
+        print(f"left out, as not on the list of harmless variables: {', '.join(left_out)}")
     return 0
 
 

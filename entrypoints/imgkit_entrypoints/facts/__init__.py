@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts import compute, network, rdma, saved_tree, software
+from imgkit_entrypoints.facts import compute, mounts, network, rdma, saved_tree, software
 from imgkit_entrypoints.facts.host_facts import (
     CxiDevice,
     Gid,
@@ -43,6 +43,7 @@ __all__ = [
     "Route",
     "Setting",
     "gather",
+    "mounts",
     "root_of",
     "saved_tree",
     "snapshot",

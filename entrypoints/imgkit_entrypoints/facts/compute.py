@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import re
@@ -10,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.facts.host_facts import Gpu, Limit
 from imgkit_entrypoints.facts.reader import Reader
+
+_CPU_LIST = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
+_LONGEST_PATH = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,7 @@ def cpus(reader: Reader, known: Mapping[str, Any]) -> Cpus:
 def _affinity(reader: Reader, known: Mapping[str, Any]) -> tuple[int, str]:
     for line in (reader.text("/proc/self/status") or "").splitlines():
         name, _, value = line.partition(":")
-        if name == "Cpus_allowed_list" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value.strip()):
+        if name == "Cpus_allowed_list" and _CPU_LIST.fullmatch(value.strip()):
             ends = (part.split("-") for part in value.strip().split(","))
             count = sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
             return count, f"/proc/self/status: Cpus_allowed_list {value.strip()}"
@@ -65,6 +70,8 @@ def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
     """Version and folder of every cgroup above this process that may have the controller's files."""
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if len(path) > _LONGEST_PATH:
+            continue
         if controllers == "":
             bases, version = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), 2
         elif controller in controllers.split(","):
@@ -98,7 +105,7 @@ def _upwards(path: str) -> tuple[PurePosixPath, ...]:
 
 def _quota_v2(reader: Reader, folder: str) -> tuple[float, str] | None:
     text = reader.text(f"{folder}/cpu.max") or ""
-    found = re.fullmatch(r"(\d+) (\d+)", text)
+    found = re.fullmatch(r"([0-9]{1,18}) ([0-9]{1,18})", text)
     if not found or not int(found[2]):
         return None
     return int(found[1]) / int(found[2]), f"{folder}/cpu.max: {text}"
@@ -158,11 +165,12 @@ def gpus(reader: Reader, env: Mapping[str, str]) -> VisibleGpus:
     if not devices:
         return VisibleGpus(count=0, source=source + _amd(reader))
     # Both rules are CUDA's: _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
-    twice = next((item for item in usable if usable.count(item) > 1), "")
+    counts = collections.Counter(usable)
+    twice = next((item for item in usable if counts[item] > 1), "")
     if twice:
         problem = f"CUDA_VISIBLE_DEVICES={visible!r} names {twice} twice, so CUDA shows no GPU at all"
         return VisibleGpus(count=0, source=source, problem=problem)
-    there = list(itertools.takewhile(lambda item: not item.isdigit() or int(item) < len(devices), usable))
+    there = list(itertools.takewhile(lambda item: (digits(item) or 0) < len(devices), usable))
     if len(there) < len(usable):
         problem = (
             f"CUDA_VISIBLE_DEVICES={visible!r} names {usable[len(there)]}, but there are {len(devices)} GPUs "
@@ -215,8 +223,8 @@ def limit(reader: Reader, name: str) -> Limit:
             soft = line[len(name) :].split()[:1]
             if soft == ["unlimited"]:
                 return Limit(unlimited=True)
-            if soft and soft[0].isdigit():
-                return Limit(value=int(soft[0]))
+            if soft and (value := digits(soft[0])) is not None:
+                return Limit(value=value)
     return Limit()
 
 
@@ -234,5 +242,6 @@ def shm_bytes(reader: Reader, known: Mapping[str, Any]) -> int | None:
 
 def ephemeral_ports(reader: Reader) -> tuple[int, int] | None:
     """First and last port of those that the kernel hands out for outgoing connections."""
-    words = (reader.text("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
-    return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdigit, words)) else None
+    words = (reader.text("/proc/sys/net/ipv4/ip_local_port_range") or "").split(maxsplit=2)
+    first, last = (digits(word) for word in words) if len(words) == 2 else (None, None)
+    return None if first is None or last is None else (first, last)

@@ -43,7 +43,7 @@ class PcieLink:
     @property
     def rate_Gbps(self) -> float | None:
         """Rate in one direction, in 1e9 bit/s."""
-        found = re.match(r"([\d.]+) GT/s", self.speed)
+        found = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
         lane = float(found[1]) if found else 0.0
         return next(lane * share * self.width for least, share in GTps_Gbps if lane >= least) or None
 

@@ -64,7 +64,7 @@ class Port:
     @property
     def rate_Gbps(self) -> float | None:
         """Rate of the link, in 1e9 bit/s; None if unknown: kernels print SDR for a new speed."""
-        found = re.match(r"([\d.]+) Gb/sec \((\d+)X (\w+)\)", self.rate)
+        found = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) Gb/sec \(([0-9]{1,9})X (\w+)\)", self.rate)
         return float(found[1]) if found and found[3] != "SDR" else None
 
 

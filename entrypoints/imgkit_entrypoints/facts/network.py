@@ -91,9 +91,17 @@ def _local(trie: str) -> tuple[str, ...]:
         leaf = re.match(r"\s*\|-- (\S+)", line)
         if leaf:
             address = leaf[1]
-        elif re.match(r"\s*/32 host LOCAL", line):
+        elif re.match(r"\s*/32 host LOCAL", line) and _is_ipv4(address):
             found[address] = None
     return tuple(found)
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _ipv6(reader: Reader) -> Mapping[str, tuple[str, ...]]:

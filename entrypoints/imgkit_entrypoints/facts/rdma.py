@@ -47,7 +47,7 @@ def _device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         verbs=verbs,
         verbs_opens=bool(verbs) and opens(reader, verbs),
         ports=tuple(
-            _port(reader, name, int(number)) for number in reader.names(f"{path}/ports") if number.isdigit()
+            _port(reader, name, int(number)) for number in reader.names(f"{path}/ports", "[0-9]{1,9}")
         ),
     )
 
@@ -69,10 +69,10 @@ def _port(reader: Reader, device: str, number: int) -> Port:
 
 def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
     found = []
-    for slot in reader.names(f"{port}/gids"):
+    for slot in reader.names(f"{port}/gids", "[0-9]{1,9}"):
         value = reader.text(f"{port}/gids/{slot}")
         # A table has up to 256 slots, most of them empty; the attributes of an empty slot answer EINVAL.
-        if value is None or not slot.isdigit() or not _used(value):
+        if value is None or not _used(value):
             continue
         found.append(
             Gid(

@@ -159,7 +159,7 @@ def peermem(reader: Reader) -> str:
 
 def dmabuf(reader: Reader) -> bool:
     """True if GPU memory can be shared as DMA-BUF: open kernel module of the driver, and Linux >= 5.12."""
-    found = re.match(r"(\d+)\.(\d+)", reader.text("/proc/sys/kernel/osrelease") or "")
+    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
     return bool(
         found and "Open Kernel Module" in driver(reader) and (int(found[1]), int(found[2])) >= (5, 12)
     )

@@ -6,14 +6,16 @@ over exactly when the guard has no child. It reads words from the launcher on on
 ``kill``) and reports on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file on the first
 pipe means that the launcher is gone, whatever killed it; the guard then ends everything at once.
 
-Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS COMMAND...``. torchrun
-and the workers inherit the mask of blocked signals through it.
+Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS FILES COMMAND...``.
+torchrun and the workers inherit the mask of blocked signals through it. FILES is their soft limit of open
+files, since the launcher of the head raises its own (rollcall/descriptors.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import sys
@@ -88,8 +90,9 @@ def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
     return ()
 
 
-def main(control: int, status: int, command: list[str]) -> None:
+def main(control: int, status: int, open_files: int, command: list[str]) -> None:
     """Run `command` and watch over it until nothing of it is left."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     adopted = adopt_orphans()
     # A handler, not SIG_IGN: handlers end at exec, so that torchrun can still be ended by these two.
     for number in (signal.SIGHUP, signal.SIGQUIT):
@@ -156,4 +159,4 @@ def _say(status: int, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

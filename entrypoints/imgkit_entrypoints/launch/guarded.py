@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -32,8 +33,14 @@ class GuardedCommand:
         say: Callable[[str], None],
         *,
         speaks_for_all: bool = True,
+        open_files: int | None = None,
     ) -> None:
-        """Start `command`; a warning that all nodes of a run print comes from one that `speaks_for_all`."""
+        """Start `command`; a warning that all nodes of a run print comes from one that `speaks_for_all`.
+
+        `open_files` is the soft limit of its open files; None: that of this process.
+        """
+        if open_files is None:
+            open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._command, self._say = command, say
         self.code: int | None = None
         """Exit code of the command; negative: the signal that ended it; None: it still runs."""
@@ -46,7 +53,7 @@ class GuardedCommand:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
         try:
             self._process = subprocess.Popen(
-                [*python, str(control), str(status), *command],
+                [*python, str(control), str(status), str(open_files), *command],
                 env=dict(env),
                 stderr=subprocess.PIPE,
                 pass_fds=(control, status),

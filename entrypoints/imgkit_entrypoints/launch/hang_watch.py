@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+from imgkit_entrypoints import files
 
 if TYPE_CHECKING:  # a worker imports this module, but needs no roll call
-    from imgkit_entrypoints.rollcall.session import Span
+    from imgkit_entrypoints.rollcall.messages import Span
 
 SIGNAL = 40
 """Asks for the stacks. No scheduler sends a real-time signal, and glibc uses only 32 and 33."""
@@ -53,7 +55,7 @@ class Pulse:
         if folder:
             with contextlib.suppress(OSError):
                 self._memory = _shared(Path(folder), rank)
-                self._stacks = (Path(folder) / f"stacks-{rank}").open("w")
+                self._stacks = _new(Path(folder) / f"stacks-{rank}")
                 faulthandler.register(SIGNAL, file=self._stacks, all_threads=True)
         self._place = memoryview(self._memory).cast("q")
         self._place[1], self._place[2] = threading.main_thread().ident or 0, BEFORE
@@ -72,10 +74,13 @@ class Pulse:
         self._place[3] += 1
 
 
-def _shared(folder: Path, rank: int) -> mmap.mmap:
-    path = folder / f"pulse-{rank}"
+def _new(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)  # a worker before this one may still write to its own
-    with path.open("x+b") as file:
+    return files.create(path)
+
+
+def _shared(folder: Path, rank: int) -> mmap.mmap:
+    with _new(folder / f"pulse-{rank}") as file:
         file.write(bytes(LAYOUT.size))  # a hole in a full file system would end the worker by SIGBUS
         file.flush()
         return mmap.mmap(file.fileno(), LAYOUT.size)

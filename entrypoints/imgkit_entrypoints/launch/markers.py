@@ -7,11 +7,20 @@ from pathlib import Path
 
 PORT_PENDING = "<port from the roll call>"
 """Stands for torchrun's port: the head chooses a free one during the roll call."""
+NNODES_PENDING = "<number of nodes from the roll call>"
+"""Stands for the nodes of a range (``--nnodes MIN:MAX``) that have called."""
+NODE_RANK_PENDING = "<node rank from the roll call>"
+"""Stands for this node's number among them."""
 LOGS_PENDING = "<log folder of this run>"
 """Stands for a folder that the supervisor removes after the run. torchrun would leave its own behind."""
 
 
-def filled(argv: Sequence[str], *, port: str, logs: Path) -> list[str]:
+def filled(argv: Sequence[str], *, port: int, nnodes: int, node_rank: int, logs: Path) -> list[str]:
     """Return `argv` with the values in place of the markers."""
-    values = {PORT_PENDING: port, LOGS_PENDING: str(logs)}
+    values = {
+        PORT_PENDING: str(port),
+        NNODES_PENDING: str(nnodes),
+        NODE_RANK_PENDING: str(node_rank),
+        LOGS_PENDING: str(logs),
+    }
     return [values.get(word, word) for word in argv]

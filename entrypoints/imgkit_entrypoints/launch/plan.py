@@ -12,10 +12,15 @@ from typing import Any, Literal
 
 from imgkit_entrypoints import fabric
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.fabric import Decision, sockets
+from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
-from imgkit_entrypoints.launch.markers import LOGS_PENDING, PORT_PENDING
+from imgkit_entrypoints.launch.markers import (
+    LOGS_PENDING,
+    NNODES_PENDING,
+    NODE_RANK_PENDING,
+    PORT_PENDING,
+)
 from imgkit_entrypoints.launch.request import Request
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -28,15 +33,6 @@ _FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
     ((2, 12), ("--shutdown-timeout", "3")),
 )
 """Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
-
-
-_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Variable that gives the workers a store of their own.
-
-A node that joins an elastic run later waits for the address of a shared store. torch writes it in the first
-round only (next_rendezvous in dynamic_rendezvous.py of torch 2.13), so all nodes would end after 60 s."""
-ELASTIC_RESTARTS = 10
-"""Default restarts of an elastic run: a node that leaves makes the workers of all others fail."""
 
 
 _OPERATORS = "PET_NPROC_PER_NODE"
@@ -56,6 +52,8 @@ class LaunchPlan:
     unset: tuple[str, ...]
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...]
+    secret: str = ""
+    """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of ``--plan``."""
@@ -75,6 +73,7 @@ class LaunchPlan:
             },
             "nproc": self.nproc,
             "mode": self.mode,
+            "secret": self.secret,
             "argv": list(self.argv),
             "env": dict(self.env),
             "unset": list(self.unset),
@@ -116,8 +115,6 @@ def make(
         variables |= _ranks(place)
     else:
         command = (*_torchrun(request, place, host, nproc), *command)
-    if _elastic(place) and _NO_SHARED_STORE not in env:
-        variables[_NO_SHARED_STORE] = "1"
     # torchrun reads PET_* as defaults of its flags and dies of some that operators send: PET_STANDALONE="".
     operators = tuple(sorted(name for name in env if name.startswith("PET_")))
     return LaunchPlan(
@@ -249,15 +246,12 @@ def _ranks(place: Placement) -> dict[str, str]:
 def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
     # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
     logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
-    restarts = request.max_restarts
-    if restarts is None:
-        restarts = ELASTIC_RESTARTS if _elastic(place) else 0
     return (
         # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
         # -u: torchrun copies the workers' lines, and would buffer them until its end if stdout is a file.
         *(sys.executable or "python3", "-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"),
-        *_rendezvous(place, host),
-        *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts)),
+        *_rendezvous(place),
+        *("--nproc-per-node", str(nproc), "--max-restarts", str(request.max_restarts)),
         *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
         *(word for since, flags in _FLAGS_SINCE if _version(host.torch_version) >= since for word in flags),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
@@ -266,29 +260,20 @@ def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -
 
 
 def _version(torch: str) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)", torch)
+    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
     return tuple(map(int, found.groups())) if found else ()
 
 
-def _elastic(place: Placement) -> bool:
-    return place.min_nnodes is not None and place.nnodes > 1
-
-
-def _rendezvous(place: Placement, host: HostFacts) -> tuple[str, ...]:
-    if place.nnodes == 1:
-        # Workers reach the agent by this address. The default is the host's name, which a container without a
-        # network cannot resolve: the run would hang for ten minutes.
-        return ("--standalone", "--local-addr", "127.0.0.1")
-    if _elastic(place):
-        found = sockets.best(host, place.head)
-        return (
-            *("--rdzv-backend", "c10d", "--nnodes", f"{place.min_nnodes}:{place.nnodes}"),
-            *("--rdzv-endpoint", f"{place.head}:{place.base_port}", "--rdzv-id", place.job_id or "imgkit"),
-            # c10d sorts the nodes by this address; the workers meet at the first.
-            *(("--local-addr", found[0].ipv4) if found else ()),
-        )
-    # With the static rendezvous the given node rank counts; with c10d torchrun ignores it.
+def _rendezvous(place: Placement) -> tuple[str, ...]:
+    # A container without a network cannot resolve the host's name: the run would hang for ten minutes.
+    head = place.head if place.nnodes > 1 else "127.0.0.1"
+    nnodes, node_rank = str(place.nnodes), str(place.node_rank)
+    if place.min_nnodes is not None and place.nnodes > 1:
+        nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
+    # Always the static rendezvous. torchrun's other one, c10d, is also that of --standalone. It ignores the
+    # node rank, and it unpickles a value of a store that listens on all addresses and lists its keys: the
+    # value of a stranger in the network would run as this user.
     return (
-        *("--rdzv-backend", "static", "--nnodes", str(place.nnodes), "--node-rank", str(place.node_rank)),
-        *("--master-addr", place.head, "--master-port", PORT_PENDING),
+        *("--rdzv-backend", "static", "--nnodes", nnodes, "--node-rank", node_rank),
+        *("--master-addr", head, "--master-port", PORT_PENDING),
     )

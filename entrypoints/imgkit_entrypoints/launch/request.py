@@ -14,8 +14,7 @@ class Request:
 
     nproc: str = "auto"
     device: str = "auto"
-    max_restarts: int | None = None
-    """None: 0, or `plan.ELASTIC_RESTARTS` where nodes may come and go."""
+    max_restarts: int = 0
     log_dir: str | None = None
     prefix: bool = True
     """Each line of output bears ``[host:rank]``."""
@@ -43,6 +42,10 @@ class LaunchOptions:
     show_plan: bool
     network_test: bool = True
     """The nodes test the network between them before torchrun starts."""
+    secret_file: str | None = None
+    """The file that the user or the job script names; ``-`` is standard input."""
+    require_secret: bool = False
+    """Several nodes do not start without a secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from imgkit_entrypoints import files
@@ -40,16 +40,19 @@ class RunFolder:
     path: Path
     old_script: bool = False
     """The job script is of imgkit 0.1, whose request for a requeue is a file `stop`."""
+    say: Callable[[str], None] = field(default=print, compare=False)
+    """Tells the user why a file does not count, once for each."""
+    _told: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> RunFolder | None:
+    def of(cls, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
         """The folder that IMGKIT_RUN_DIR names, if any."""
         given, job = env.get("IMGKIT_RUN_DIR"), env.get("SLURM_JOB_ID")
         if not given:
             return None
         # That script calls the folder so; a folder that somebody chose by hand has another name.
         by_script = bool(job) and Path(given).name.endswith(f"-{job}")
-        return cls(path=Path(given), old_script=by_script and SCRIPT_SPEAKS not in env)
+        return cls(path=Path(given), old_script=by_script and SCRIPT_SPEAKS not in env, say=say)
 
     def stop_file(self) -> Path | None:
         """The file by which a person has asked this run to stop, and not to start."""
@@ -74,15 +77,17 @@ class RunFolder:
         ------
         UsageError : one is there and cannot be removed.
         """
-        try:
-            for name in (FOR_REQUEUE, stop_protocol.SAVED, *((STOP,) if self.old_script else ())):
+        for name in (FOR_REQUEUE, stop_protocol.SAVED, *((STOP,) if self.old_script else ())):
+            try:
                 (self.path / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"the marks of an earlier run cannot be removed: {error.strerror}",
-                where=f"IMGKIT_RUN_DIR: {error.filename}",
-                hint="name a writable folder that all nodes share",
-            ) from error
+            except OSError as error:
+                if not self._has(name):
+                    continue  # what does not count may stay
+                raise UsageError(
+                    f"the marks of an earlier run cannot be removed: {error.strerror}",
+                    where=f"IMGKIT_RUN_DIR: {error.filename}",
+                    hint="name a writable folder that all nodes share",
+                ) from error
 
     def request(self) -> StopRequest | None:
         """The request that is there now; the script's goes first, since it may have made both files."""
@@ -93,7 +98,14 @@ class RunFolder:
         return StopRequest(reason=str(person), requeue=False) if person else None
 
     def _has(self, name: str) -> bool:
-        return os.path.exists(self.path / name)  # noqa: PTH110 - Path.exists raises where a network disk fails
+        try:
+            why = files.foreign(self.path / name)
+        except OSError:  # also where a network disk fails
+            return False
+        if why and name not in self._told:
+            self._told.add(name)
+            self.say(f"warning: {self.path / name} does not count: {why}")
+        return not why
 
     def hand_on(self, stop_folder: Path) -> None:
         """Copy the mark of a saved state from a node's stop folder to here, whole or not at all.
@@ -106,7 +118,7 @@ class RunFolder:
         OSError : the mark cannot be read or written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        files.put(self.path / stop_protocol.SAVED, (stop_folder / stop_protocol.SAVED).read_text())
+        files.put(self.path / stop_protocol.SAVED, files.read_own(stop_folder / stop_protocol.SAVED))
 
 
 def warning(file: str) -> str:

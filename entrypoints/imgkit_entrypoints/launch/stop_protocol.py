@@ -43,7 +43,8 @@ def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
         made = _first_writable((None, "/dev/shm", os.curdir)) if wanted is None else None  # noqa: S108
         # `wanted` may lie on a file system that all nodes share.
         place = made or (wanted or Path()) / f"node{node_rank}"
-        place.mkdir(parents=True, exist_ok=True)
+        if made is None:
+            files.make_own_folder(place)
         clear(place)
     except OSError as error:
         raise UsageError(
@@ -89,10 +90,12 @@ def raise_flag(place: Path, reason: str) -> None:
 def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
     """Return the step that this job's program has saved, or None, and why an existing mark does not count."""
     try:
-        words = (place / SAVED).read_text().split()
+        words = files.read_own(place / SAVED).split()
     except FileNotFoundError:
         return None, ""
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        return None, f"{place / SAVED} does not count: {error.strerror}"
+    except UnicodeDecodeError as error:
         return None, f"{place / SAVED} cannot be read: {error}"
     if words[:1] != [job_id]:
         found = words[0] if words else "nothing"

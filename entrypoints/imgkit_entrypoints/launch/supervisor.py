@@ -22,12 +22,13 @@ from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
 from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
 from imgkit_entrypoints.launch.signals import CollectedSignals
-from imgkit_entrypoints.rollcall import session
-from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, LoneRoll, Lost, Roll, StopAsked
+from imgkit_entrypoints.rollcall import descriptors, session
+from imgkit_entrypoints.rollcall.messages import AllDone, Failed, Lost, StopAsked
+from imgkit_entrypoints.rollcall.session import Event, LoneRoll, Roll
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.launch.request import Timeouts
-    from imgkit_entrypoints.rollcall.gather import Caller
+    from imgkit_entrypoints.rollcall.messages import Caller
     from imgkit_entrypoints.schedulers.placement import Placement
 
 PEER_FAILED_S = 10.0
@@ -44,6 +45,8 @@ class _Node:
 
     env: Mapping[str, str]
     """Environment of the command."""
+    open_files: int
+    """Soft limit of the command's open files."""
     stop_folder: Path
     run_folder: RunFolder | None
     """Set on the one node that looks after it for all."""
@@ -57,17 +60,23 @@ class _Node:
 
 
 def run(
-    argv: Sequence[str], env: Mapping[str, str], *, place: Placement, me: Caller, say: Say, timeouts: Timeouts
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    place: Placement,
+    me: Caller,
+    say: Say,
+    timeouts: Timeouts,
+    secret: bytes | None = None,
 ) -> int:
     """Meet the other nodes, run `argv` with `env`, supervise it, and return the exit code of this node.
-
-    An elastic run has no roll call: torchrun counts its nodes.
 
     Parameters
     ----------
     argv : markers in it are filled in (markers.py).
     env : the whole environment of the child; the stop protocol's variables and the line prefix are added.
         IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
+    secret : what all nodes of the run know, and no stranger (rollcall/proof.py); None: an open start.
 
     Raises
     ------
@@ -75,14 +84,18 @@ def run(
     cannot be written, or a file in it keeps the run from starting.
     """
     wanted = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
-    with CollectedSignals().collecting() as signals, stop_protocol.folder(wanted, place.node_rank) as folder:
-        shared = RunFolder.of(env)
+    with (
+        descriptors.limit_kept() as open_files,  # the roll call may raise it
+        CollectedSignals().collecting() as signals,
+        stop_protocol.folder(wanted, place.node_rank) as folder,
+    ):
+        shared = RunFolder.of(env, say)
         if shared and place.node_rank == 0:
             shared.clear()
         if shared:
             shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
         try:
-            roll = _meet(place, me, timeouts.rollcall_s, say, signals)
+            roll = _meet(place, me, timeouts.rollcall_s, say, signals, secret)
         except NoPlan:
             if signals.got:
                 return 128 + signals.got[0]
@@ -98,9 +111,10 @@ def run(
         }
         node = _Node(
             env=child_env,
+            open_files=open_files,
             stop_folder=folder,
             # All nodes share the folder, so the head looks after it.
-            run_folder=shared if place.node_rank == 0 or isinstance(roll, LoneRoll) else None,
+            run_folder=shared if place.node_rank == 0 else None,
             job_id=job_id,
             head=place.node_rank == 0,
             roll=roll,
@@ -110,17 +124,28 @@ def run(
             say=say,
         )
         try:
-            return _supervised(markers.filled(argv, port=str(roll.port or ""), logs=folder / "logs"), node)
+            nnodes, node_rank = roll.place.nnodes, roll.place.node_rank
+            command = markers.filled(
+                argv, port=roll.port, nnodes=nnodes, node_rank=node_rank, logs=folder / "logs"
+            )
+            return _supervised(command, node)
         finally:
             roll.close()
 
 
-def _meet(place: Placement, me: Caller, timeout_s: float, say: Say, signals: CollectedSignals) -> Roll:
-    if place.nnodes == 1 or place.min_nnodes is not None:
+def _meet(
+    place: Placement,
+    me: Caller,
+    timeout_s: float,
+    say: Say,
+    signals: CollectedSignals,
+    secret: bytes | None,
+) -> Roll:
+    if place.nnodes == 1:
         return LoneRoll(place)
     from imgkit_entrypoints.rollcall import gather  # one node starts without it, and sooner
 
-    roll = gather.call(place, me, timeout_s=timeout_s, say=say, stopped=signals.first)
+    roll = gather.call(place, me, timeout_s=timeout_s, say=say, stopped=signals.first, secret=secret)
     for warning in roll.warnings if place.node_rank == 0 else ():
         say(f"warning: {warning}")
     return roll
@@ -129,7 +154,9 @@ def _meet(place: Placement, me: Caller, timeout_s: float, say: Say, signals: Col
 def _supervised(command: Sequence[str], node: _Node) -> int:
     began = time.time()
     guard.adopt_orphans()  # for the case that the guard itself is killed
-    with GuardedCommand(command, node.env, node.say, speaks_for_all=node.head) as child:
+    with GuardedCommand(
+        command, node.env, node.say, speaks_for_all=node.head, open_files=node.open_files
+    ) as child:
         supervisor = _Supervisor(node, child)
         supervisor.supervise()
     code = supervisor.node_code(child.wait())

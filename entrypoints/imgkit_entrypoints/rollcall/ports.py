@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 
 PROBES = 64
@@ -60,6 +61,22 @@ def first_free(after: int) -> int | None:
         if is_free(port):
             return port
     return None
+
+
+def any_free() -> int:
+    """Return a free port of the range of `job_port`, a random one: runs that start at once rarely collide.
+
+    Raises
+    ------
+    NoPlan : none of `PROBES` ports in a row is free.
+    """
+    found = first_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
+    if found is None:
+        raise NoPlan(
+            f"no free port between {FIRST_PORT} and {FIRST_PORT + PORTS - 1} on this machine",
+            hint="see what listens there: ss -ltnp",
+        )
+    return found
 
 
 def holder(port: int, root: Path = Path("/")) -> str:

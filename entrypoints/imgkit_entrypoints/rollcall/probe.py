@@ -16,16 +16,20 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import replace
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall.link import Link
+from imgkit_entrypoints.rollcall.messages import Failure, FromNode, Offer, Probed, ProbeOrder
 from imgkit_entrypoints.rollcall.session import wait
 
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
 """Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames."""
 PORTS = 2
+PARTNERS = 3
+"""Most nodes that connect to one node."""
+BUFFER_BYTES = 65536
+"""Room for the largest burst several times. The kernel's own limit is megabytes for each connection."""
 STEP_S = 3.5
 """Limit for one connection or one burst. Linux repeats a lost SYN after 1 and 3 seconds."""
 LIMIT_S = 6.0
@@ -37,59 +41,60 @@ SETTLE_S = 0.2
 TICK_S = 0.001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """The ports that a node has opened for the test."""
+class OpenPorts:
+    """The ports that a node opens for the test; closed ones where it takes no part."""
 
-    address: str
-    interface: str
-    ports: tuple[int, ...]
+    def __init__(self, offer: Offer | None, listeners: Sequence[socket.socket]) -> None:
+        self.offer = offer
+        self._listeners = listeners
+        self._accepted: list[socket.socket] = []
 
-    @classmethod
-    def read(cls, said: Any) -> Offer | None:
-        """Return the offer in a message; None from an older imgkit, which takes no part."""
-        try:
-            ports = tuple(map(int, said["ports"]))
-            return cls(address=str(said["address"]), interface=str(said["interface"]), ports=ports)
-        except (KeyError, TypeError, ValueError):
-            return None
+    def crowded(self) -> bool:
+        """Return whether strangers have connected as well: a test of these ports then proves nothing.
 
+        Only the `PARTNERS` connect here. Enough connections of a stranger, which anybody on the network
+        may open, fill the kernel's queue, so that the partners' fail.
+        """
+        for listener in self._listeners:
+            for _ in range(PARTNERS + 1):
+                with contextlib.suppress(OSError):
+                    self._accepted.append(listener.accept()[0])  # kept: a partner may still be sending
+        return len(self._accepted) > PARTNERS * len(self._listeners)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A connection or a burst that failed."""
-
-    source: int
-    target: int
-    port: int
-    size: int
-    """Bytes of the burst that did not arrive; 0: there was no connection."""
-    arrived: int
-    """Bytes of the largest burst that arrived."""
-    packet: int
-    """Bytes of the largest packet on the way, headers included."""
-    why: str
+    def close(self) -> None:
+        """Close everything."""
+        for one in (*self._listeners, *self._accepted):
+            one.close()
 
 
 @contextlib.contextmanager
-def offering(address: str, interface: str) -> Iterator[Offer | None]:
-    """Open this node's ports for the time of the context; None without an address, or if it is not ours."""
+def offering(address: str, interface: str) -> Iterator[OpenPorts]:
+    """Open this node's ports for the time of the context; none without an address, or if it is not ours."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            opened = [
-                stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(PORTS)
-            ]
-        except OSError:
-            opened = []
-        ports = tuple(item.getsockname()[1] for item in opened)
-        yield Offer(address=address, interface=interface, ports=ports) if address and ports else None
+        listeners: list[socket.socket] = []
+        with contextlib.suppress(OSError):
+            for _ in range(PORTS if address else 0):
+                listener = stack.enter_context(socket.socket(family))
+                # The kernel keeps what a stranger sends here, since nobody reads it.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+                listener.bind((address, 0))
+                listener.listen()
+                listener.setblocking(False)
+                listeners.append(listener)
+        ports = tuple(item.getsockname()[1] for item in listeners)
+        offer = Offer(address=address, interface=interface, ports=ports) if ports else None
+        with contextlib.closing(OpenPorts(offer, listeners)) as opened:
+            yield opened
 
 
-def between_all(offered: Mapping[int, Offer | None], links: Mapping[int, Link]) -> list[Failure]:
-    """Let every node test its partners, and return what failed; the head's side.
+def between_all(
+    offered: Mapping[int, Offer | None], links: Mapping[int, Link[FromNode]], own: OpenPorts
+) -> tuple[list[Failure], list[int]]:
+    """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
-    A node that ends meanwhile proves nothing about the network, and neither does one that never reports.
+    The head's side. A node that ends meanwhile proves nothing about the network, and neither does one that
+    never reports, or one with crowded ports.
     """
     offers = {rank: offer for rank, offer in sorted(offered.items()) if offer}
     ranks = tuple(offers)
@@ -98,22 +103,26 @@ def between_all(offered: Mapping[int, Offer | None], links: Mapping[int, Link]) 
     }
     waited = {rank: links[rank] for rank in targets if rank}
     for rank, link in waited.items():
-        told = [{"target": other, **asdict(offer)} for other, offer in targets[rank].items()]
-        link.send({"probe": told})
+        link.send(ProbeOrder(targets=tuple(targets[rank].items())))
     end = time.monotonic() + LIMIT_S + ANSWER_S
     found = list(attempt(0, targets.get(0, {})))
+    crowded = []
     while waited and (left := end - time.monotonic()) > 0:
         wait(waited.values(), min(left, 0.5))
         for rank, link in list(waited.items()):
-            reports = [message["probed"] for message in link.receive() if "probed" in message]
+            reports = [message for message in link.receive() if isinstance(message, Probed)]
             if reports or link.why:
-                found += [one for report in reports for one in _read(rank, report) if one.target in offers]
+                failures = (replace(one, source=rank) for report in reports for one in report.failures)
+                found += [one for one in failures if one.target in targets[rank]]
+                crowded += [rank for report in reports if report.crowded]
                 del waited[rank]
     if found:
         wait(links.values(), SETTLE_S)
     for link in links.values():
         link.receive()
-    return [one for one in found if not any(links[rank].why for rank in (one.source, one.target) if rank)]
+    crowded += [0] if own.crowded() else []
+    left_out = {*crowded, *(rank for rank, link in links.items() if link.why)}
+    return [one for one in found if not left_out & {one.source, one.target}], crowded
 
 
 def partners(place: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -122,30 +131,9 @@ def partners(place: int, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(other for other in dict.fromkeys(found) if other != ranks[place])
 
 
-def _read(source: int, said: Any) -> list[Failure]:
-    """Return the failures in the report of node `source`; none if it cannot be read."""
-    try:
-        return [
-            Failure(
-                source=source,
-                target=int(one["target"]),
-                port=int(one["port"]),
-                size=int(one["size"]),
-                arrived=int(one["arrived"]),
-                packet=int(one["packet"]),
-                why=str(one["why"])[:80],
-            )
-            for one in said
-        ]
-    except (KeyError, TypeError, ValueError):
-        return []
-
-
-def report(rank: int, told: Any) -> dict[str, Any]:
-    """Test the partners that the head has named, and return the message with what failed."""
-    offers = {int(said["target"]): Offer.read(said) for said in told}
-    failures = attempt(rank, {other: offer for other, offer in offers.items() if offer})
-    return {"probed": [asdict(failure) for failure in failures]}
+def report(rank: int, order: ProbeOrder, own: OpenPorts) -> Probed:
+    """Test the partners that the head has named, and return what failed."""
+    return Probed(failures=attempt(rank, dict(order.targets)), crowded=own.crowded())
 
 
 def attempt(rank: int, targets: Mapping[int, Offer]) -> tuple[Failure, ...]:

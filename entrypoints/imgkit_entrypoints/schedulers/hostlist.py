@@ -14,8 +14,10 @@ from imgkit_entrypoints.errors import NoPlan
 MOST = 65536
 """Hosts in one list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
 
+LONGEST_NAME = 253
+"""Characters of a host name (RFC 1123)."""
 _NUMBER = re.compile("[0-9]+")
-_COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
+_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
 
 
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
@@ -93,6 +95,8 @@ class _Reader:
                 parts.append([self.plain()])
         if self.at == start:
             self.refuse(start, "a host name is missing")
+        if sum(len(part[-1]) for part in parts) > LONGEST_NAME:
+            self.refuse(start, f"a host name of more than {LONGEST_NAME} characters")
         # Slowest to fastest. Two brackets expand in reading order; with more, Slurm expands the part before
         # the last bracket from its right end.
         order = [*reversed(brackets[:-1]), *brackets[-1:]]

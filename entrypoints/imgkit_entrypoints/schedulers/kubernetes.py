@@ -4,19 +4,23 @@ Notes
 -----
 Operators use the same names with different meanings. RANK and WORLD_SIZE count pods in the operator v1 of the
 RunAI tutorials. In later ones WORLD_SIZE is pods x processes; these also set PET_NNODES and PET_NODE_RANK, so
-PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Source:
-kubeflow/training-operator pkg/controller.v1/pytorch/{envvar,elastic}.go.
+PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Pods of an elastic job get
+no rank, but a name that ends in it: ``NAME-worker-2``. Source: kubeflow/training-operator
+pkg/controller.v1/pytorch/{envvar,elastic}.go and pkg/core/utils.go.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.environment import (
     first,
     head_of,
+    hostname,
     named_hosts,
     node_range,
     number,
@@ -61,11 +65,15 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
     least, nnodes = node_range(env, nnodes_from or "PET_NNODES")
     nnodes = number(env, "PET_NNODES") if nnodes is None else nnodes
     wanted = env.get("IMGKIT_NNODES", "")
-    if nnodes_from == "WORLD_SIZE" and wanted.isdigit():
+    if nnodes_from == "WORLD_SIZE" and (given := digits(wanted)) is not None:
         # The only ambiguous number: one operator counts pods in it, another counts processes.
-        nnodes, nnodes_from = int(wanted), "IMGKIT_NNODES"
+        nnodes, nnodes_from = given, "IMGKIT_NNODES"
     rank_from = first(env, FIELDS["node_rank"])
-    node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
+    named = re.fullmatch(r".+-worker-([0-9]{1,6})", hostname(read))
+    if least is not None and not rank_from and named:
+        node_rank, rank_from = int(named[1]), "hostname"
+    else:
+        node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
         raise NoPlan(
             f"this is pod {node_rank}, but {nnodes_from} allows only pods 0 to {nnodes - 1}",

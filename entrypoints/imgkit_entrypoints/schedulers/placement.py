@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Placement:
     direct: Direct | None = None
     min_nnodes: int | None = None
     """MIN of ``--nnodes MIN:MAX``."""
+
+    def numbered(self, nnodes: int, node_rank: int) -> Placement:
+        """Return this node's place in a run that `nnodes` nodes have started, numbered by the head."""
+        if (nnodes, node_rank) == (self.nnodes, self.node_rank):
+            return self
+        return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank, hosts=())
 
     @property
     def base_port(self) -> int:

@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.environment import (
     first,
@@ -171,7 +172,7 @@ def _job_nodes(env: Mapping[str, str]) -> tuple[int, str]:
 def _is_shell(env: Mapping[str, str]) -> bool:
     """True if the step is a shell of Slurm's own: ids -5 and -6, which some versions print unsigned."""
     text = env.get(first(env, FIELDS["step_id"]), "")
-    return text.startswith("-") or (text.isdigit() and int(text) >= 0xFFFFFFF0)
+    return text.startswith("-") or (digits(text) or 0) >= 0xFFFFFFF0
 
 
 def _outside_a_step(env: Mapping[str, str], read: Read) -> Placement:

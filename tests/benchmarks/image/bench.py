@@ -2,8 +2,8 @@
 
     python tests/benchmarks/image/bench.py [--base REF] [--repeat N] [--work DIR] [PART ...]
 
-Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif squash build
-rebuild save startup.
+Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif archive
+squash build rebuild save startup.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import Side, alternate, ratio, spread
 
-PARTS = ("sif", "squash", "build", "rebuild", "save", "startup")
+PARTS = ("sif", "archive", "squash", "build", "rebuild", "save", "startup")
 RECIPE = "mn5"
 TAG = "imgkit-bench:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
@@ -143,6 +143,30 @@ class Bench:
             print(
                 f"\nstages of {way}: " + ", ".join(f"{name} {float(s):.2f} s" for name, s in stages.items())
             )
+
+    def archive(self) -> None:
+        """An archive to .sif, plain and with gzip layers, against the floor that has no archive."""
+        tar, packed, sif, squash = (str(self.folder / f"x.{end}") for end in ("tar", "tar.gz", "sif", "sqfs"))
+        run(*IMGKIT, "save", TAG, "-o", tar)
+        run(*IMGKIT, "save", TAG, "-o", packed, "--compress", "gzip")
+        squashing = f"mksquashfs - {squash} -tar {' '.join(ZSTD3)} -noappend -quiet"
+        floor = f"c=$(docker create {TAG} true) && docker export $c | {squashing}"
+
+        def fresh() -> None:
+            for path in (sif, squash):
+                Path(path).unlink(missing_ok=True)
+
+        sides = [
+            Side(
+                name="floor: docker export, mksquashfs -tar",
+                commands=(("bash", "-c", f"set -o pipefail; {floor} && docker rm $c"),),
+                before=fresh,
+            )
+        ]
+        for name, source in (("imgkit sif of an archive", tar), ("of a gzip archive", packed)):
+            command = (*IMGKIT, "sif", source, "-o", sif, "--no-test")
+            sides.append(Side(name=name, commands=(command,), before=fresh))
+        self.table(sides)
 
     def squash(self) -> None:
         """The squash step alone: the runtime's default against zstd level 3."""

@@ -379,7 +379,7 @@ def test_other_compressors_name_their_program(tmp_path: Path, magic: bytes, name
 
 
 def test_too_many_members_refused(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "_MAX_MEMBERS", 5)
+    monkeypatch.setattr(read, "MAX_MEMBERS", 5)
     path = tmp_path / "image.tar"
     path.write_bytes(legacy(made))
     with pytest.raises(UsageError, match="more than 5 members"):
@@ -422,6 +422,17 @@ def test_archive_made_to_fill_the_disk_refused(
     assert (found.verdict, "--unpack-limit" in found.found) == ("fail", True)
     laid = oci_folder.from_archive(path, tmp_path / "more", Silent(), unpack_limit_bytes=10**8)
     assert laid.config.image_id == big.image_id
+
+
+def test_archive_made_to_fill_the_memory_refused(made: Made, tmp_path: Path) -> None:
+    """Forty files of 4 MiB that look like JSON, in 200 kB."""
+    path = tmp_path / "image.tar.gz"
+    text = b"{" + b" " * ((4 << 20) - 1)
+    path.write_bytes(
+        gzip.compress(made.tar(made.legacy_members() | {f"{one}.json": text for one in range(40)}))
+    )
+    found = answers(path)["archive"]
+    assert (found.verdict, "more than 32 MiB together" in found.found) == ("fail", True)
 
 
 def test_folder_made_to_fill_the_disk_refused(made: Made, tmp_path: Path) -> None:

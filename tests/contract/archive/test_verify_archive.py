@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gzip
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ from imgkit_builder.archive import digests, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
+from imgkit_builder.cli.sif import _source
 from imgkit_builder.examine.verify import verify
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 Made = Any
 
@@ -28,7 +32,10 @@ def verdicts(path: Path) -> dict[str, str]:
     return {check.name: check.verdict for check in verify(path)}
 
 
-GOOD = {"sha256": "ok", "archive": "ok", "image id": "ok", "layers": "ok", "sidecar": "ok"}
+GOOD = {
+    **{"sha256": "ok", "archive": "ok", "image id": "ok", "layers": "ok"},
+    **{"sidecar": "ok", "signature": "skip"},
+}
 ALONE = GOOD | {"sha256": "warn", "sidecar": "skip"}
 
 
@@ -44,7 +51,8 @@ def describe(path: Path, **changed: object) -> Sidecar:
     image = SavedImage(tag="small:1", labels={}, **(facts | changed))  # type: ignore[arg-type]
     archive = SavedArchive(name=path.name, size_bytes=held.size_bytes, sha256=held.sha256, compress="none")
     made = Sidecar(image=image, archive=archive, system=None, manifest=None)
-    sidecar.write(made, path)
+    with sidecar.replacing(made, path):
+        pass
     return made
 
 
@@ -147,3 +155,34 @@ def test_unreadable_sidecar_fails(archive: Path) -> None:
 def test_absent_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         verify(tmp_path / name)
+
+
+def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive: Path, tmp_path: Path) -> None:
+    made = describe(archive)
+    checksum = sidecar.sha256_path(archive)
+    checksum.unlink()
+    found = answers(archive)["sha256"]
+    assert (found.verdict, found.found) == ("fail", f"incomplete: {checksum.name} is missing")
+    subprocess.run(["sh", "-c", found.hint], cwd=tmp_path, check=True)
+    assert verdicts(archive) == GOOD
+    newer = dataclasses.replace(made, archive=dataclasses.replace(made.archive, sha256="0" * 64))
+    with contextlib.suppress(KeyboardInterrupt), sidecar.replacing(newer, archive):
+        raise KeyboardInterrupt
+    found = answers(archive)["sha256"]
+    assert found.verdict == "fail"
+    assert (
+        found.found
+        == f"incomplete: a save has replaced {archive.name}.manifest.json, and not yet {archive.name}"
+    )
+    assert found.hint == f"imgkit save small:1 -o {archive.name}"
+
+
+def test_archive_of_an_interrupted_save_is_not_converted(archive: Path) -> None:
+    describe(archive)
+    sidecar.sha256_path(archive).unlink()
+    with (
+        pytest.raises(CheckFailed, match=r"incomplete: .*sha256 is missing") as caught,
+        _source(str(archive), None),
+    ):
+        pass
+    assert str(caught.value.hint).startswith("sha256sum ")

@@ -121,7 +121,7 @@ def test_shell_gives_gpus_where_both_have_them(
     fake.on("GET", "/info", type(fake.image())(data={"Runtimes": runtimes}))
     result = imgkit("shell", str(recipe.file), "--dry-run")
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("docker run --ipc=host --ulimit memlock=-1 ")
+    assert result.stdout.startswith("docker run --network none --shm-size=8g --ulimit memlock=-1 ")
     assert ("--gpus all" in result.stdout) is gpus
 
 

@@ -36,7 +36,7 @@ def main() -> int:
         verbs = ["add", "del", "list", "new"] if SETTINGS["sif_verbs"] else []
         print("Available Commands:\n" + "\n".join(f"  {verb}         help" for verb in verbs))
         return 0 if verbs else 1
-    verb = {"build": build, "sif": sif, "inspect": inspect, "exec": execute}[words[0]]
+    verb = {"build": build, "inspect": inspect, "exec": execute}[words[0]]
     return verb(words[1:])
 
 
@@ -148,20 +148,6 @@ def write_sif(path: Path, *, arch: str, root_bytes: int) -> None:
         stream.seek(DATA_AT)
         stream.write(root)
         stream.truncate(DATA_AT + root_bytes)
-
-
-def sif(words: list[str]) -> int:
-    if words[0] != "add" or not SETTINGS["sif_verbs"]:
-        return 1
-    path, data = Path(words[-2]), Path(words[-1]).read_bytes()
-    name = words[words.index("--filename") + 1].encode()
-    end = path.stat().st_size
-    with path.open("r+b") as stream:
-        stream.seek(4096 + DESCRIPTOR.size)
-        stream.write(DESCRIPTOR.pack(0x4006, 1, 2, 0, 0, end, len(data), len(data), 0, 0, 0, 0, name, b""))
-        stream.seek(end)
-        stream.write(data)
-    return 0
 
 
 def inspect(words: list[str]) -> int:

@@ -15,6 +15,7 @@ from labkit import PrivateEngine, docker, imgkit, imgkit_json, run, until
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import identity
 from imgkit_builder.engine.images import inspect
+from imgkit_entrypoints import json_text
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("containerd")]
 
@@ -137,11 +138,12 @@ def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
     imgkit_json("save", small, "-o", "other.tar", folder=folder)
     path = folder / "other.tar.manifest.json"
     described = json.loads(path.read_text())
+    del described[json_text.SEAL]
     described["image"]["id"] = docker("image", "inspect", "--format", "{{.Id}}", small)
-    path.write_text(json.dumps(described))
+    path.write_text(json.dumps(json_text.sealed(described)))
     assert verdict(folder / "other.tar", "sidecar") == "warn"
     described["image"]["id"] = "sha256:" + "0" * 64
-    path.write_text(json.dumps(described))
+    path.write_text(json.dumps(json_text.sealed(described)))
     done = imgkit("verify", folder / "other.tar")
     assert done.returncode == 1
     assert "it describes image sha256:0000" in done.stdout

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, run, until
+from labkit import AS_ROOT, IMGKIT, TOKEN, run, until
 
 WILLING = "trap 'echo asked; exit 7' TERM INT; echo works; while :; do sleep 0.1; done"
 DEAF = "trap '' TERM INT HUP; echo works; while :; do sleep 0.1; done"
@@ -41,7 +41,10 @@ def containers(folder: Path) -> list[str]:
 
 
 def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) -> None:
-    program = 'pwd; printf "<%s>" "$NOTE" "$@"; exit 3'
+    program = 'pwd; printf "<%s>" "$NOTE" "$TOKEN" "$OTHER" "$@"; exit 3'
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text(f"OTHER={TOKEN[::-1]}\n")
     note = "$(reboot) \"a\"  'b'"
     done = run(
         *argv(
@@ -50,6 +53,10 @@ def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) 
             tmp_path,
             "--env",
             f"NOTE={note}",
+            "--env",
+            "TOKEN",
+            "--env-file",
+            "tokens",
             "--",
             "sh",
             "-c",
@@ -57,10 +64,15 @@ def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) 
             "sh",
             "a  b",
             "*",
-        )
+        ),
+        env={"TOKEN": TOKEN},
     )
     assert done.returncode == 3, done.stderr
-    assert done.stdout.endswith(f"{tmp_path}\n<{note}><a  b><*>")
+    assert done.stdout.endswith(f"{tmp_path}\n<{note}><{TOKEN}><{TOKEN[::-1]}><a  b><*>")
+    # imgkit becomes the docker run that it prints, so these are its arguments.
+    assert "imgkit: docker run " in done.stderr
+    assert TOKEN not in done.stderr
+    assert TOKEN[::-1] not in done.stderr
 
 
 def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path) -> None:

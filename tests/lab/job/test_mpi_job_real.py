@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, Cluster, Done, cluster_marks, until
+from labkit import AS_ROOT, IMGKIT, LOOK, LOOKED, TOKEN, Cluster, Done, cluster_marks, until
 
 FORMS = {"launcher": (), "direct": ("--direct",), "ssh": ("--ssh",)}
 HOSTS = ("--hosts", "node1,node2")
@@ -70,7 +71,7 @@ class Nodes(Cluster):
         return self.state / "jobs"
 
     def on(self, node: str, *words: str | Path) -> Done:
-        return self("exec", node, "--", *words, env=AS_ROOT)
+        return self("exec", node, "--", *words, env={**AS_ROOT, "TOKEN": TOKEN})
 
     def job(self, verb: str, *flags: str, command: Sequence[str], nproc: int = 2) -> tuple[str | Path, ...]:
         image = ("--runtime", "singularity", "--image", self.sif, "--directory", self.folder)
@@ -118,6 +119,25 @@ def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
     ranks = re.findall(r"(\d)  (node\d)  cpu", done.stdout)
     assert ranks == [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
     cluster.emptied()
+
+
+@pytest.mark.parametrize("form", [pytest.param("launcher", marks=pytest.mark.soak), "ssh"])
+def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
+    shutil.copy(LOOK, cluster.folder)
+    secret = cluster.folder / "by hand"
+    secret.touch(mode=0o600)
+    secret.write_text("0123456789abcdef" * 4)
+    flags = (
+        "--env",
+        "TOKEN",
+        "--require-secret",
+        *(("--secret-file", str(secret)) if form == "launcher" else ()),
+    )
+    job = cluster.job("submit", *FORMS[form], *flags, command=("dist-run", LOOK.name), nproc=1)
+    done = cluster.on("login", *job)
+    assert LOOKED.findall(done.stdout) == [("[]", "[]")] * 2, done.stdout + done.stderr
+    assert done.returncode == 0
+    assert TOKEN not in done.stdout + done.stderr
 
 
 def test_pi_is_right(cluster: Nodes) -> None:

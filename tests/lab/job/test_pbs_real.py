@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LAB, ROOT, Cluster, Done, cluster_marks, run, until
+from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, run, until
 
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
@@ -134,7 +135,26 @@ def test_every_start_connects_all_ranks(pbs: Pbs, start: str) -> None:
     code, output = pbs.end(pbs.submit("--", "dist-hello", start=start, nproc=nproc))
     assert f"all_reduce of ones: {2 * nproc}" in output, output
     assert ranks(output) == (FOUR if nproc == 2 else TWO)
+    assert "this start is open" not in output
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    "start", ["pals", *(pytest.param(name, marks=pytest.mark.soak) for name in STARTS[1:])]
+)
+def test_no_text_of_a_job_holds_its_secrets(pbs: Pbs, start: str) -> None:
+    shutil.copy(LOOK, pbs.work)
+    home = pbs.state / "home/researcher"  # the jobs' user
+    file = home / "tokens"
+    file.write_text(f"TOKEN={TOKEN}\n# a note\nexport X=$(touch executed)\n")
+    file.chmod(0o600)
+    os.chown(file, home.stat().st_uid, home.stat().st_gid)
+    options = ("--env-file", file, "--require-secret")
+    code, output = pbs.end(pbs.submit(*options, "--", "dist-run", LOOK.name, start=start, nproc=1))
+    assert LOOKED.findall(output) == [("['0600 32']", "[]")] * 2, output
+    assert code == 0
+    assert not list(pbs.work.glob("runs/*/secret*"))
+    assert not (pbs.work / "executed").exists()
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Cluster, Done, cluster_marks, until
+from labkit import IMGKIT, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, until
 
 from imgkit_builder.cli import zipapp
 
@@ -36,6 +36,7 @@ class Site(Cluster):
     def cluster(self, *words: str | Path) -> Done:
         # The function is what a site's login shell hands on to jobs.
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
+        env["TOKEN"] = TOKEN
         return self(*words, env=env)
 
     def imgkit(self, *words: str) -> Done:
@@ -105,6 +106,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
 def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...], result: str) -> None:
     told = site.finished("--nodes", "2", "--", *command)
     assert told.startswith("module load singularity\n")
+    assert "this start is open" not in told
     assert re.search(result, told), told
 
 
@@ -126,6 +128,27 @@ def test_values_arrive_as_they_were_typed(site: Site) -> None:
     told = site.finished("--env", f"NOTE={note}", "--", "dist-run", *CPU, "show me.py", "$(id)", "a b")
     assert f"{note} ['$(id)', 'a b']" in told, told
     assert not (site.folder / "pwned").exists()
+
+
+def test_no_text_of_a_job_holds_its_secrets(site: Site) -> None:
+    shutil.copy(LOOK, site.folder)
+    job = site.submit("--nodes", "2", "--env", "TOKEN", "--require-secret", "--", "dist-run", *ONE, LOOK.name)
+    site.until(lambda: not site.queued(job), job)
+    told = site.told(job)
+    assert LOOKED.findall(told) == [("['0600 32']", "[]")] * 2, told
+    assert list((site.folder / f"runs/mn5-{job}").glob("secret*")) == []
+    shown = [
+        site.cluster(*words).stdout
+        for words in (
+            ("scontrol", "show", "job", "--details", job),
+            ("scontrol", "write", "batch_script", job, "-"),
+            ("squeue", "--states=all", "--format=%all"),
+        )
+    ]
+    assert all(shown)
+    records = [path.read_text() for path in (site.state / "state").rglob("*.json")]
+    assert records
+    assert not any(TOKEN in text for text in (*shown, *records, told))
 
 
 def stopped_and_requeued(site: Site, job: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from labkit import imgkit
+from stored_images import old_mksquashfs
 
 pytestmark = [pytest.mark.singularity]
 
@@ -45,20 +46,34 @@ def archive(path: Path, *entries: Entry) -> Path:
 
 
 def test_links_to_this_machine_write_nothing(tmp_path: Path) -> None:
-    """The runtime writes hosts, resolv.conf and scripts there where nothing checks before."""
+    """A runtime that builds writes hosts, resolv.conf and scripts there; imgkit itself follows no link."""
     host = tmp_path / "host"
     host.mkdir()
-    target = str(host).encode()
+    target, old = str(host).encode(), old_mksquashfs(tmp_path)
     for name in ("etc", ".singularity.d"):
         archive(tmp_path / "hostile.tar", (name, tarfile.SYMTYPE, target))
-        done = imgkit("sif", "hostile.tar", "--no-test", folder=tmp_path)
+        done = imgkit("sif", "hostile.tar", "--no-test", folder=tmp_path, env=old)
         assert (done.returncode, list(host.iterdir())) == (1, [])
         assert f"/{name} in the image is a link to {str(host)!r}" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["host", "hostile.tar"]
+        assert not (tmp_path / "hostile.sif").exists()
+        done = imgkit("sif", "hostile.tar", "--no-test", folder=tmp_path)
+        assert (done.returncode, list(host.iterdir())) == (0, [])
+        (tmp_path / "hostile.sif").unlink()
 
 
 def test_link_within_the_image_converts(tmp_path: Path) -> None:
     entries = (("usr/etc/x", tarfile.REGTYPE, b"1"), ("etc", tarfile.SYMTYPE, b"usr/etc"))
     archive(tmp_path / "good.tar", *entries)
     done = imgkit("sif", "good.tar", "--no-test", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_more_entries_than_the_limit_are_refused(tmp_path: Path) -> None:
+    entries = [(f"data/{number}", tarfile.REGTYPE, b"") for number in range(20)]
+    archive(tmp_path / "many.tar", *entries)
+    done = imgkit("sif", "many.tar", "--no-test", "--max-entries", "20", folder=tmp_path)
+    assert (done.returncode, "more than 20 entries" in done.stderr) == (1, True), done.stderr
+    assert "--max-entries N allows more" in done.stderr
+    assert not (tmp_path / "many.sif").exists()
+    done = imgkit("sif", "many.tar", "--no-test", "--max-entries", "21", folder=tmp_path)
     assert done.returncode == 0, done.stderr

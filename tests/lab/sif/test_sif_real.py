@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from labkit import imgkit, imgkit_json, ordinary_user, output
 
-from imgkit_builder.sif import image
+from imgkit_builder.sif import coverage, image
 from imgkit_builder.sif.image import SifImage
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("sif")]
@@ -140,7 +140,8 @@ def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
             changed -= {"mtime"}
         if changed:
             differing[name] = changed
-    assert set(differing) == {".singularity.d/labels.json"}
+    # The engine puts empty files over these two of the image.
+    assert set(differing) <= {"etc/hosts", "etc/resolv.conf"}
     assert layers["odd/caps"]["xattrs"]
     assert layers["odd/a"]["links"] == 3
     assert layers["odd/longabs"]["content"].startswith("/xxx")
@@ -149,15 +150,13 @@ def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
     assert len(layers) > 5000
 
 
-def test_labels_differ_in_date_only(lab: Lab, tmp_path: Path) -> None:
+def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
     def labels(path: Path) -> dict[str, str]:
         answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
         found: dict[str, str] = answer["data"]["attributes"]["labels"]
         return found
 
     layers, export = labels(lab.layers), labels(lab.export)
-    assert layers.pop("org.label-schema.build-date")
-    assert export.pop("org.label-schema.build-date")
     assert layers == export
     assert layers["weird"] == 'q"uote <&>'
 
@@ -168,27 +167,28 @@ def test_same_data_objects(lab: Lab) -> None:
     def objects(path: Path) -> list[tuple[int, bytes]]:
         parsed = image.read(path)
         kinds = (image.DataType.DEFFILE, image.DataType.JSON)
+        ours = (image.IMGKIT_OBJECT, coverage.NAME)
         found = [
-            (one.datatype, image.data(parsed, one)) for one in parsed.descriptors if one.datatype in kinds
+            (one.datatype, image.data(parsed, one))
+            for one in parsed.descriptors
+            if one.datatype in kinds and one.name not in ours
         ]
-        return [
-            (kind, data) for kind, data in found if b"build-date" not in data and b"root_sha256" not in data
-        ]
+        return [(kind, data) for kind, data in found if b"build-date" not in data]
 
     assert objects(lab.layers) == objects(lab.export) != []
 
 
-def test_faster_route_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
+def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
     """Nobody chooses here; a file of the other route is as good."""
     taken, asked = image.read(lab.export).record, image.read(lab.layers).record
     assert taken is not None
     assert asked is not None
-    assert (taken.route, asked.route) == ("export", "layers")
+    assert (taken.route, asked.route) == ("export", "stream")
     shutil.copy(lab.layers, tmp_path / "x.sif")
     assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
     assert "straight into the .sif" in imgkit("sif", lab.name, "--dry-run", folder=tmp_path).stdout
     told = imgkit("sif", lab.name, "--from", "layers", "--dry-run", folder=tmp_path).stdout
-    assert "uncompressed layers" in told
+    assert "merge the layers" in told
 
 
 def test_machine_that_cannot_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,40 @@ from imgkit_entrypoints.errors import CheckFailed
 from imgkit_entrypoints.system import SystemFacts
 
 DEEP = "[" * 100_000
+LIMITS = {
+    "deeper than needed": "[" * 101 + "]" * 101,
+    "many lists": f"[{'[],' * 100_000}0]",
+    "large": f'"{"x" * (4 << 20)}"',
+    "5,000 digits": "9" * 5000,
+    "infinite": "1e999",
+    "fraction of 5,000 digits": f"0.{'1' * 5000}",
+    "a key twice": '{"a": 1, "b": 2, "a": 3}',
+}
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "NaN", '{"a": -Infinity}', "", "{", b"\xff"])
 def test_faulty_json_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         json_text.parse(text)
+
+
+@pytest.mark.parametrize("text", LIMITS.values(), ids=LIMITS)
+def test_limits_refuse_what_json_takes(text: str) -> None:
+    for given in (text, text.encode()):
+        with pytest.raises(ValueError, match=r"."):
+            json_text.parse(given)
+
+
+def test_a_file_is_read_no_further_than_its_limit() -> None:
+    with pytest.raises(ValueError, match="more than 1000 bytes"):
+        json_text.load(Path("/dev/zero"), most_bytes=1000)
+
+
+def test_object_between_warnings_found() -> None:
+    assert json_text.first_object('warn [x]\n{"a": [1]} rest {') == {"a": [1]}
+    for text in ("no object", "{" + DEEP, '{"a": 1e999}'):
+        with pytest.raises(ValueError, match=r"."):
+            json_text.first_object(text)
 
 
 def test_reads_what_json_writes() -> None:

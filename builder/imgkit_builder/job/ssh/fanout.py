@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+from imgkit_entrypoints.rollcall.secret import VARIABLE
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
@@ -42,7 +45,7 @@ Show = Callable[[str, bytes, bool], None]
 # The shell's own output is dropped: it reports every process that a signal ended.
 _GUARD = """\
 exec 3<&0 </dev/null
-setsid "$@" 3<&- &
+{start}
 run=$!
 exec >/dev/null 2>&1
 end() {{ kill "-$1" "-$run"; }}
@@ -58,9 +61,46 @@ exit "$code"
 """
 
 
-def guarded(command: Sequence[str]) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a guard reads from its standard input before anything else, because no text may hold it."""
+
+    secret: bool = False
+    """A new secret of the run, which the command reads from its own standard input: it is a launcher."""
+    names: tuple[str, ...] = ()
+    """Variables for the command, with their values here."""
+
+    def data(self) -> bytes:
+        """The lines, the same for every host: the secret, the variables and an empty line."""
+        if self == NOTHING:
+            return b""
+        lines = [
+            secrets.token_hex(32) if self.secret else "",
+            *(f"{name}={os.environ[name]}" for name in self.names),
+        ]
+        return b"".join(os.fsencode(text) + b"\n" for text in (*lines, ""))
+
+
+NOTHING = Sent()
+_START = 'setsid "$@" 3<&- &'
+# `unset`, because a variable of that name may be exported. The value is in no argument and no variable of the
+# command, which reads it from its input.
+_READ = """\
+unset imgkit_secret
+IFS= read -r imgkit_secret <&3
+while IFS= read -r text <&3 && [ "$text" ]; do export "$text"; done
+"""
+_START_FED = """\
+{variable}=- setsid "$@" 3<&- <<END &
+$imgkit_secret
+END"""
+
+
+def guarded(command: Sequence[str], sent: Sent = NOTHING) -> tuple[str, ...]:
     """`command` under a guard that ends it when standard input ends; needs a POSIX shell and ``setsid``."""
-    return ("sh", "-c", _GUARD.format(kill_s=KILL_S), "imgkit", *command)
+    start = _START_FED.format(variable=VARIABLE) if sent.secret else _START
+    start = start if sent == NOTHING else _READ + start
+    return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,12 +112,18 @@ class _Host:
     code: int | None = None
 
 
-def run(remote: Sequence[tuple[str, str]], *, show: Show, say: Callable[[str], None]) -> int:
+def run(
+    remote: Sequence[tuple[str, str]], *, show: Show, say: Callable[[str], None], sent: Sent = NOTHING
+) -> int:
     """Run each host's line in its shell; returns the first exit code that was not 0.
 
     The first Ctrl-C or TERM asks all commands to end. The second one forces them to, within seconds.
+
+    Parameters
+    ----------
+    sent : what the guards of the lines read first.
     """
-    with _signals() as (got, wake), _started(remote) as nodes:
+    with _signals() as (got, wake), _started(remote, sent.data()) as nodes:
         return _FanOutLoop(nodes, got, wake, show, say).run()
 
 
@@ -178,7 +224,7 @@ def _end(nodes: Sequence[_Host]) -> None:
 
 
 @contextlib.contextmanager
-def _started(remote: Sequence[tuple[str, str]]) -> Iterator[list[_Host]]:
+def _started(remote: Sequence[tuple[str, str]], first: bytes) -> Iterator[list[_Host]]:
     """The running ssh of each host; on exit, they and everything that they started end."""
     nodes: list[_Host] = []
     try:
@@ -193,6 +239,9 @@ def _started(remote: Sequence[tuple[str, str]]) -> Iterator[list[_Host]]:
                 start_new_session=True,
             )
             nodes.append(_Host(host=host, process=process))
+            if first and process.stdin is not None:
+                with contextlib.suppress(OSError):  # its ssh has ended, and says why
+                    process.stdin.write(first)
         yield nodes
     finally:
         _end(nodes)

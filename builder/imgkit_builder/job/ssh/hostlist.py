@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ipaddress
 import re
 import socket
@@ -12,6 +13,9 @@ from imgkit_entrypoints.errors import UsageError
 # No word can begin with "-": ssh and mpirun would read it as an option.
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+_MOST_CHARACTERS = 4 << 20
 
 
 def read(text: str, file: Path | None) -> tuple[str, ...]:
@@ -27,6 +31,7 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
     if file is not None:
         places = _in_file(file)
     hosts = tuple(host for _, host in places)
+    counts = collections.Counter(hosts)
     for where, host in places:
         if not _is_host(host):
             raise UsageError(
@@ -34,7 +39,7 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
                 where=where,
                 hint="a name or an address, for ssh also USER@HOST; --gpus sets the number of ranks",
             )
-        if hosts.count(host) > 1:
+        if counts[host] > 1:
             raise UsageError(f"{host} occurs twice", where=where, hint="name each node once")
     return hosts
 
@@ -57,8 +62,12 @@ def is_here(host: str) -> bool:
 
 def _in_file(file: Path) -> list[tuple[str, str]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with file.open(encoding="utf-8") as stream:
+            text = stream.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"it has more than {_MOST_CHARACTERS} characters")
+        lines = text.splitlines()
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"
         ) from None

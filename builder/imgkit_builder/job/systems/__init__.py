@@ -36,6 +36,8 @@ class System(Protocol):
     """How each of several nodes finds its place: a name that ``dist-run --scheduler`` takes. Empty: the
     launcher finds out from the variables that the scheduler or the script sets.
     """
+    passes_names: bool = False
+    """Whether ``--env NAME`` works: the value gets from here to the program without being in any text."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
 

@@ -14,12 +14,13 @@ from typing import Any
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import pods
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rollcall.secret import MOUNTED
 
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
 SCHEDULER = "runai-scheduler"
 PORT = 23456
-"""Port of the rendezvous of elastic pods, on the first pod: the operator's default (pytorchjob_types.go)."""
+"""torchrun's port on the first of elastic pods: the operator's default (pytorchjob_types.go)."""
 
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
@@ -127,11 +128,12 @@ def _asked(job: Job) -> _Asked:
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
     if job.elastic:
-        # Workers only: all are alike, and the first one holds the rendezvous.
+        # Workers only: all are alike, and the first one is the head. A pod that fails starts again: when one
+        # is lost, all others fail, and meet anew.
         replicas = {"Worker": (job.nodes, "OnFailure")}
     else:
         replicas = {"Master": (1, "Never"), "Worker": (job.nodes - 1, "Never")}
-    policy = {"rdzvBackend": "c10d", "rdzvPort": PORT, "minReplicas": job.min_nodes, "maxReplicas": job.nodes}
+    policy = {"rdzvPort": PORT, "minReplicas": job.min_nodes, "maxReplicas": job.nodes}
     spec = {
         "runPolicy": {"cleanPodPolicy": "None"},  # pods that have ended stay, and so do their logs
         **({"elasticPolicy": policy} if job.elastic else {}),
@@ -221,6 +223,9 @@ def _env(job: Job) -> list[dict[str, Any]]:
     given: list[dict[str, Any]] = [
         {"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items()
     ]
+    for name in job.names:
+        reference = {"name": pods.SECRET, "key": name}
+        given.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     if job.elastic:
         # The operator numbers elastic pods only in a label.
         label = "metadata.labels['training.kubeflow.org/replica-index']"
@@ -237,6 +242,8 @@ def _resources(key: str, job: Job, asked: _Asked) -> dict[str, Any]:
 
 def _mounts(job: Job, asked: _Asked) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}] if asked.large_shm else []  # noqa: S108
+    if job.makes_secret:
+        mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
     for index, claim in enumerate(pods.claims(job)):
         read_only = {"readOnly": True} if claim.read_only else {}
         mounts.append({"name": f"volume{index}", "mountPath": str(claim.path), **read_only})
@@ -248,6 +255,10 @@ def _volumes(job: Job, asked: _Asked) -> dict[str, Any]:
     if asked.large_shm:
         # Workers pass tensors to each other there; the default size in a container is 64 MiB.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    if job.makes_secret:
+        key = {"key": MOUNTED.name, "path": MOUNTED.name}
+        wanted = {"secretName": pods.SECRET, "items": [key], "optional": not job.request.require_secret}
+        volumes.append({"name": "secret", "secret": wanted})
     for index, claim in enumerate(pods.claims(job)):
         volumes.append({"name": f"volume{index}", "persistentVolumeClaim": {"claimName": claim.name}})
     return {"volumes": volumes} if volumes else {}

@@ -16,6 +16,7 @@ class ForegroundSystem(System):
 
     runtimes = ("docker", "singularity", "host")
     hides_gpus = False
+    passes_names = True
     where = "on this machine"
 
     def status(self, record: SubmittedJob) -> NoReturn:
@@ -66,8 +67,8 @@ def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     if job.run_by == "docker":
         return words
     system = job.recipe.system
-    if system.runtime.host_libs:
-        # The path is put in front of the node's own value, which only a shell on that node knows.
+    if system.runtime.host_libs or job.env_file:
+        # A path is put in front of the node's own value, which only a shell on that node knows.
         return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *words)
     # There is no image, so the launcher has no system.json to read.
     given = {**job.settings, **(system.env if job.run_by == "host" else {})}

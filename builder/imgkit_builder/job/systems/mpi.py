@@ -88,7 +88,7 @@ def _check(job: Job) -> None:
         raise UsageError(
             "mpirun starts all nodes or none, so --nodes cannot be a range",
             where="--nodes",
-            hint=f"--nodes {job.nodes}; or on each host, when it joins: dist-run --nnodes "
+            hint=f"--nodes {job.nodes}; or on each host: dist-run --nnodes "
             f"{job.min_nodes}:{job.nodes} --node-rank RANK --head HOST",
         )
     if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.flags(MpiFlags).ssh):
@@ -128,6 +128,7 @@ def _by_mpirun(job: Job) -> Script:
     hosts = _hosts(job)
     forward = _forward(job)
     more = (*job.recipe.system.queue.options, *map(fields.option, job.request.options))
+    more = (*(word for name in job.names for word in ("-x", name)), *more)
     if job.run_by == "host":
         more = ("-x", "PATH", *more)  # ssh sets another one on the other hosts, without the venv
     command = local.with_settings(job, container.start(job, job.command, forward=FORWARD))
@@ -171,6 +172,8 @@ def _by_ssh(job: Job) -> Script:
     rows = [
         f"# {title}, by imgkit: a command a host, each in a terminal of its own. All from here: imgkit submit"
     ]
+    if job.names:
+        rows.append(f"# imgkit submit also sends the values of {', '.join(job.names)}; these lines do not.")
     remote = []
     for rank, host in enumerate(hosts):
         command = _node_command(job, rank)
@@ -181,7 +184,9 @@ def _by_ssh(job: Job) -> Script:
         for rank, host in enumerate(hosts):
             words = _started(job, _torch_launch(job, program, rank))
             rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, words)))}")
-    return Script(text="\n".join(rows) + "\n", submit=(), foreground=True, remote=tuple(remote))
+    return Script(
+        text="\n".join(rows) + "\n", submit=(), foreground=True, remote=tuple(remote), sent=_sent(job)
+    )
 
 
 def _node_command(job: Job, rank: int) -> tuple[str, ...]:
@@ -206,12 +211,19 @@ def _started(job: Job, command: Sequence[str]) -> tuple[str, ...]:
 
 def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
     """The words for `fanout`. The guard is innermost: it ends when the container's input does."""
+    sent = _sent(job)
     if job.run_by == "host":
-        return fanout.guarded(_started(job, command))
-    words = container.start(job, fanout.guarded(command))
+        return fanout.guarded(_started(job, command), sent)
+    words = container.start(job, fanout.guarded(command, sent))
     if job.run_by == "docker":
         words = local.with_options(job, words, "--interactive")
     return local.with_settings(job, words)
+
+
+def _sent(job: Job) -> fanout.Sent:
+    """What goes through the input of each ssh; only a launcher expects a secret on its own input."""
+    launcher = job.command[0].startswith("dist-") and job.command[0] != "dist-env"
+    return fanout.Sent(secret=job.makes_secret and launcher, names=job.names)
 
 
 def _remote(job: Job, words: Sequence[str]) -> str:
@@ -256,8 +268,14 @@ def _shell(job: Job) -> Script:
         raise UsageError(
             f"a shell on {job.nodes} hosts", where="--interactive", hint="name one host, or a command for all"
         )
+    if job.names:
+        raise UsageError(
+            f"ssh -t passes no value of {job.names[0]} to a shell",
+            where="--env",
+            hint="--env-file FILE, a file of mode 600 on the host",
+        )
     shell = container.shell(job)
     if job.run_by == "docker":
         shell = local.with_options(job, shell, "--interactive", "--tty")
-    words = ("ssh", "-t", _hosts(job)[0], _remote(job, shell))
+    words = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, shell)))
     return Script(text=line(words) + "\n", submit=words, foreground=True)

@@ -19,6 +19,7 @@ from imgkit_builder.job.systems import System
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rollcall.secret import VARIABLE
 from imgkit_entrypoints.schedulers import pals, pbs
 
 RUN_DIR = "IMGKIT_RUN_DIR"
@@ -128,7 +129,8 @@ def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
     """The words that run the command on this node, or by mpiexec on all nodes."""
     by_pals = job.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     known = pals.FIELDS.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
-    words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR))
+    secret = (VARIABLE,) if job.makes_secret else ()
+    words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR, *secret))
     if not by_pals:
         return words
     network = (Shell('"${network[@]}"'),) if rdzv else ()

@@ -17,6 +17,8 @@ from imgkit_entrypoints.errors import UsageError
 
 ASLEEP = ("sleep", "infinity")
 """The command of the pods of an interactive job."""
+SECRET = "imgkit"  # noqa: S105 - a name
+"""The user's Secret in the job's namespace: the key `secret` is for the roll call, others for ``--env``."""
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 NAME_LIMIT = 50
 """Operators append text like ``-worker-123``, and the whole can have 63 letters (RFC 1123)."""
@@ -40,6 +42,7 @@ class Pods(System):
 
     flags = PodFlags
     runtimes = ("kubernetes",)
+    passes_names = True
 
     def required(self, recipe: Target, request: Request) -> tuple[str, ...]:
         """Fields of ``system.queue`` that the job must have; none if it is interactive."""

@@ -90,6 +90,9 @@ def _rows(words: Sequence[str]) -> str:
 def _environment(job: Job) -> Iterator[str]:
     for name, value in pods.variables(job).items():
         yield from ("-e", f"{name}={pods.literal(value)}")
+    for name in job.names:
+        # docs.run.ai/v2.13/admin/workloads/secrets: the client passes the reference alone.
+        yield from ("-e", f"{name}=SECRET:{pods.SECRET},{name}")
 
 
 def _replicas(job: Job) -> tuple[str, ...]:

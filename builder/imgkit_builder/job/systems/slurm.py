@@ -18,6 +18,7 @@ from imgkit_entrypoints.schedulers import slurm
 class Slurm(System):
     """Slurm: sbatch, srun and salloc."""
 
+    passes_names = True  # sbatch and salloc hand their environment on
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
 
     def script(self, job: Job) -> Script:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.apps.bench import baseline, sizes, table
 from imgkit_entrypoints.apps.bench.judge import failures, slow_links, stragglers, timeline, transport, verdict
 from imgkit_entrypoints.apps.bench.measure import matrix
@@ -223,7 +223,7 @@ class Outcome:
         if saved is None:
             return
         try:
-            new = reader.parse(json.loads(self.record.to_json()), "this run")
+            new = reader.parse(json_text.parse(self.record.to_json()), "this run")
             compared = baseline.compare(new, saved, self._setup.options.tolerance)
         except UsageError as error:
             self.remark(f"NOT COMPARED: {error}")

@@ -9,9 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench import sizes, soak, table
 from imgkit_entrypoints.apps.bench.judge import stragglers
@@ -196,11 +193,10 @@ class Sweep:
         if before and now:
             host = self._setup.locations[self._here.rank].host
             node = node_conditions.NodeConditions(host=host, before=before, after=now)
-        everybodys: list[Any] = [None] * self._here.world_size
-        dist.all_gather_object(everybodys, (nccl_log.found(self._log), node))
-        transports = {word for words, _ in everybodys for word in words}
-        self._outcome.record.transport = tuple(sorted(transports))
-        self._outcome.conditions = tuple(node for _, node in everybodys if node is not None)
+        transports = self._here.gather(sorted(nccl_log.found(self._log)), list[str])
+        self._outcome.record.transport = tuple(sorted({word for words in transports for word in words}))
+        conditions = self._here.gather(node, node_conditions.NodeConditions | None)
+        self._outcome.conditions = tuple(one for one in conditions if one is not None)
 
     def _progress(self, op: Collective, planned: Sequence[int], place: int, took_s: float) -> None:
         now = time.monotonic()

@@ -41,7 +41,7 @@ def _parsed(path: Path) -> Any:
         return tomllib.loads(path.read_text())
     if path.suffix in (".yaml", ".yml"):
         return _yaml(path)
-    return json_text.parse(path.read_text())
+    return json_text.load(path)
 
 
 def _yaml(path: Path) -> Any:

@@ -143,7 +143,7 @@ class Watch:
     def _asked_by_file(self, folder: RunFolder) -> bool:
         file = folder.stop_file()
         if file and not self._warned and (text := run_folder.warning(str(file))):
-            print(f"dist-train: {text}", file=sys.stderr, flush=True)
+            _say(text)
             self._warned = True
         return file is not None
 
@@ -188,7 +188,11 @@ def _own_folder(config: Config, env: Mapping[str, str]) -> RunFolder | None:
     shared = env.get("IMGKIT_RUN_DIR") if env.get("IMGKIT_STOP_DIR") else None
     if config.run_dir is None or (shared and config.run_dir.resolve() == Path(shared).resolve()):
         return None
-    return RunFolder(path=config.run_dir)
+    return RunFolder(path=config.run_dir, say=_say)
+
+
+def _say(text: str) -> None:
+    print(f"dist-train: {text}", file=sys.stderr, flush=True)
 
 
 def interval(seconds_a_step: float, most: int) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import health
 
@@ -82,7 +83,10 @@ def gpu_health(subject: Subject) -> Iterator[Check]:
     report = health.nvidia_smi(subject.reader) if subject.facts.gpu_devices else ""
     if not report:
         return
-    bad = [check for gpu in ElementTree.fromstring(report) for check in _gpu(gpu)]  # noqa: S314 - see health.kept
+    try:
+        bad = [check for gpu in ElementTree.fromstring(report) for check in _gpu(gpu)]  # noqa: S314 - see health.kept
+    except ElementTree.ParseError:
+        return  # of a saved tree that somebody changed
     yield from bad
     if not bad:
         yield Check(name="gpu health", verdict="ok", evidence="nvidia-smi -q: no memory errors, full clocks")
@@ -92,7 +96,7 @@ def _gpu(gpu: ElementTree.Element) -> Iterator[Check]:
     name = gpu.get("id", "")
     reset = f"end all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
     counts = [part.text or "" for part in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in part.tag]
-    lost = sum(int(count) for count in counts if count.isdigit())
+    lost = sum(digits(count) or 0 for count in counts)
     if lost:
         evidence = f"{name}: nvidia-smi -q: {lost} uncorrectable ECC errors since the last reset"
         yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=reset)
@@ -122,7 +126,7 @@ def xids(subject: Subject) -> Iterator[Check]:
     log = health.xids(subject.reader) if subject.facts.gpu_devices else ""
     last: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
-        if found := re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", line):
+        if found := re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})", line):
             last[found[1], int(found[2])] = line.strip()[:160]
     for (address, number), line in last.items():
         if number not in PROGRAMS:

@@ -89,8 +89,8 @@ def driver(subject: Subject) -> Iterator[Check]:
     if not subject.facts.gpus:
         return
     cuda = subject.env.get("CUDA_VERSION", "")
-    version = re.search(r"\b(\d{3,})\.\d+", subject.facts.driver)
-    least = DRIVERS.get(int(cuda.split(".")[0])) if re.match(r"\d+(\.|$)", cuda) else None
+    version = re.search(r"\b([0-9]{3,9})\.[0-9]+", subject.facts.driver)
+    least = DRIVERS.get(int(cuda.split(".")[0])) if re.match(r"[0-9]{1,9}(\.|$)", cuda) else None
     evidence = f"/proc/driver/nvidia/version: {subject.facts.driver or 'does not exist'}; CUDA_VERSION={cuda}"
     if version is None or least is None:
         yield Check(

@@ -154,7 +154,7 @@ def slingshot(subject: Subject) -> Iterator[Check]:
         if lacking
         else "",
     )
-    version = re.match(r"(\d+)\.(\d+)", subject.facts.kernel)
+    version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", subject.facts.kernel)
     if version and (int(version[1]), int(version[2])) < (5, 12):
         yield Check(
             name="kernel",

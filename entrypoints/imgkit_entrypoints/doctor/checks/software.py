@@ -78,7 +78,7 @@ def newest_glibc(reader: Reader, path: str) -> int:
 
 def cumem(subject: Subject) -> Iterator[Check]:
     """NCCL can allocate host memory: cuMem needs NUMA calls, which docker's system call filter refuses."""
-    version = re.search(r"\b(\d{3,})\.\d+", subject.facts.driver)
+    version = re.search(r"\b([0-9]{3,9})\.[0-9]+", subject.facts.driver)
     concerned = version is not None and int(version[1]) >= CUMEM_DRIVER
     if not subject.facts.gpus or not concerned or subject.env.get("NCCL_CUMEM_HOST_ENABLE") == "0":
         return
@@ -119,7 +119,7 @@ def fuse(subject: Subject) -> Iterator[Check]:
     if "SLURM_JOB_ID" not in subject.env:
         return
     above = set(_ancestors(subject.reader))
-    for number in subject.reader.names("/proc", r"\d+"):
+    for number in subject.reader.names("/proc", "[0-9]{1,9}"):
         name = subject.reader.text(f"/proc/{number}/comm") or ""
         if name.startswith("squashfuse") and _parent(subject.reader, number) in above:
             yield Check(
@@ -140,5 +140,5 @@ def _ancestors(reader: Reader) -> Iterator[str]:
 
 
 def _parent(reader: Reader, number: str) -> str:
-    found = re.search(r"^PPid:\s*(\d+)$", reader.text(f"/proc/{number}/status") or "", re.MULTILINE)
+    found = re.search(r"^PPid:\s*([0-9]{1,9})$", reader.text(f"/proc/{number}/status") or "", re.MULTILINE)
     return found[1] if found else ""

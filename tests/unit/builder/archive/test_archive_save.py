@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -10,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +125,29 @@ def test_no_space_midway_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_failed_flush_in_the_background_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = threading.Event()
+
+    def fails_once(_: int) -> None:  # as Linux does: the last fsync then succeeds
+        flushed.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def chunks() -> Iterator[bytes]:
+        yield DATA
+        assert flushed.wait(20)
+        yield DATA
+
+    monkeypatch.setattr(os, "fdatasync", fails_once)
+    monkeypatch.setattr(write, "_FLUSH_BYTES", 1)
+    (tmp_path / "x.tar").write_bytes(b"old")
+    with pytest.raises(ToolFailed, match="cannot write: Input/output error"):
+        write.save(chunks(), target=tmp_path / "x.tar")
+    assert names(tmp_path) == ["x.tar"]
+    assert (tmp_path / "x.tar").read_bytes() == b"old"
+
+
 SLOW = """
 import sys, time
 from pathlib import Path
@@ -192,6 +218,26 @@ def test_locked_leftover_stays(tmp_path: Path) -> None:
         assert left.exists()
     write.remove_leftovers(tmp_path / "x.tar")
     assert not left.exists()
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["free", "held"])
+def test_leftover_is_locked_by_a_writable_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    flock = fcntl.flock
+
+    def as_on_nfs(stream: Any, operation: int) -> None:  # flock there is a lock of fcntl
+        if fcntl.fcntl(stream, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(stream, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    left = files.temporary_name(tmp_path / "x.tar")
+    with left.open("wb") as stream:
+        if taken:
+            flock(stream, fcntl.LOCK_EX)
+        write.remove_leftovers(tmp_path / "x.tar")
+        assert left.exists() == taken
 
 
 def test_progress_never_exceeds_its_total(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive.tarstream import TarStream, gnu_link_header, pax_header, ustar_header
+from imgkit_builder.archive.tarstream import TarLimits, TarStream, gnu_link_header, pax_header, ustar_header
 from imgkit_entrypoints.errors import CheckFailed
 
 LONG = "d" * 90 + "/" + "f" * 120
@@ -128,7 +131,7 @@ def test_wrong_checksum_refused() -> None:
 
 def test_huge_extended_header_refused() -> None:
     header = ustar_header(name=b"x", kind=b"x", size_bytes=1 << 30)
-    with pytest.raises(CheckFailed, match="an extended header of 1073741824 bytes"):
+    with pytest.raises(CheckFailed, match="extended headers of more than 1048576 bytes"):
         list(TarStream(iter([header]), name="x"))
 
 
@@ -138,3 +141,91 @@ def test_bad_pax_records_refused(records: bytes) -> None:
     data += ustar_header(name=b"one", kind=b"0") + bytes(1024)
     with pytest.raises(CheckFailed, match="pax header that cannot be read"):
         list(TarStream(iter([data]), name="x"))
+
+
+def beside(header: bytes, field: slice, value: bytes) -> bytes:
+    """A header with another field and a right checksum."""
+    changed = bytearray(header)
+    changed[field] = value
+    changed[148:156] = b" " * 8
+    changed[148:156] = b"%06o\0 " % sum(changed)
+    return bytes(changed)
+
+
+FILE = ustar_header(name=b"one", kind=b"0")
+SIZE, UID = slice(124, 136), slice(108, 116)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pax_header({"size": b"-1"}) + FILE,
+        pax_header({"size": b"9" * 5000}) + FILE,
+        pax_header({"size": "\u00b2".encode()}) + FILE,
+        pax_header({"size": b"1_0"}) + FILE + bytes(512),
+        pax_header({"mtime": b"inf"}) + FILE,
+        pax_header({"path": b"a\0b"}) + FILE,
+        pax_header({"path": b"p" * 5000}) + FILE,
+        pax_header({"uid": b"4294967296"}) + FILE,
+        beside(FILE, SIZE, b"\xff" * 12),
+        beside(FILE, SIZE, b"\x80" + b"\xff" * 11),
+        beside(FILE, SIZE, b"-0000000001\0"),
+        beside(FILE, UID, b"0o17777\0"),
+        pax_header({"comment": b"c" * 1000}) * 1100 + FILE,
+        pax_header({"GNU.sparse.map": b"5,1", "GNU.sparse.size": b"3"}) + FILE,
+        pax_header({"GNU.sparse.map": b"9,1,0,1", "GNU.sparse.size": b"20"}) + FILE,
+        pax_header({"GNU.sparse.major": b"1", "GNU.sparse.realsize": b"3"}) + FILE,
+    ],
+)
+def test_lying_number_refused(data: bytes) -> None:
+    with pytest.raises(CheckFailed, match="not a whole tar archive"):
+        list(TarStream(iter([data + bytes(1024)]), name="x"))
+
+
+def test_no_step_for_a_size_that_lies() -> None:
+    """A body that is not there is noticed at once, not counted down."""
+    stream = TarStream(iter([pax_header({"size": b"9223372036854775807"}) + FILE, bytes(1024)]), name="x")
+    with pytest.raises(CheckFailed, match="cut short"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [(TarLimits(entries=3), "more than 3 entries"), (TarLimits(hole_bytes=10**9), "more than 1 GB")],
+)
+def test_limits_name_what_to_do(limits: TarLimits, says: str) -> None:
+    holes = pax_header({"GNU.sparse.map": b"0,0", "GNU.sparse.size": b"300000000"}) + FILE
+    with pytest.raises(CheckFailed, match=says) as caught:
+        list(TarStream(iter([holes * 4 + bytes(1024)]), name="x", limits=limits))
+    assert caught.value.hint == limits.hint
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--format=gnu"],
+        ["--format=posix", "--sparse-version=0.1"],
+        ["--format=posix", "--sparse-version=1.0"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_sparse_file_as_gnu_tar_writes_it(tmp_path: Path, flags: list[str]) -> None:
+    wanted = bytearray(3 << 20)
+    with (tmp_path / "holes").open("wb") as file:
+        file.truncate(len(wanted))
+        for number in range(30):
+            text = b"%d" % number * 4096
+            os.pwrite(file.fileno(), text, number * 100_000)
+            wanted[number * 100_000 : number * 100_000 + len(text)] = text
+    (tmp_path / "after").write_text("after")
+    made = subprocess.run(
+        ["tar", "-S", *flags, "-C", str(tmp_path), "-c", "holes", "after"], check=True, stdout=subprocess.PIPE
+    ).stdout
+    stream = TarStream(chunks(made, 1000), name="x")
+    found = {one.name: (one.content_bytes, b"".join(stream.content())) for one in stream}
+    assert found == {"holes": (len(wanted), bytes(wanted)), "after": (5, b"after")}
+    stream = TarStream(chunks(made, 1000), name="x")
+    raw = b"".join(one.extended + one.header + b"".join(stream.padded_body()) for one in stream)
+    assert made.startswith(raw)
+    assert len(made) - len(raw) <= 10240
+    assert len(made) < 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,13 @@ def test_cache_is_written_where_it_can_be(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     smoke.remember("sha256:1")
     assert smoke.passed_before("sha256:1")
+
+
+def test_cache_that_others_can_write_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    smoke.remember("sha256:1")
+    assert stat.S_IMODE((tmp_path / "imgkit").stat().st_mode) == 0o700
+    (record,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    record.unlink()
+    record.symlink_to("/etc/hostname")
+    assert not smoke.passed_before("sha256:1")

@@ -41,7 +41,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_file_says_what_it_is(file: Path) -> None:
     found = descriptor.read(file)
-    assert replace(found, sha256="") == KNOWN
+    assert replace(found, sha256="", self_sha256="") == KNOWN
+    assert json.loads(file.read_bytes()[4096:-16])["self_sha256"] == found.self_sha256 != ""
     assert descriptor.is_delta(file)
     assert descriptor.sha256(file, found) == found.sha256
 
@@ -72,6 +73,21 @@ def test_description_that_is_none_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "x").write_bytes(text + len(text).to_bytes(8, "little") + b"IMGDELTA")
     with pytest.raises(CheckFailed, match="its description cannot be read"):
         descriptor.read(tmp_path / "x")
+
+
+def test_delta_of_imgkit_01_is_read(file: Path) -> None:
+    values = json.loads(file.read_bytes()[4096:-16])
+    del values["self_sha256"]
+    text = json.dumps(values, indent=1, sort_keys=True).encode()
+    end = len(text).to_bytes(8, "little") + b"IMGDELTA"
+    file.write_bytes(file.read_bytes()[:4096] + text + end)
+    assert descriptor.read(file).self_sha256 == ""
+
+
+def test_changed_description_refused(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"amd64", b"arm64"))
+    with pytest.raises(CheckFailed, match="another sha256 than it states"):
+        descriptor.read(file)
 
 
 def test_description_of_another_type_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_builder.archive.tarstream import END
 from imgkit_builder.delta import tree, write_squashfs
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.grafts import Graft
@@ -21,7 +22,15 @@ from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
 from imgkit_builder.delta.tree import TreeEntry
 from imgkit_builder.sif import root_inode
+from imgkit_builder.sif.squash import Squash
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
+
+
+def packed_tar(entries: Iterable[tuple[str, TreeEntry | None]]) -> bytes:
+    """What mksquashfs reads."""
+    sink = io.BytesIO()
+    write_squashfs.put(Squash(sink=sink), entries)
+    return sink.getvalue() + END
 
 
 def archive(path: Path, members: Iterable[tuple[str, bytes, str]]) -> Tar:
@@ -77,13 +86,40 @@ def test_hard_links_of_a_tar_are_one_file(tmp_path: Path) -> None:
 
 
 def test_hard_link_out_of_the_layer_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match="not in its layer"):
+    with pytest.raises(CheckFailed, match="no file in its layer"):
         archive(tmp_path / "layer.tar", [("b", LINK, "a")]).children("")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [(str(number), LINK, str((number + 1) % 2000)) for number in range(2000)],
+        [("d/" * 900 + "f", FILE, "1")],
+        [("d/.wh...", FILE, "")],
+    ],
+    ids=["circle of hard links", "deep folders", "whiteout of .."],
+)
+def test_hostile_layer_refused(tmp_path: Path, members: list[tuple[str, bytes, str]]) -> None:
+    with pytest.raises(CheckFailed):
+        archive(tmp_path / "layer.tar", members).children("")
+
+
+def test_sparse_file_has_its_zeros(tmp_path: Path) -> None:
+    with (tmp_path / "holes").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"end")
+    subprocess.run(
+        ["tar", "-S", "-C", str(tmp_path), "-cf", str(tmp_path / "layer.tar"), "holes"], check=True
+    )
+    layer = Tar(tmp_path / "layer.tar")
+    entry = layer.children("")["holes"]
+    assert b"".join(layer.content(entry)) == bytes(1 << 20) + b"end"
+    assert (tmp_path / "layer.tar").stat().st_size < 1 << 17
 
 
 def test_tar_that_is_none_refused(tmp_path: Path) -> None:
     (tmp_path / "layer.tar").write_bytes(b"x" * 2000)
-    with pytest.raises(CheckFailed, match="cannot be read"):
+    with pytest.raises(CheckFailed, match="not a whole tar archive"):
         Tar(tmp_path / "layer.tar").children("")
 
 
@@ -144,7 +180,7 @@ def test_squashfs_gives_back_what_was_put_in(tmp_path: Path, compression: str) -
         xattrs={"user.a": b"\0" * 40, "security.capability": b"\1\0"},
     )}  # fmt: skip
     target = tmp_path / "x.sqfs"
-    packed = b"".join(write_squashfs.tar(sorted(entries.items())))
+    packed = packed_tar(sorted(entries.items()))
     words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-comp", compression)
     subprocess.run(words, input=packed, check=True, capture_output=True)
     read = SquashfsLayer(target)
@@ -252,9 +288,7 @@ def test_compression_nobody_can_undo_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
 def test_root_folder_is_roots_whoever_made_it(tmp_path: Path) -> None:
-    packed = b"".join(
-        write_squashfs.tar([("a", TreeEntry(layer=archive(tmp_path / "t", []), kind="fifo", mode=0o600))])
-    )
+    packed = packed_tar([("a", TreeEntry(layer=archive(tmp_path / "t", []), kind="fifo", mode=0o600))])
     target = tmp_path / "x.sqfs"
     words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-noI")
     as_user = ("-root-uid", "1234", "-root-gid", "1234")

@@ -102,24 +102,35 @@ HERE = Endpoint(host="unix:///var/run/docker.sock")
 
 
 def test_shell_asks_for_gpus_only_if_told() -> None:
-    plain = shell_argv("mn5", gpus=False, place=HERE)
+    plain = shell_argv("mn5", gpus=False, host=True, place=HERE)
     assert plain[-2:] == ["mn5", "bash"]
     assert "--gpus" not in plain
-    assert shell_argv("mn5", gpus=True, place=HERE)[-4:] == ["--gpus", "all", "mn5", "bash"]
+    assert "--ipc=host" in plain
+    assert shell_argv("mn5", gpus=True, host=True, place=HERE)[-4:] == ["--gpus", "all", "mn5", "bash"]
+
+
+def test_shell_shares_nothing_unasked() -> None:
+    words = shell_argv("mn5", gpus=False, host=False, place=HERE)
+    assert words[words.index("--network") + 1] == "none"
+    assert not any(word.startswith(("--ipc", "--volume", "--mount")) for word in words)
 
 
 def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name if name == "docker" else None)
-    assert shell_argv("mn5", gpus=False, place=HERE)[:2] == ["docker", "run"]
+    assert shell_argv("mn5", gpus=False, host=True, place=HERE)[:2] == ["docker", "run"]
     host = "unix:///run/user/1000/podman/podman.sock"
     stated = Endpoint(host=host, source="DOCKER_HOST")
-    assert shell_argv("mn5", gpus=False, place=stated)[:2] == ["docker", "run"]
-    assert shell_argv("mn5", gpus=False, place=Endpoint(host=host))[:3] == ["docker", "--host", host]
+    assert shell_argv("mn5", gpus=False, host=True, place=stated)[:2] == ["docker", "run"]
+    assert shell_argv("mn5", gpus=False, host=True, place=Endpoint(host=host))[:3] == [
+        "docker",
+        "--host",
+        host,
+    ]
 
 
 def test_shell_opens_by_podman_without_docker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name if name == "podman" else None)
-    assert shell_argv("mn5", gpus=False, place=HERE)[:3] == ["podman", "--url", HERE.host]
+    assert shell_argv("mn5", gpus=False, host=True, place=HERE)[:3] == ["podman", "--url", HERE.host]
 
 
 def facts(*, standin: bool) -> ImageFacts:

@@ -93,7 +93,7 @@ def test_machine_with_nothing_fails(programs: Path) -> None:
 def test_every_trouble_names_a_fix(programs: Path, root: Callable[..., Machine]) -> None:
     found = look(OLIVIA, machine=root(userns="0"))
     assert all(check.hint for check in found.values() if check.verdict in ("warn", "fail"))
-    assert found["mksquashfs"].verdict == found["zstd"].verdict == "warn"
+    assert (found["imgkit sif"].verdict, found["zstd"].verdict) == ("fail", "warn")
 
 
 @pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("sif", "warn"), ("build", "fail")])
@@ -112,7 +112,8 @@ def test_missing_runtime_names_the_recipes_modules(programs: Path) -> None:
 
 
 def test_system_of_containers_needs_no_runtime(programs: Path) -> None:
-    assert look(LAMBDA)["singularity"].verdict == "skip"
+    found = look(LAMBDA)
+    assert found["singularity"].verdict == found["imgkit sif"].verdict == "skip"
 
 
 def test_game_named_singularity_is_no_runtime(programs: Path) -> None:
@@ -161,14 +162,67 @@ def test_missing_fuse_warns(runtime: Path, root: Callable[..., Machine]) -> None
     assert look(machine=root(fuse=""))["fuse"].verdict == "ok"
 
 
-def test_old_mksquashfs_cannot_read_tar(programs: Path) -> None:
-    script(
-        programs / "mksquashfs", 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "  gzip xz zstd"; exit 1'
-    )
-    found = look()["mksquashfs"]
+OLD = 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "  gzip xz zstd"; exit 1'
+NEW = 'echo "mksquashfs version 4.6.1 (2023/03/25)"; echo "-tar read a tar"; echo "  zstd"'
+
+
+@pytest.mark.parametrize(
+    "place", ["bin", "libexec/singularity/bin", "libexec/apptainer/bin", "utils/bin", "x86_64/utils/bin"]
+)
+def test_own_way_names_the_mksquashfs_wherever_it_lies(runtime: Path, place: str) -> None:
+    folder = runtime.parent.parent / place
+    folder.mkdir(parents=True, exist_ok=True)
+    script(folder / "mksquashfs", NEW)
+    found = look(machine=Machine(uid=0))["imgkit sif"]
+    assert found.verdict == "ok"
+    assert f"itself, with mksquashfs 4.6.1 at {folder}/mksquashfs" in found.found
+    assert "Singularity 3.8 or later" in found.found
+
+
+def test_mksquashfs_of_a_runtime_comes_before_an_old_one_of_the_path(runtime: Path) -> None:
+    beside = runtime.parent.parent / "libexec/singularity/bin"
+    beside.mkdir(parents=True)
+    script(runtime.parent / "mksquashfs", OLD)
+    script(beside / "mksquashfs", NEW)
+    assert f"4.6.1 at {beside}" in look(machine=Machine(uid=0))["imgkit sif"].found
+
+
+def test_runtime_builds_where_mksquashfs_is_old(runtime: Path) -> None:
+    script(runtime.parent / "mksquashfs", OLD)
+    found = look(machine=Machine(uid=0))["imgkit sif"]
     assert found.verdict == "warn"
-    assert "4.4" in found.found
-    assert "without -tar" in found.found
+    assert found.found.startswith("singularity-ce 4.1.0 builds the file")
+    assert "no -tar" in found.found
+    assert "version 4.4" in found.found
+
+
+def test_old_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None:
+    script(programs / "mksquashfs", OLD)
+    assert look(purpose="sif")["imgkit sif"].verdict == "fail"
+
+
+def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
+    script(programs / "mksquashfs", NEW)
+    found = look(MN5, purpose="sif", machine=Machine(uid=0))
+    assert (found["imgkit sif"].verdict, found["singularity"].verdict) == ("ok", "warn")
+    assert "module load gcc singularity" in found["singularity"].hint
+    assert passed(tuple(found.values()))
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ("singularity version 3.7.4", "warn"),
+        ("singularity version 3.8.0", "ok"),
+        ("singularitypro version 3.11-2", "ok"),
+        ("apptainer version 1.0.0", "ok"),
+    ],
+)
+def test_runtime_below_the_floor_warns(programs: Path, version: str, verdict: str) -> None:
+    script(programs / "singularity", f'echo "{version}"')
+    found = look(machine=Machine(uid=0))["singularity"]
+    assert found.verdict == verdict
+    assert verdict == "ok" or "3.8" in found.hint
 
 
 def test_tmp_in_memory_warns(

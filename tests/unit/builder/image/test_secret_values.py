@@ -84,8 +84,10 @@ def test_file_of_a_secret_stays_out_of_the_context(recipe: Recipe) -> None:
 
 def test_value_in_copied_code_refused(recipe: Recipe, tmp_path: Path) -> None:
     # Across the border of two blocks of the file.
-    (tmp_path / "code" / ".env").write_text("x" * ((1 << 20) - 4) + VALUE)
-    with pytest.raises(UsageError, match=r"^copy/0/\.env: \.env holds the value of a build secret") as caught:
+    (tmp_path / "code" / "settings.py").write_text("x" * ((1 << 20) - 4) + VALUE)
+    with pytest.raises(
+        UsageError, match=r"^copy/0/settings\.py: settings\.py holds the value of a build secret"
+    ) as caught:
         secret_values.refuse_in(pack(recipe), secret_values.read(recipe))
     assert VALUE not in str(caught.value)
 

@@ -47,8 +47,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("line", LINES)
 def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
     words = shlex.split(line)[2:]
-    if "--delta" in words:  # a file of the example: tests/lab makes a real one
-        del words[words.index("--delta") : words.index("--delta") + 2]
+    for option in ("--delta", "--require-signature"):  # files of the example: tests/lab makes real ones
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
     done = CliRunner().invoke(build_app(("job", "list")), ["job", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert done.stdout.strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import fields
+from imgkit_builder.job import check, fields
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
@@ -111,7 +111,11 @@ def test_plain_program_is_doubted() -> None:
         ({"cpus": 0}, "--cpus"),
         ({"nproc": 0}, "--nproc"),
         ({"env": ("1A=b",)}, "--env"),
-        ({"env": ("A",)}, "--env"),
+        ({"env": ("A B",)}, "--env"),
+        ({"env": ("WANDB_API_KEY=0123456789abcdef",)}, "--env"),
+        ({"env": ("NOTE=hf_" + "a1" * 17,)}, "--env"),
+        ({"env_file": Path("a,b")}, "--env-file"),
+        ({"secret_file": Path("$HOME/secret")}, "--secret-file"),
         ({"env": ("A=b\nc",)}, "--env"),
         ({"binds": ("relative",)}, "--bind"),
         ({"binds": ("/a:/b,/c",)}, "--bind"),
@@ -156,3 +160,34 @@ def test_short_job_is_not_asked_to_save() -> None:
     assert job(time="9m").stop_before_s == 0
     assert job(time="10m").stop_before_s == 120
     assert job(time="2m", stop_before_s=60).stop_before_s == 60
+
+
+def test_value_that_looks_like_a_secret_is_refused_and_not_repeated() -> None:
+    for text in ("HF=hf_" + "a1" * 17, "WANDB_API_KEY=0123456789abcdef", "BAD-NAME=hf_" + "a1" * 17):
+        error = refused(env=(text,))
+        assert error.where == "--env"
+        assert text.partition("=")[2] not in str(error)
+    assert "--env WANDB_API_KEY alone" in str(refused(env=("WANDB_API_KEY=0123456789abcdef",)).hint)
+    assert job(env=("TOKENIZERS_PARALLELISM=false", "HF_TOKEN_PATH=/home/me/token")).env
+
+
+def test_system_that_would_show_the_value_refuses_a_name() -> None:
+    assert "--env-file FILE" in str(refused("olivia-eap", env=("HF_TOKEN",)).hint)
+    assert job("mn5", env=("HF_TOKEN", "A=b", "HF_TOKEN")).names == ("HF_TOKEN",)
+
+
+@pytest.mark.parametrize("recipe", ["mn5", "cpu", "lambda"])
+def test_submission_without_the_variable_or_with_an_open_file_is_refused(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"directory": tmp_path, "qos": "acc_debug" if recipe == "mn5" else ""}
+    with pytest.raises(UsageError, match="HF_TOKEN is not set here"):
+        check.before_submission(job(recipe, env=("HF_TOKEN",), **here))
+    monkeypatch.setenv("HF_TOKEN", "a\nb")
+    with pytest.raises(UsageError, match="holds a line break"):
+        check.before_submission(job(recipe, env=("HF_TOKEN",), **here))
+    (tmp_path / "tokens").write_text("HF_TOKEN=x")
+    (tmp_path / "tokens").chmod(0o644)
+    with pytest.raises(UsageError, match="other users have access") as caught:
+        check.before_submission(job(recipe, env_file=Path("tokens"), **here))
+    assert str(caught.value.hint) == f"chmod 600 {tmp_path}/tokens"

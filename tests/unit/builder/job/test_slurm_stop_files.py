@@ -157,3 +157,48 @@ def test_file_of_a_person_from_before_the_start_stays(start: Start, run_dir: Pat
     script = start("stop")
     script.communicate(timeout=20)
     assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
+
+
+def test_planted_links_are_not_followed(start: Start, run_dir: Path, tmp_path: Path) -> None:
+    victim = tmp_path / ".bashrc"
+    victim.write_text("mine")
+    for name in ("requeued", "stop", "stop-for-requeue"):
+        (run_dir / name).symlink_to(victim if name == "requeued" else tmp_path / f"made-by-{name}")
+    script = start("stop-for-requeue")
+    until(lambda: started(run_dir))
+    for name in ("stop", "stop-for-requeue"):  # again: the start has removed them
+        (run_dir / name).symlink_to(tmp_path / f"made-by-{name}")
+    script.send_signal(signal.SIGUSR1)
+    script.communicate(timeout=20)
+    assert requeues(run_dir) == 1
+    assert (victim.read_text(), list(tmp_path.glob("made-by-*"))) == ("mine", [])
+    assert ((run_dir / "requeued").read_text(), left(run_dir)) == ("7 40\n", [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_marks_of_a_stranger_change_nothing(start: Start, run_dir: Path) -> None:
+    script = start("stop")
+    until(lambda: started(run_dir))
+    for name in ("stop", "requeued"):
+        (run_dir / name).write_text("7 40\n")
+        os.chown(run_dir / name, 12345, 12345)
+    stdout, _ = script.communicate(timeout=20)
+    assert "state saved (7 40): requeued" in stdout
+    assert requeues(run_dir) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_run_folder_that_a_stranger_planted_is_refused(start: Start, run_dir: Path, kind: str) -> None:
+    elsewhere = run_dir.parent / ".ssh"
+    elsewhere.mkdir()
+    if kind == "link":
+        run_dir.rmdir()
+        run_dir.symlink_to(elsewhere)
+    else:
+        os.chown(run_dir, 12345, 12345)
+    script = start("stop")
+    _, stderr = script.communicate(timeout=20)
+    assert script.returncode == 2
+    assert f"{run_dir} is a link or another user's folder" in stderr
+    assert list(elsewhere.iterdir()) == list(run_dir.iterdir()) == []

@@ -104,3 +104,53 @@ def test_tagged_name_is_taken_for_an_image() -> None:
 
 def test_schema_is_one_json_object() -> None:
     assert json.loads(imgkit("schema").stdout)["title"] == "imgkit recipe"
+
+
+STRANGERS = """
+extends: {parent}
+image:
+  secrets:
+    - {{id: key, file: ~/.ssh/id_rsa}}
+    - {{id: token, env: HF_TOKEN}}
+  run:
+    - {{command: make, secrets: [key, token]}}
+system:
+  runtime:
+    command: /tmp/evil
+    options: [--nv, --writable]
+    modules: [/tmp/evil-module]
+    binds: [/root]
+    host_libs: [/tmp/lib]
+  env: {{LD_PRELOAD: /tmp/evil.so, NCCL_DEBUG: WARN}}
+  queue: {{options: [--launch-agent, /tmp/evil]}}
+"""
+
+
+def test_strict_check_lists_what_a_recipe_does_on_this_machine(write: Write) -> None:
+    file = write(STRANGERS.format(parent="lambda"), "strange.yaml")
+    relaxed = imgkit("check", "strange.yaml", cwd=file.parent)
+    assert (relaxed.returncode, "evil" in relaxed.stderr) == (0, False), relaxed.stderr
+    done = imgkit("check", "strange.yaml", "--strict", cwd=file.parent)
+    assert (done.returncode, done.stdout) == (1, "warn strange.yaml\n"), done.stderr
+    for what in (
+        "system.runtime.command: runs the program /tmp/evil",
+        "the option --writable",
+        "the option --launch-agent",
+        "the module file /tmp/evil-module",
+        "see /root",
+        "load libraries from /tmp/lib",
+        "sets LD_PRELOAD",
+        f"the file {Path.home()}/.ssh/id_rsa",
+        "the variable HF_TOKEN",
+    ):
+        assert done.stderr.count(what) == 1, (what, done.stderr)
+    assert "--nv" not in done.stderr.replace("options: [--nv", "")
+    found = json.loads(imgkit("check", "strange.yaml", "--strict", "--json", cwd=file.parent).stdout)
+    assert found["passed"] is False
+    assert len(found["recipes"][0]["warnings"]) >= 10
+
+
+def test_strict_check_of_shipped_recipes_finds_nothing(write: Write) -> None:
+    mine = write("extends: mn5\nimage: {copy: [{source: ., target: /workspace/x}]}\n", "mine.yaml")
+    done = imgkit("check", "--strict", *recipe_names(), str(mine))
+    assert (done.returncode, done.stderr) == (0, "")

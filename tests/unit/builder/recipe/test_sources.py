@@ -121,3 +121,50 @@ def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
     root = tree("a.py")
     os.mkfifo(root / ".gitignore")
     assert found(root) == ["a.py"]
+
+
+SECRETS = {
+    ".env": "TOKEN=x",
+    ".env.local": "TOKEN=x",
+    "conf/.netrc": "machine x",
+    ".ssh/config": "Host x",
+    ".aws/credentials": "x",
+    ".docker/config.json": "{}",
+    "id_rsa": "x",
+    "server.pem": "-----BEGIN RSA PRIVATE KEY-----\n",
+    "both.pem": "-----BEGIN CERTIFICATE-----\nx\n-----BEGIN PRIVATE KEY-----\n",
+    "raw.key": "0123",
+    "deploy": "-----BEGIN OPENSSH PRIVATE KEY-----\n",
+}
+PUBLIC = {
+    ".env.example": "TOKEN=",
+    "ca.pem": "-----BEGIN CERTIFICATE-----\n",
+    "id_map.json": "{}",
+    "id_rsa.pub": "ssh-rsa x",
+    "Makefile": "all:",
+}
+
+
+def test_files_that_hold_secrets_stay_out_and_are_named(tree: Tree) -> None:
+    root = tree(**SECRETS, **PUBLIC)
+    secret: list[str] = []
+    names = [one.name for one in sources.walk(root, secret=secret) if one.entry.is_file()]
+    assert sorted(names) == sorted(PUBLIC)
+    folders = {".ssh/config": ".ssh/", ".aws/credentials": ".aws/"}
+    assert sorted(secret) == sorted(folders.get(name, name) for name in SECRETS)
+
+
+def test_only_its_name_brings_a_secret_back(tree: Tree) -> None:
+    root = tree(**{"conf/.env": "x", ".gitignore": "conf/\n", ".dockerignore": "!conf/.env\n"})
+    for patterns in ((), ("!conf/",), ("!*",), ("!**",), ("!conf", "!conf/*")):
+        assert "conf/.env" not in found(root, *patterns)
+    assert "conf/.env" in found(root, "!conf/", "!.env")
+    assert "conf/.env" in found(root, "!conf/", "!conf/.env*")
+
+
+def test_ignored_secret_is_listed_once(tree: Tree) -> None:
+    left_out: list[str] = []
+    secret: list[str] = []
+    root = tree(**{".env": "x", ".gitignore": ".env\n"})
+    list(sources.walk(root, left_out=left_out, secret=secret))
+    assert (left_out, secret) == ([".env"], [])

@@ -10,8 +10,8 @@ from imgkit_builder.sif import compression, mksquashfs
 from imgkit_builder.sif.runtime import Capabilities
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
-NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True, edits_sif=True)
-OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True, edits_sif=True)
+NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True)
+OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True)
 
 
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -41,24 +41,24 @@ def test_kernel_release_understood(release: str, reads: bool) -> None:
 
 def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
-    assert compression.choose(NEW, "auto", direct=False) == compression.ZSTD
-    assert compression.choose(OLD, "auto", direct=True) == compression.ZSTD
-    assert compression.choose(NEW, "gzip", direct=False) == compression.GZIP
+    assert compression.choose(NEW, "auto") == compression.ZSTD
+    assert compression.choose(None, "auto") == compression.ZSTD
+    assert compression.choose(NEW, "gzip") == compression.GZIP
 
 
 def test_gzip_without_zstd_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
-    assert compression.choose(NEW, "auto", direct=False) == compression.GZIP
+    assert compression.choose(NEW, "auto") == compression.GZIP
     with pytest.raises(UsageError, match="built without zstd"):
-        compression.choose(NEW, "zstd", direct=False)
+        compression.choose(NEW, "zstd")
 
 
 def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
     monkeypatch.setattr(compression, "kernel_reads_zstd", lambda: False)
-    assert compression.choose(NEW, "auto", direct=True) == compression.GZIP
+    assert compression.choose(None, "auto") == compression.GZIP
     with pytest.raises(UsageError, match="cannot mount zstd"):
-        compression.choose(NEW, "zstd", direct=True)
+        compression.choose(None, "zstd")
 
 
 def test_old_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +76,6 @@ def test_missing_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_runtime_that_takes_no_options_says_so() -> None:
-    chosen = compression.choose(OLD, "auto", direct=False)
+    chosen = compression.choose(OLD, "auto")
     assert chosen.options == ()
     assert "gzip 9 by default" in chosen.note

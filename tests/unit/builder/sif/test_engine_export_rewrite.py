@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
-from pathlib import Path
 
 import pytest
 
+from imgkit_builder.archive.tarstream import END
 from imgkit_builder.sif.export import rewrite
+from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.sif.squash import Squash
 from imgkit_entrypoints.errors import CheckFailed
 
 CREATED_S = 1710892800
@@ -33,30 +35,31 @@ def engines(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tuple
 MARK = engines(".dockerenv")
 
 
-def rewritten(
-    tmp_path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT
-) -> tarfile.TarFile:
-    buffer = io.BytesIO()
+OWN = (
+    OwnFile(path=".singularity.d", kind=tarfile.DIRTYPE),
+    OwnFile(path=".singularity.d/env", kind=tarfile.DIRTYPE),
+    OwnFile(path=".singularity.d/env/10.sh", kind=tarfile.REGTYPE, data=b"export A=1\n"),
+)
+IF_MISSING = (
+    OwnFile(path="environment", kind=tarfile.SYMTYPE, link=".singularity.d/env/10.sh"),
+    OwnFile(path="etc", kind=tarfile.DIRTYPE),
+    OwnFile(path="etc/hosts", kind=tarfile.REGTYPE, mode=0o644),
+)
+
+
+def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> tarfile.TarFile:
+    buffer, sink = io.BytesIO(), io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
         for info, data in members:
             tar.addfile(info, io.BytesIO(data))
-    box = tmp_path / "box"
-    if not box.exists():
-        (box / ".singularity.d/env").mkdir(parents=True)
-        (box / ".singularity.d/env/10.sh").write_text("export A=1\n")
-        (box / ".singularity.d/env/10.sh").chmod(0o755)
-        (box / ".run").symlink_to(".singularity.d/actions/run")
-        (box / "etc").mkdir()
-        (box / "etc/hosts").touch(0o644)
-    sink = io.BytesIO()
-    rewrite(iter([buffer.getvalue()]), sink, box, epoch=CREATED_S)
+    rewrite(iter([buffer.getvalue()]), Squash(sink=sink), OWN, IF_MISSING, epoch=CREATED_S)
+    sink.write(END)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
 
 
-def test_engines_files_go(tmp_path: Path) -> None:
+def test_engines_files_go() -> None:
     tar = rewritten(
-        tmp_path,
         MARK,
         engines("dev", tarfile.DIRTYPE),
         engines("dev/console"),
@@ -69,13 +72,13 @@ def test_engines_files_go(tmp_path: Path) -> None:
         engines("etc/resolv.conf"),
     )
     names = tar.getnames()
-    own = {".run", ".singularity.d", ".singularity.d/env", ".singularity.d/env/10.sh", "etc/hosts"}
+    own = {"environment", ".singularity.d", ".singularity.d/env", ".singularity.d/env/10.sh", "etc/hosts"}
     assert set(names) == {"dev", "etc"} | own
     assert {tar.getmember(name).mtime for name in names} == {CREATED_S}
     assert tar.getmember("etc/hosts").mode == 0o644
 
 
-def test_images_own_files_stay(tmp_path: Path) -> None:
+def test_images_own_files_stay() -> None:
     own = [
         member("dev", tarfile.DIRTYPE),
         member("dev/console", tarfile.CHRTYPE),
@@ -85,7 +88,7 @@ def test_images_own_files_stay(tmp_path: Path) -> None:
         member("etc/mtab", tarfile.SYMTYPE, linkname="/proc/self/mounts"),
         member("home/.dockerenv"),
     ]
-    tar = rewritten(tmp_path, MARK, *own)
+    tar = rewritten(MARK, *own)
     for info, data in own:
         found = tar.getmember(info.name)
         assert (found.type, found.mode, found.mtime) == (info.type, info.mode, info.mtime)
@@ -94,10 +97,9 @@ def test_images_own_files_stay(tmp_path: Path) -> None:
     assert len(tar.getnames()) == len(set(tar.getnames()))
 
 
-def test_runtime_files_replace_older_ones(tmp_path: Path) -> None:
+def test_runtime_files_replace_older_ones() -> None:
     """The image was made from a .sif once."""
     tar = rewritten(
-        tmp_path,
         MARK,
         member(".singularity.d", tarfile.DIRTYPE),
         member(".singularity.d/env", tarfile.DIRTYPE),
@@ -111,32 +113,48 @@ def test_runtime_files_replace_older_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target", ["/" + "t" * 150, "../../" + "t" * 150, "./" + "t" * 150, "/é", "../é", "short", "//x"]
 )
-def test_link_targets_leave_pax(tmp_path: Path, target: str) -> None:
+def test_link_targets_leave_pax(target: str) -> None:
     """mksquashfs 4.5.1 drops a leading / and ../ of targets that stand in a pax header."""
     link = member("l" * 120 + "é", tarfile.SYMTYPE, linkname=target, mtime=CREATED_S + 0.5)
-    tar = rewritten(tmp_path, MARK, link)
+    tar = rewritten(MARK, link)
     found = tar.getmember(link[0].name)
     assert found.linkname == target
     assert "linkpath" not in found.pax_headers
     assert found.pax_headers["path"] == link[0].name
 
 
-def test_capabilities_and_hard_links_pass(tmp_path: Path) -> None:
+def test_capabilities_and_hard_links_pass() -> None:
     capable = member("ping", data=b"elf", pax_headers={"SCHILY.xattr.security.capability": "\x01\x02"})
     hard = member("pong", tarfile.LNKTYPE, linkname="ping")
-    tar = rewritten(tmp_path, MARK, capable, hard)
+    tar = rewritten(MARK, capable, hard)
     assert tar.getmember("ping").pax_headers == capable[0].pax_headers
     assert tar.getmember("pong").islnk()
 
 
-def test_cut_export_refused(tmp_path: Path) -> None:
-    (tmp_path / "box").mkdir()
+def test_cut_export_refused() -> None:
     info, data = member("file", data=b"x" * 5000)
     cut = info.tobuf() + data[:2000]
     with pytest.raises(CheckFailed, match="docker export: cut short"):
-        rewrite(iter([cut]), io.BytesIO(), tmp_path / "box", epoch=0)
+        rewrite(iter([cut]), Squash(sink=io.BytesIO()), (), epoch=0)
 
 
-def test_link_where_the_runtimes_files_go_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"/\.singularity\.d in the image is a link to '/home/me'"):
-        rewritten(tmp_path, MARK, member(".singularity.d", tarfile.SYMTYPE, linkname="/home/me"))
+def test_what_hides_the_runtimes_files_gives_way() -> None:
+    tar = rewritten(
+        MARK,
+        member(".singularity.d", tarfile.SYMTYPE, linkname="/home/me"),
+        member(".singularity.d/env/10.sh", tarfile.DIRTYPE),
+        member(".singularity.d/env/10.sh/below"),
+    )
+    assert tar.getmember(".singularity.d").isdir()
+    assert tar.getmember(".singularity.d/env/10.sh").isreg()
+    assert ".singularity.d/env/10.sh/below" not in tar.getnames()
+
+
+def test_nothing_is_added_behind_a_link() -> None:
+    tar = rewritten(MARK, member("etc", tarfile.SYMTYPE, linkname="/home/me"))
+    assert "etc/hosts" not in tar.getnames()
+
+
+def test_link_of_the_image_called_environment_stays() -> None:
+    tar = rewritten(MARK, member("environment", tarfile.SYMTYPE, linkname="own"))
+    assert tar.getmember("environment").linkname == "own"

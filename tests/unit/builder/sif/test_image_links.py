@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive import tarstream
+from imgkit_builder.archive import tar_header, tarstream
 from imgkit_builder.sif import links
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -114,7 +114,7 @@ def extended(kind: bytes, body: bytes) -> bytes:
 
 def test_member_with_two_names_refused(tmp_path: Path) -> None:
     """Go's reader takes GNU's name, others take the pax record."""
-    plain = tarstream.ustar_header(name=b"y", kind=tarstream.SYMLINK, link=b"/home/me")
+    plain = tarstream.ustar_header(name=b"y", kind=tar_header.SYMLINK, link=b"/home/me")
     data = tarstream.pax_header({"path": b"harmless"}) + extended(b"L", b"etc\0") + plain
     (tmp_path / "layer.tar").write_bytes(data + tarstream.END)
     with pytest.raises(CheckFailed, match="two names"):
@@ -123,7 +123,7 @@ def test_member_with_two_names_refused(tmp_path: Path) -> None:
 
 def test_name_of_a_sparse_file_counts(tmp_path: Path) -> None:
     """Go's reader takes this record for every kind of member."""
-    plain = tarstream.ustar_header(name=b"harmless", kind=tarstream.SYMLINK, link=b"/home/me")
+    plain = tarstream.ustar_header(name=b"harmless", kind=tar_header.SYMLINK, link=b"/home/me")
     data = tarstream.pax_header({"GNU.sparse.name": b"etc"}) + plain
     (tmp_path / "layer.tar").write_bytes(data + tarstream.END)
     with pytest.raises(CheckFailed, match="/etc in the image"):
@@ -131,7 +131,7 @@ def test_name_of_a_sparse_file_counts(tmp_path: Path) -> None:
 
 
 def test_prefix_in_a_gnu_header_refused(tmp_path: Path) -> None:
-    header = bytearray(tarstream.ustar_header(name=b"hosts", kind=tarstream.SYMLINK, link=b"/home/me"))
+    header = bytearray(tarstream.ustar_header(name=b"hosts", kind=tar_header.SYMLINK, link=b"/home/me"))
     header[257:265] = b"ustar  \0"
     header[345:348] = b"etc"
     header[148:156] = b" " * 8

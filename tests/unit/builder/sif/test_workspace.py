@@ -158,3 +158,12 @@ def test_full_disk_of_any_file_is_named(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "source", None, "other")
     assert files.where_full(caught.value) == str(tmp_path / "x")
     assert Path(files.where_full(OSError(errno.ENOSPC, "full"))).is_dir()
+
+
+def test_planted_name_of_another_file_is_no_lock(tmp_path: Path) -> None:
+    victim = tmp_path / ".bashrc"
+    victim.write_text("mine")
+    os.link(victim, tmp_path / ".x.sif.lock")
+    with pytest.raises(UsageError, match="hard link"), workspace(tmp_path / "x.sif", tmp_path):
+        pass
+    assert victim.read_text() == "mine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -254,3 +255,89 @@ def test_absent_file_of_a_variable_is_in_the_plan():
     (text,) = [text for text in made["warnings"] if "NCCL_TOPO_FILE" in text]
     assert "there is no such file" in text
     assert "--bind /gone.xml" in text
+
+
+TWO = (
+    "--nnodes",
+    "2",
+    "--node-rank",
+    "0",
+    "--head",
+    "127.0.0.1",
+    "--device",
+    "cpu",
+    "--rollcall-timeout",
+    "1",
+)
+WITH_A_STUB_OF_TORCH = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from imgkit_entrypoints.cli.main import main
+main()
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path):
+    """Starts node 0 of 2, for which the other node never calls."""
+    (tmp_path / "stub/torch").mkdir(parents=True)
+    (tmp_path / "stub/torch/__init__.py").touch()
+
+    def start(*words: str, env: dict[str, str] | None = None, given: str = ""):
+        with socket.create_server(("", 0)) as listener:  # tests beside this one take the usual port
+            port = listener.getsockname()[1]
+        argv = [sys.executable, "-c", WITH_A_STUB_OF_TORCH, str(tmp_path / "stub"), "dist-hello"]
+        return subprocess.run(
+            [*argv, *TWO, "--port", str(port - 1), *words],
+            capture_output=True,
+            text=True,
+            input=given,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **(env or {})},
+            check=False,
+        )
+
+    return start
+
+
+def test_start_without_a_secret_says_once_that_it_is_open(started):
+    done = started()
+    assert done.stderr.count("this start is open") == 1
+    assert "--secret-file FILE" in done.stderr
+    assert "never called" in done.stderr
+    assert "open" not in started("--nnodes", "1", "--plan").stderr
+
+
+def test_start_that_requires_a_secret_is_refused_without(started):
+    for words, env in ((("--require-secret",), {}), ((), {"IMGKIT_REQUIRE_SECRET": "1"})):
+        done = started(*words, env=env)
+        assert done.returncode == 5
+        assert "--require-secret: this start has no secret" in done.stderr
+        assert "roll call" not in done.stderr
+
+
+def test_start_with_a_secret_is_not_open_and_shows_no_value(started, tmp_path):
+    marker = "0f" * 32
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_text(marker)
+    for words, env, given in (
+        (("--secret-file", str(file)), {}, ""),
+        ((), {"IMGKIT_SECRET_FILE": str(file)}, ""),
+        (("--secret-file", "-"), {}, f"{marker}\n"),
+    ):
+        done = started("--require-secret", *words, env=env, given=given)
+        assert "never called" in done.stderr
+        assert "open" not in done.stderr
+        assert marker not in done.stderr + done.stdout
+    plan = started("--secret-file", str(file), "--plan").stdout
+    assert json.loads(plan)["secret"] == str(file)
+    assert marker not in plan
+
+
+def test_home_on_a_network_disk_gets_a_secret(started, tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text("1 2 0:1 / / rw - nfs4 filer:/home rw\n")
+    done = started(env={"IMGKIT_ROOT": str(tmp_path)})
+    assert "never called" in done.stderr
+    assert "open" not in done.stderr
+    assert (tmp_path / ".config/imgkit/secret").stat().st_size == 32

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import gzip
 import json
+import re
+import stat
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints.doctor import bundle
+import imgkit_entrypoints
+from imgkit_entrypoints.cli import main
+from imgkit_entrypoints.doctor import bundle, saved_environment
 from imgkit_entrypoints.doctor import node as doctor
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.facts import Reader
+
+PACKAGE = Path(imgkit_entrypoints.__file__).parent
 
 
 @pytest.fixture
@@ -91,22 +100,124 @@ def test_secrets_are_left_out(node: Path, tmp_path: Path, capsys: pytest.Capture
         }
     assert not any("hunter2" in text for text in texts.values())
     assert "etc/shadow" not in names
-    assert "export NCCL_IB_PKEY=0x8001" in texts[bundle.ENVIRONMENT]
-    assert "HOME" not in texts[bundle.ENVIRONMENT]
-    assert "left out as secrets: PBS_JOBCOOKIE, SLURM_JWT" in capsys.readouterr().out
+    assert "NCCL_IB_PKEY=0x8001\n" in texts["environment"]
+    assert "HOME" not in texts["environment"]
+    assert "list of harmless variables: PBS_JOBCOOKIE, SLURM_JWT" in capsys.readouterr().out
 
 
-def test_saved_environment_is_read_by_a_shell(node: Path, tmp_path: Path) -> None:
+UNLISTED = """
+WANDB_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY SLURM_JWT SLURM_SPANK_VAULT SLURM_PW SLURM_SITE_PIN PBS_JOBCOOKIE
+PBS_PIN PMI_PW PMIX_SECURITY_BLOB PMIX_SERVER_URI PALS_NONCE OMPI_MCA_pin OMPI_PIN PRTE_PIN MPI_PIN NCCL_PIN
+NCCL_OFI_PIN NCCL_MY_LOGIN TORCH_HUB_LOGIN TORCHELASTIC_PIN GLOO_PIN FI_PIN FI_EFA_PIN CUDA_PIN NVIDIA_PIN
+OMP_PIN IMGKIT_PIN IMGKIT_SECRET_FILE PET_PIN RUNAI_LOGIN UCX_PIN MASTER_PIN LOCAL_PIN GH_PAT
+"""
+CANARIES = {
+    **dict.fromkeys(UNLISTED.split(), "hunter2"),
+    "https_proxy": "http://ana:hunter2@proxy:3128",
+    "NCCL_NET_PLUGIN": "http://ana:hunter2@proxy/plugin",
+    "NCCL_TOPO_FILE": "/t.xml?token=hunter2",
+    "TORCH_LOGS_OUT": "https://hunter2hunter2hunter2@example.org/log",
+}
+"""Secrets in names that nobody listed, and in values of names that are on the list."""
+
+
+def test_no_canary_gets_into_a_bundle(node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(CANARIES) > 30
+    system = {"schema": 1, "title": "https://ana:hunter2@here/", "env": {**CANARIES, "NCCL_DEBUG": "WARN"}}
+    (node / "opt/imgkit/system.json").write_text(json.dumps(system))
+    (node / "etc/nccl.conf").write_text("NCCL_SOCKET_IFNAME=eth0\nMY_PASSWORD=hunter2\n")
+    target = tmp_path / "node.tar.gz"
+    env = {**environment(node), **CANARIES}
+    assert doctor.main(["--bundle", str(target)], env) == 0
+    with gzip.open(target) as archive:
+        saved = archive.read()
+    assert b"hunter2" not in saved
+    assert b"NCCL_NET_PLUGIN=http://***********@proxy/plugin\n" in saved
+    assert b"eth0" in saved
+    said = capsys.readouterr().out
+    assert "NCCL_OFI_PIN" in said
+    assert "hunter2" not in said
+
+
+def test_only_its_owner_reads_a_bundle(node: Path, tmp_path: Path) -> None:
+    target = tmp_path / "node.tar.gz"
+    target.touch(mode=0o644)
+    bundle.save(target, environment(node))
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+VARIABLE = re.compile(r"(SLURM|PBS|PMI|PALS|OMPI|MPI|PET|IMGKIT)_[A-Z_]+")
+
+
+def test_bundle_holds_what_the_launch_reads() -> None:
+    """A variable that a launcher reads, and a bundle lacks, would give a replay another place."""
+    read: set[str] = set()
+    for room in ("schedulers", "fabric"):
+        for path in (PACKAGE / room).glob("*.py"):
+            tree = ast.parse(path.read_text())
+            texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            names = {text for text in texts if isinstance(text, str)}
+            read |= {
+                name
+                for name in names
+                if re.fullmatch(r"(SLURM|PBS|PMI|PALS|OMPI|MPI|PET|IMGKIT)_[A-Z_]+", name)
+            }
+    assert len(read) > 40
+    assert read - saved_environment.ALLOWED == set()
+
+
+def unpacked(node: Path, tmp_path: Path) -> Path:
     bundle.save(tmp_path / "node.tar.gz", environment(node))
-    subprocess.run(["tar", "-xzf", "node.tar.gz", bundle.ENVIRONMENT], cwd=tmp_path, check=True)
-    said = subprocess.run(
-        ["sh", "-c", f'. ./{bundle.ENVIRONMENT}; echo "$NCCL_SOCKET_IFNAME"'],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    subprocess.run(["tar", "-xzf", str(tmp_path / "node.tar.gz"), "-C", str(copy)], check=True)
+    return copy
+
+
+def test_replay_takes_its_variables_from_the_bundle(node: Path, tmp_path: Path) -> None:
+    copy = unpacked(node, tmp_path)
+    mine = {"HOME": "/home/me", "NCCL_IB_HCA": "mine", "IMGKIT_NODE_RANK": "3", "IMGKIT_ROOT": str(copy)}
+    assert saved_environment.replayed(mine) == {
+        "HOME": "/home/me",
+        "IMGKIT_NODE_RANK": "3",
+        "IMGKIT_ROOT": str(copy),
+        "NCCL_IB_PKEY": "0x8001",
+        "NCCL_SOCKET_IFNAME": "it's eth0",
+    }
+
+
+def test_replay_runs_nothing_of_its_sender(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = unpacked(node, tmp_path)
+    touch = f"touch {tmp_path}/canary"
+    (copy / "environment").write_text(
+        f"{touch}\n$({touch})\nexport NCCL_DEBUG=$({touch})\nNCCL_NET=`{touch}`\n"
+        "PATH=/evil\nLD_PRELOAD=/evil.so\nPYTHONPATH=/evil\nIMGKIT_ROOT=/\n"
+        "export NCCL_IB_PKEY='0x8001'\nexport NCCL_IB_HCA='mlx5\n"
     )
-    assert said.stdout == "it's eth0\n"
+    found = saved_environment.replayed({"IMGKIT_ROOT": str(copy), "PATH": "/bin"})
+    assert (found["PATH"], found["NCCL_IB_PKEY"]) == ("/bin", "0x8001")
+    assert not {"LD_PRELOAD", "PYTHONPATH", "NCCL_IB_HCA"} & found.keys()
+    monkeypatch.setenv("IMGKIT_ROOT", str(copy))
+    monkeypatch.setenv("IMGKIT_NNODES", "2")
+    monkeypatch.setenv("IMGKIT_NODE_RANK", "0")
+    monkeypatch.setenv("IMGKIT_HEAD", "here")
+    for words in (["dist-env"], ["dist-doctor"], ["dist-run", "x.py"], ["dist-run", "--plan", "x.py"]):
+        with pytest.raises(SystemExit):
+            main.main(words)
+    assert "a replay starts nothing" in capsys.readouterr().err
+    assert not (tmp_path / "canary").exists()
+
+
+def test_links_out_of_a_bundle_show_nothing(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("hunter2")
+    (tmp_path / "node/proc").mkdir(parents=True)
+    (tmp_path / "node/proc/hostname").symlink_to("../../own")
+    (tmp_path / "node/proc/absolute").symlink_to(tmp_path / "own")
+    reader = Reader(root=tmp_path / "node")
+    assert reader.text("/proc/hostname") is None
+    assert reader.text("/proc/absolute") is None
 
 
 def test_folder_that_is_not_there_is_refused(node: Path, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import resource
 import sys
 
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import forced_end, hang_watch, signals, supervisor
 from imgkit_entrypoints.launch.request import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
-from imgkit_entrypoints.rollcall.gather import Caller, Identity
+from imgkit_entrypoints.rollcall.messages import Caller, Identity
 from imgkit_entrypoints.schedulers.placement import Placement
 
 options = json.loads(sys.argv[1])
@@ -18,6 +19,9 @@ hang_watch.ANSWER_S = 2.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
 supervisor.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
+if "open_files" in options:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (options["open_files"], hard))
 
 
 def say(text: str) -> None:

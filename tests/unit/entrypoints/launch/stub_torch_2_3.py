@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     nproc, node = int(given.nproc_per_node), int(given.node_rank or 0)
-    world = nproc * int((given.nnodes or "1").split(":")[-1])
+    world = nproc * int(given.nnodes or "1")
     workers = []
     for local in range(nproc):
         ranks = {"RANK": node * nproc + local, "LOCAL_RANK": local, "WORLD_SIZE": world}

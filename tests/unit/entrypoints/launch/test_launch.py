@@ -66,6 +66,13 @@ def test_warning_of_every_process_prints_once(nodes: Any) -> None:
     assert [said.count(line + "\n") for line in ("before", lines[3], "after")] == [2, 2, 2]
 
 
+def test_program_keeps_the_limit_that_the_head_raises(nodes: Any) -> None:
+    code = "import resource; print('limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0], 'here')"
+    nodes.two(code, workers=1, open_files=150)
+    assert nodes.codes() == [0, 0]
+    assert nodes.output().count("limit 150 here") == 2
+
+
 def test_missing_program_is_a_tool_error(nodes: Any) -> None:
     nodes.start(["/no/such/program"])
     assert nodes.codes() == [4]
@@ -267,14 +274,6 @@ def test_run_that_saved_nothing_is_not_marked(nodes: Any) -> None:
     nodes.two(READY + "sys.exit(1)")
     assert nodes.codes() == [1, 1]
     assert not (nodes.folder / "run/state-saved").exists()
-
-
-def test_run_folder_that_cannot_be_cleared_is_refused(nodes: Any) -> None:
-    (nodes.folder / "run").mkdir()
-    (nodes.folder / "run/stop-for-requeue").mkdir()
-    nodes.start(["true"])
-    assert nodes.codes() == [2]
-    assert "IMGKIT_RUN_DIR" in nodes.output()
 
 
 @pytest.mark.parametrize("killed", [0, 1])

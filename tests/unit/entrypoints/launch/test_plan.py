@@ -9,7 +9,7 @@ import pytest
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import plan
-from imgkit_entrypoints.launch.markers import PORT_PENDING
+from imgkit_entrypoints.launch.markers import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING
 from imgkit_entrypoints.launch.request import Request
 from imgkit_entrypoints.schedulers.placement import Direct, Placement
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
@@ -82,7 +82,7 @@ def test_worker_words_come_last_unchanged():
 
 
 def test_one_node_needs_no_resolvable_name():
-    assert flag(make(), "--local-addr") == "127.0.0.1"
+    assert flag(make(), "--master-addr") == "127.0.0.1"
 
 
 def test_threads_are_shared_between_workers():
@@ -119,29 +119,25 @@ def test_fixed_nodes_use_static_rendezvous():
     assert flag(made, "--master-port") == PORT_PENDING
 
 
-def test_range_of_nodes_uses_c10d():
-    made = make(place=node(4, min_nnodes=2, port=15001))
-    assert flag(made, "--rdzv-backend") == "c10d"
-    assert flag(made, "--nnodes") == "2:4"
-    assert flag(made, "--rdzv-endpoint") == "n0:15001"
-    assert flag(made, "--rdzv-id") == "7"
-
-
-def test_node_may_leave_a_range_and_join_it():
-    place = node(3, min_nnodes=1)
-    made = make(place=place)
-    assert flag(made, "--max-restarts") == str(plan.ELASTIC_RESTARTS)
-    assert made.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert flag(make(place=place, max_restarts=0), "--max-restarts") == "0"
-    mine = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    assert mine.keys().isdisjoint(make(mine, place=place).env)
-    fixed = make(place=node(3))
-    assert flag(fixed, "--max-restarts") == "0"
-    assert mine.keys().isdisjoint(fixed.env)
+def test_range_of_nodes_is_numbered_in_the_roll_call():
+    made = make(place=node(4, 3, min_nnodes=2))
+    assert flag(made, "--rdzv-backend") == "static"
+    assert flag(made, "--nnodes") == NNODES_PENDING
+    assert flag(made, "--node-rank") == NODE_RANK_PENDING
+    assert flag(made, "--master-addr") == "n0"
+    assert flag(made, "--max-restarts") == "0"
 
 
 def test_range_that_ends_at_one_is_one_node():
-    assert "--standalone" in make(place=node(min_nnodes=1)).argv
+    made = make(place=node(min_nnodes=1))
+    assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("1", "0")
+
+
+def test_no_start_uses_a_rendezvous_that_unpickles():
+    for place in (node(), node(2, 1), node(3, min_nnodes=2)):
+        made = make(place=place)
+        assert flag(made, "--rdzv-backend") == "static"
+        assert "--standalone" not in made.argv
 
 
 def test_logs_of_nodes_do_not_mix():

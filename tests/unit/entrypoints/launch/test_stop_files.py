@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ def test_script_of_imgkit_0_1_asks_for_a_requeue_by_stop(nodes: Any) -> None:
     ],
 )
 def test_only_the_slurm_script_of_0_1_is_an_old_script(env: dict[str, str], old: bool) -> None:
-    assert RunFolder.of(env) == RunFolder(path=Path(env["IMGKIT_RUN_DIR"]), old_script=old)
+    assert RunFolder.of(env, print) == RunFolder(path=Path(env["IMGKIT_RUN_DIR"]), old_script=old)
 
 
 def test_old_name_is_a_persons_request_under_an_old_script_too(tmp_path: Path) -> None:
@@ -124,7 +125,8 @@ def test_old_name_is_a_persons_request_under_an_old_script_too(tmp_path: Path) -
 
 def test_disk_that_ignores_case_gives_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stop").touch()
-    monkeypatch.setattr(run_folder.os.path, "exists", lambda path: Path(str(path).lower()).is_file())
+    lstat = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path: lstat(str(path).lower()))
     request = RunFolder(path=tmp_path).request()
     assert request == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
     assert run_folder.warning(request.reason) == ""
@@ -139,6 +141,31 @@ def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
     assert caught.value.hint == f"rm '{folder}/stop'"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_mark_that_cannot_be_removed_is_refused(tmp_path: Path) -> None:
+    """A folder that this user may only read holds a mark of root, which counts."""
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
+        folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
+    (tmp_path / run_folder.FOR_REQUEUE).touch()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(12345)
+        try:
+            RunFolder(path=tmp_path).clear()
+        except UsageError as error:
+            os._exit("IMGKIT_RUN_DIR" in str(error) and "Permission denied" in str(error))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path) -> None:
+    (run_dir / run_folder.FOR_REQUEUE).mkdir(parents=True)
+    nodes.start(["true"])
+    assert nodes.codes() == [0]
+    assert "does not count" in nodes.output()
+
+
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(tmp_path: Path, person_first: bool) -> None:
     node: Any = SimpleNamespace(stop_folder=tmp_path, grace_s=1.0, say=lambda _: None)
@@ -149,3 +176,17 @@ def test_of_two_requests_the_one_of_a_person_counts(tmp_path: Path, person_first
     for request in requests if person_first else requests[::-1]:
         seen._stop(request)
     assert seen.stop == person
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_files_of_a_stranger_do_not_end_a_run(nodes: Any, run_dir: Path) -> None:
+    nodes.start([sys.executable, STUB, "1", SAVE], **SOON)
+    nodes.said("ready")
+    for name in ("stop", "stop-for-requeue"):
+        (run_dir / name).touch()
+        os.chown(run_dir / name, 12345, 12345)
+    nodes.said("does not count: it belongs to another user (12345)", 2)
+    (run_dir / "STOP").touch()
+    assert nodes.codes() == [0]
+    assert nodes.output().count("does not count") == 2
+    assert nodes.output().count("asked the program to save and end") == 1

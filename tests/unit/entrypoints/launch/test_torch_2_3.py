@@ -90,8 +90,9 @@ def test_fixed_number_of_nodes(python: str, tmp_path: Path) -> None:
 
 
 def test_range_of_nodes(python: str, tmp_path: Path) -> None:
-    elastic = ("--nnodes", "1:2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank", "0")
-    assert ended(start(python, tmp_path, *elastic)) == ["0 0 2 --lr a b"]
+    elastic = ("--nnodes", "1:2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
+    nodes = [start(python, tmp_path, *elastic, str(rank)) for rank in range(2)]
+    assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
 def test_all_options_of_the_launch(python: str, tmp_path: Path) -> None:

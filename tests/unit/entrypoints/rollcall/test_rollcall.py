@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from rollcall_nodes import CallThread, close, hear, meet, placement
 
-from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import gather, ports, session
-from imgkit_entrypoints.rollcall.gather import Caller, Identity
+from imgkit_entrypoints.rollcall import gather, messages, ports, session
 from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.session import AllDone, Event, Failed, Lost, Roll, StopAsked
+from imgkit_entrypoints.rollcall.messages import AllDone, Failed, Identity, Lost, StopAsked
+from imgkit_entrypoints.rollcall.session import Event, Roll
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
-
-_jobs = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -35,72 +30,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def place() -> Placement:
-    return Placement(
-        scheduler="manual",
-        nnodes=2,
-        node_rank=0,
-        hosts=("as07r3b12", "as07r3b13", "as07r3b14"),
-        head="127.0.0.1",
-        port=None,
-        job_id=f"{os.getpid()}.{next(_jobs)}",
-        source={},
-    )
-
-
-class Call(threading.Thread):
-    """One node's call, and what came of it."""
-
-    def __init__(self, place: Placement, rank: int, *, timeout_s: float = 10.0, **caller: Any) -> None:
-        super().__init__()
-        self.place = replace(place, node_rank=rank)
-        self.caller = Caller(host=place.hosts[rank], **caller)
-        self.timeout_s = timeout_s
-        self.said: list[str] = []
-        self.found: Roll | None = None
-        self.error: NoPlan | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.found = gather.call(self.place, self.caller, timeout_s=self.timeout_s, say=self.said.append)
-        except NoPlan as error:
-            self.error = error
-
-    def roll(self) -> Roll:
-        self.join(timeout=20)
-        assert self.found is not None, self.error
-        return self.found
-
-    def refusal(self) -> str:
-        self.join(timeout=20)
-        assert self.error is not None
-        return str(self.error)
-
-
-def meet(place: Placement, **caller: Any) -> list[Roll]:
-    calls = [Call(place, rank, **caller) for rank in range(place.nnodes)]
-    return [call.roll() for call in calls]
-
-
-def hear(
-    rolls: list[Roll], wanted: Callable[[list[list[Event]]], bool], within_s: float = 5.0
-) -> list[list[Event]]:
-    events: list[list[Event]] = [[] for _ in rolls]
-    end = time.monotonic() + within_s
-    while time.monotonic() < end and not wanted(events):
-        for seen, one in zip(events, rolls, strict=True):
-            seen.extend(one.tick())
-        time.sleep(0.01)
-    return events
+    return placement()
 
 
 def quiet(rolls: list[Roll], seconds: float) -> list[list[Event]]:
     return hear(rolls, lambda _: False, within_s=seconds)
-
-
-def close(rolls: list[Roll]) -> None:
-    for one in rolls[::-1]:
-        one.close()
 
 
 def test_all_nodes_get_one_free_port(place: Placement) -> None:
@@ -120,40 +54,40 @@ def test_given_port_is_torchruns(place: Placement) -> None:
 
 def test_missing_node_is_named(place: Placement) -> None:
     place = replace(place, nnodes=3)
-    head, there = Call(place, 0, timeout_s=0.5), Call(place, 2)
+    head, there = CallThread(place, 0, timeout_s=0.5), CallThread(place, 2)
     assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 0.5 s" in head.refusal()
     assert there.refusal() == head.refusal()
 
 
 def test_missing_head_is_named(place: Placement) -> None:
-    text = Call(place, 1, timeout_s=0.3).refusal()
+    text = CallThread(place, 1, timeout_s=0.3).refusal()
     assert (
         "the head (127.0.0.1) did not answer node 1 of 2 (as07r3b13) within 0.3 s: Connection refused" in text
     )
 
 
 def test_unknown_head_name_is_retried(place: Placement) -> None:
-    text = Call(replace(place, head="no-such-host.invalid"), 1, timeout_s=0.3).refusal()
+    text = CallThread(replace(place, head="no-such-host.invalid"), 1, timeout_s=0.3).refusal()
     assert "the head (no-such-host.invalid) did not answer" in text
 
 
 def test_late_head_is_waited_for(place: Placement) -> None:
-    other = Call(place, 1)
+    other = CallThread(place, 1)
     time.sleep(0.3)
-    rolls = [Call(place, 0).roll(), other.roll()]
+    rolls = [CallThread(place, 0).roll(), other.roll()]
     close(rolls)
 
 
 @pytest.mark.parametrize("field", ["image", "torch", "nccl"])
 def test_different_software_is_refused_everywhere(place: Placement, field: str) -> None:
-    calls = [Call(place, rank, identity=Identity(**{field: f"1.{rank}"})) for rank in range(2)]
+    calls = [CallThread(place, rank, identity=Identity(**{field: f"1.{rank}"})) for rank in range(2)]
     texts = {call.refusal() for call in calls}
     assert len(texts) == 1
     assert "1.0 on node 0 of 2 (as07r3b12), 1.1 on node 1 of 2 (as07r3b13)" in texts.pop()
 
 
 def test_different_gpus_are_a_warning(place: Placement) -> None:
-    calls = [Call(place, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
+    calls = [CallThread(place, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
     rolls = [call.roll() for call in calls]
     assert rolls[0].warnings == rolls[1].warnings
     assert "the nodes differ in workers per node 4 on node 0" in rolls[0].warnings[0]
@@ -162,20 +96,20 @@ def test_different_gpus_are_a_warning(place: Placement) -> None:
 
 def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
     place = replace(place, nnodes=3)
-    calls = [Call(place, 0), Call(place, 1), Call(place, 1)]
+    calls = [CallThread(place, 0), CallThread(place, 1), CallThread(place, 1)]
     for call in calls:
         assert "both call as node 1 of 3" in call.refusal()
 
 
 def test_different_node_counts_are_refused(place: Placement) -> None:
-    head, other = Call(place, 0), Call(replace(place, nnodes=3), 2)
+    head, other = CallThread(place, 0), CallThread(replace(place, nnodes=3), 2)
     assert "as07r3b14 calls as node 2 of 3, but the head counts 2 nodes" in head.refusal()
     assert other.refusal() == head.refusal()
 
 
 def test_busy_port_names_its_holder(place: Placement) -> None:
     with ports.listen(job_port(place.job_id)):
-        text = Call(place, 0).refusal()
+        text = CallThread(place, 0).refusal()
     assert "is busy on the head" in text
     assert f"process {os.getpid()}" in text
 
@@ -184,14 +118,14 @@ def test_busy_torchrun_port_is_refused_everywhere(place: Placement) -> None:
     port = ports.first_free(job_port(place.job_id))
     assert port is not None
     with ports.listen(port):
-        calls = [Call(replace(place, port=port), rank) for rank in range(2)]
+        calls = [CallThread(replace(place, port=port), rank) for rank in range(2)]
         assert {call.refusal() for call in calls} == {calls[0].refusal()}
     assert f"torchrun's port {port} is busy on the head" in calls[0].refusal()
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"{}\n", b"\xff" * 100_000, b""])
 def test_strangers_do_not_disturb(place: Placement, noise: bytes) -> None:
-    head = Call(place, 0)
+    head = CallThread(place, 0)
     while True:
         try:
             stranger = socket.create_connection(("127.0.0.1", job_port(place.job_id)))
@@ -199,14 +133,14 @@ def test_strangers_do_not_disturb(place: Placement, noise: bytes) -> None:
             continue
         break
     stranger.sendall(noise)
-    rolls = [head.roll() if rank == 0 else Call(place, rank).roll() for rank in (1, 0)]
+    rolls = [head.roll() if rank == 0 else CallThread(place, rank).roll() for rank in (1, 0)]
     stranger.close()
     close(rolls[::-1])
 
 
 def test_silent_service_on_the_port_is_not_waited_for(place: Placement) -> None:
     with socket.create_server(("127.0.0.1", job_port(place.job_id))):
-        assert "it does not answer the call" in Call(place, 1, timeout_s=0.3).refusal()
+        assert "it does not answer the call" in CallThread(place, 1, timeout_s=0.3).refusal()
 
 
 def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
@@ -214,23 +148,26 @@ def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
 
         def serve() -> None:
             with contextlib.suppress(OSError):  # the test is over
-                for _ in range(100):
+                while True:
                     connection, _ = foreign.accept()
                     connection.sendall(b"220 mail ready\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
-        assert "it is no roll call of imgkit" in Call(place, 1, timeout_s=2.0).refusal()
+        assert (
+            "it sent what is no message of imgkit's roll call"
+            in CallThread(place, 1, timeout_s=2.0).refusal()
+        )
 
 
 def test_node_that_went_away_can_call_again(place: Placement) -> None:
     place = replace(place, nnodes=3)
-    head = Call(place, 0)
-    first = Call(place, 1)
+    head = CallThread(place, 0)
+    first = CallThread(place, 1)
     time.sleep(0.3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "LOST_S", -1.0)  # the member gives up its connection and calls anew
         time.sleep(0.1)
-    rolls = [head, first, Call(place, 2)]
+    rolls = [head, first, CallThread(place, 2)]
     close([call.roll() for call in rolls])
 
 
@@ -296,7 +233,7 @@ def test_failed_head_is_not_also_lost(place: Placement) -> None:
     closing = threading.Thread(target=rolls[0].close)
     closing.start()
     events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)
-    assert events == [[Failed(node="node 0 of 2 (as07r3b12)", code=1), AllDone(codes=())]]
+    assert events == [[Failed(node="node 0 of 2 (as07r3b12)", code=1, head=True), AllDone(codes=())]]
     closing.join()
 
 
@@ -306,8 +243,8 @@ def test_link_beyond_descriptor_1023_closes() -> None:
     mine, other = socket.socketpair()
     try:
         number = os.dup2(mine.fileno(), 2000)
-        link = Link(socket.socket(fileno=number))
-        other.sendall(b"{}\n")
+        link = Link(socket.socket(fileno=number), messages.from_node)
+        other.sendall(b'{"beat": null}\n')
         link.close(linger_s=0.1)
         assert link.fileno() == -1
     finally:
@@ -325,8 +262,8 @@ def test_ports_stay_below_the_ephemeral_range() -> None:
 
 def test_call_after_the_roll_call_is_refused(place: Placement) -> None:
     rolls = meet(place)
-    late = Call(place, 1)
+    late = CallThread(place, 1)
     hear(rolls, lambda _: not late.is_alive())
-    for call in (late, Call(place, 0)):
+    for call in (late, CallThread(place, 0)):
         assert "started twice on this host" in call.refusal()
     close(rolls)

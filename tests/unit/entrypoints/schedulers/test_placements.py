@@ -269,6 +269,11 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
         NOTHING,
         ("kubeflow", 3, 1, (), "job-worker-0", 29400, ""),
     ),
+    "elastic pods with their names alone": (
+        {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d"},
+        files(hostname="job-worker-2\n"),
+        ("kubeflow", 3, 2, (), "job-worker-0", 23456, ""),
+    ),
     "ssh to each of a list": (
         {"IMGKIT_NODES": "x9,x10"},
         files(hostname="x10\n"),

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankHost:
+    """What a rank knows about its own place."""
+
+    number: str
+    """torchrun's number of the node; empty without torchrun."""
+    host: str
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
     """The node of one rank."""
 
@@ -43,27 +53,26 @@ class RankGroup:
 
 def locations(here: Ranks) -> tuple[RankLocation, ...]:
     """Locate every rank; a collective call."""
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * here.world_size
-    dist.all_gather_object(found, (os.environ.get("GROUP_RANK", ""), platform.node(), here.local_rank))
-    return located(found)
+    number, host = os.environ.get("GROUP_RANK", ""), platform.node()
+    return located(here.gather(RankHost(number=number, host=host, local_rank=here.local_rank), RankHost))
 
 
-def located(found: Sequence[tuple[str, str, int]]) -> tuple[RankLocation, ...]:
-    """Locations from (torchrun's node number or empty, host name, local rank) of every rank, in order."""
+def located(found: Sequence[RankHost]) -> tuple[RankLocation, ...]:
+    """Locations from what every rank knows, in the order of the ranks."""
     nodes: dict[tuple[str, str], int] = {}
-    for number, host, _ in found:
-        nodes.setdefault((number, host), len(nodes))
+    for one in found:
+        nodes.setdefault((one.number, one.host), len(nodes))
     names = [host for _, host in nodes]
     return tuple(
         RankLocation(
             rank=rank,
-            local_rank=local_rank,
-            host=f"{host} (node {nodes[number, host]})" if names.count(host) > 1 else host,
-            node=nodes[number, host],
+            local_rank=one.local_rank,
+            host=f"{one.host} (node {nodes[one.number, one.host]})"
+            if names.count(one.host) > 1
+            else one.host,
+            node=nodes[one.number, one.host],
         )
-        for rank, (number, host, local_rank) in enumerate(found)
+        for rank, one in enumerate(found)
     )
 
 

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -201,8 +201,7 @@ class Measurer:
         return [row.tolist() for row in rows]
 
     def _first(self, mine: WrongElement | None) -> tuple[WrongElement, ...]:
-        found: list[Any] = [None] * self.here.world_size
-        dist.all_gather_object(found, mine)
+        found = self.here.gather(mine, WrongElement | None)
         return tuple(item for item in found if item is not None)
 
     def _ports(self) -> dict[str, port_counters.Count]:
@@ -213,6 +212,6 @@ class Measurer:
     ) -> tuple[Mapping[str, port_counters.Count], ...]:
         if self.nodes == 1:
             return ()
-        found: list[Any] = [None] * self.here.world_size
-        dist.all_gather_object(found, mine if self.counting else None)
+        counts = Mapping[str, port_counters.Count] | None
+        found = self.here.gather(mine if self.counting else None, counts)
         return tuple(item for item in found if item is not None)

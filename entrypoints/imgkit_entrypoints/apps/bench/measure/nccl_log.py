@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_entrypoints.arguments import digits
+
 SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
 """TUNING is left out: it writes one line for every launch, which must not happen while they are timed."""
 _CONNECTED = re.compile(r" -> .* via ([A-Z0-9]+)(.*)")
@@ -129,7 +131,7 @@ def last_choice(lines: Iterable[str]) -> NcclChoice | None:
 
 
 def _named(word: str, names: tuple[str, ...]) -> str:
-    return names[int(word)] if word.isdigit() and int(word) < len(names) else word
+    return names[place] if (place := digits(word)) is not None and place < len(names) else word
 
 
 def _reset() -> Callable[[], object] | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imgkit_entrypoints.apps.bench.measure import port_counters
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.facts import Reader
 
 QUERY = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu")
@@ -82,9 +83,9 @@ def parsed(text: str) -> tuple[GpuClocks, ...]:
     found = []
     for line in text.splitlines():
         values = [value.strip() for value in line.split(",")]
-        if len(values) != len(QUERY) + 1 or not values[0].isdigit():
+        if len(values) != len(QUERY) + 1 or digits(values[0]) is None:
             continue
-        sm, most, temperature = (int(value) if value.isdigit() else None for value in values[1:4])
+        sm, most, temperature = map(digits, values[1:4])
         try:
             bits = int(values[4], 16)
         except ValueError:

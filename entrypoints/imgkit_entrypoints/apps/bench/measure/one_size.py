@@ -100,8 +100,8 @@ class OneSize:
                 iteration=turn,
                 rank=self._here.rank,
                 index=index,
-                expected=must,
-                got=is_,
+                expected=f"{must:g}",
+                got=f"{is_:g}",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.facts import Reader
 
 _ERRORS_IB = ("symbol_error", "port_rcv_errors", "port_xmit_discards", "link_downed")
@@ -89,7 +90,7 @@ def _infiniband(reader: Reader, folder: str) -> Count | None:
 def _stamped(reader: Reader, path: str) -> int | None:
     """A telemetry file holds ``value@time``."""
     value = (reader.text(path) or "").partition("@")[0]
-    return int(value) if value.isdigit() else None
+    return digits(value)
 
 
 def since(before: Mapping[str, Count], now: Mapping[str, Count]) -> dict[str, Count]:

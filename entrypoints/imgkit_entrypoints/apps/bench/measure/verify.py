@@ -35,13 +35,14 @@ class WrongElement:
     iteration: int
     rank: int
     index: int
-    expected: float
-    got: float
+    expected: str
+    """Like `got`, a text: ranks send both as JSON, which has no infinity."""
+    got: str
 
     def __str__(self) -> str:
         return (
             f"WRONG: {self.op} of {self.size_bytes} bytes, iteration {self.iteration}, rank {self.rank}, "
-            f"element {self.index}: {self.got:g}, expected {self.expected:g}"
+            f"element {self.index}: {self.got}, expected {self.expected}"
         )
 
 

@@ -21,6 +21,9 @@ from imgkit_entrypoints.apps.bench.record.values import (
 )
 from imgkit_entrypoints.errors import UsageError
 
+_MOST_BYTES = 64 << 20
+"""A record with the times of all iterations is large."""
+
 
 def load(path: Path) -> Run:
     """Read a saved run.
@@ -31,7 +34,7 @@ def load(path: Path) -> Run:
     """
     hint = f"name a file written by: {TOOL} --save FILE"
     try:
-        data = json_text.parse(path.read_text(encoding="utf-8"))
+        data = json_text.load(path, most_bytes=_MOST_BYTES)
     except OSError as error:
         raise UsageError(f"cannot read it: {error.strerror}", where=str(path), hint=hint) from error
     except ValueError as error:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import __version__, files
+from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
@@ -174,7 +174,8 @@ def _number(value: float) -> float | None:
 def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will now be repeated."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with files.open_own(path) as stream:
+            lines = stream.read().decode(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return
     files.put(path, "".join(one for one in lines if _step(one) <= step))
@@ -182,14 +183,15 @@ def _forget_after(path: Path, step: int) -> None:
 
 def _step(text: str) -> float:
     try:
-        found: Any = json.loads(text)
+        found: Any = json_text.parse(text)
         return float(found["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf  # half a line, left by a run that was killed
 
 
 def _draw(folder: Path) -> None:
-    known = [json.loads(text) for text in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    with files.open_own(folder / METRICS) as stream:
+        known = [json_text.parse(text) for text in stream.read().decode().splitlines()]
 
     def curve(label: str, key: str) -> curves.StepCurve:
         points = tuple((one["step"], one[key]) for one in known if one.get(key) is not None)
@@ -204,5 +206,4 @@ def _draw(folder: Path) -> None:
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    files.append(path, text.encode())

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch.profiler import ProfilerActivity, profile
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
@@ -51,6 +52,6 @@ def _write(recorder: profile, config: Config, here: Ranks) -> None:
     assert config.run_dir is not None  # options.read has checked it
     target = config.run_dir / "traces" / f"rank-{here.rank}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}")
+    temporary = files.temporary_name(target)
     recorder.export_chrome_trace(str(temporary))
-    temporary.replace(target)
+    files.publish(temporary, target)

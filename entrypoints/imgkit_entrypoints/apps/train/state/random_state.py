@@ -7,6 +7,7 @@ import importlib
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,65 @@ def current() -> dict[str, Any]:
         kind, words, *rest = importlib.import_module("numpy").random.get_state()
         state["numpy"] = (kind, [int(word) for word in words], *rest)
     return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumpyState:
+    """The state of NumPy's generator, as its ``get_state`` lists it."""
+
+    kind: str
+    words: list[int]
+    place: int
+    has_gauss: int
+    gauss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentState:
+    """A state of `current` in values that JSON keeps exactly: ranks exchange it. Bytes are hexadecimal."""
+
+    torch: str
+    python: list[int]
+    python_version: int
+    python_gauss: float | None
+    cuda: str | None
+    numpy: NumpyState | None
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> SentState:
+        """Make it from a state that `current` returned."""
+        version, words, gauss = state["python"]
+        numpy = None
+        if "numpy" in state:
+            names = ("kind", "words", "place", "has_gauss", "gauss")
+            numpy = NumpyState(**dict(zip(names, state["numpy"], strict=True)))
+        return cls(
+            torch=_hexadecimal(state["torch"]),
+            python=list(words),
+            python_version=version,
+            python_gauss=gauss,
+            cuda=_hexadecimal(state["cuda"]) if "cuda" in state else None,
+            numpy=numpy,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The state as `current` returned it."""
+        python = (self.python_version, tuple(self.python), self.python_gauss)
+        found: dict[str, Any] = {"torch": _bytes(self.torch), "python": python}
+        if self.cuda is not None:
+            found["cuda"] = _bytes(self.cuda)
+        if self.numpy is not None:
+            own = self.numpy
+            found["numpy"] = (own.kind, own.words, own.place, own.has_gauss, own.gauss)
+        return found
+
+
+def _hexadecimal(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 def restore(state: Mapping[str, Any]) -> None:

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imgkit_entrypoints import __version__
+from imgkit_entrypoints import __version__, json_text
 from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
 from imgkit_entrypoints.apps.train.state import random_state, snapshot_files
+from imgkit_entrypoints.apps.train.state.random_state import SentState
 from imgkit_entrypoints.errors import UsageError
 
 Say = Callable[[str], None]
@@ -61,6 +62,7 @@ class SnapshotWriter:
         self._folder, self._keep, self._here, self._say = run_dir / "snapshots", keep, here, say
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
+        self._warned = False
         self.saved_step = -1
         """Step of the newest snapshot that is safely written, on rank 0; -1: none."""
         self.longest_stall_s = 0.0
@@ -70,9 +72,9 @@ class SnapshotWriter:
     ) -> None:
         """Copy the state to host memory and write it in the background; a collective call."""
         began = time.perf_counter()
-        every: list[Any] = [None] * self._here.world_size
-        dist.all_gather_object(every, random_state.current())
+        sent = self._here.gather(SentState.of(random_state.current()), SentState)
         if self._here.rank == 0:
+            every = [one.state() for one in sent]
             self._finish_writing()
             weights, optimizer = (on_host(part) for part in state())
             about = {
@@ -99,12 +101,17 @@ class SnapshotWriter:
     def _write(self, step: int, parts: Mapping[str, snapshot_files.WriteFile]) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            snapshot_files.write(self._folder, step, parts, keep=self._keep)
+            snapshot_files.write(self._folder, step, parts, keep=self._keep, warn=self._warn)
             self.saved_step = step
         except OSError as error:
             self._error = error
         except RuntimeError as error:  # torch.save turns an OSError of its sink into this
             self._error = _cause(error)
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._say(f"warning: {problem}; snapshots are saved all the same")
+        self._warned = True
 
     def _finish_writing(self) -> None:
         if self._thread is not None:
@@ -154,8 +161,7 @@ def find(config: Config, here: Ranks, say: Say) -> Snapshot | None:
     mine: Path | None = None
     if here.local_rank == 0:
         mine = next(snapshot_files.valid_ones(place, say), None)
-    offers: list[Any] = [None] * here.world_size
-    dist.all_gather_object(offers, -1 if mine is None else snapshot_files.step_of(mine))
+    offers = here.gather(-1 if mine is None else snapshot_files.step_of(mine), int)
     newest = max(offers)
     if newest < 0:
         if config.resume == "auto":
@@ -167,9 +173,7 @@ def find(config: Config, here: Ranks, say: Say) -> Snapshot | None:
 
 
 def _refuse_a_used_folder(folder: Path, here: Ranks) -> None:
-    used: list[Any] = [None] * here.world_size
-    dist.all_gather_object(used, bool(snapshot_files.newest_first(folder)))
-    if any(used):
+    if any(here.gather(bool(snapshot_files.newest_first(folder)), bool)):
         raise UsageError(
             "this run would replace the snapshots of another run",
             where=str(folder),
@@ -187,11 +191,11 @@ def _sent(mine: Path | None, source: int, here: Ranks) -> Snapshot:
         return torch.load(io.BytesIO(part(name)), map_location="cpu", weights_only=True)
 
     where = os.fsdecode(_broadcast(os.fsencode(mine) if mine is not None else b"", source, here))
-    about = json.loads(part("state.json"))
+    about = json_text.parse(part("state.json"))
     return Snapshot(
         where=Path(where),
         position=Position(**about["position"]),
-        config=json.loads(part("config.json")),
+        config=json_text.parse(part("config.json")),
         first_loss=about["first_loss"],
         weights=tensors("weights.pt"),
         optimizer=tensors("optimizer.pt"),

@@ -1,20 +1,21 @@
 """Snapshots as folders: complete or absent, however the writer ends. No torch.
 
 A snapshot is written under a temporary name, each file and the folder are synced, and then it is renamed. Its
-manifest holds the sha256 of every file, so that later disk errors are detected too.
+manifest names exactly the files that are there, with the sha256 of each, and has a sha256 of its own: later
+disk errors are detected too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -69,36 +70,43 @@ def name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def write(folder: Path, step: int, parts: Mapping[str, WriteFile], *, keep: int) -> Path:
+def write(
+    folder: Path, step: int, parts: Mapping[str, WriteFile], *, keep: int, warn: Callable[[str], None] = print
+) -> Path:
     """Write a snapshot into `folder`, and remove all but the `keep` newest.
 
-    Snapshots of later steps are removed too: the run was resumed from before them.
+    Snapshots of later steps are removed too: the run was resumed from before them. What cannot be removed
+    stays, as a file on NFS that another process holds open: `warn` gets a line about it.
 
     Raises
     ------
     OSError : the snapshot could not be written; older ones are unchanged.
     """
     target = folder / name(step)
+    # Random: what an earlier run has left under the same name may be impossible to remove.
+    token = secrets.token_hex(4)
+    temporary = folder / f"{WRITING}{target.name}.{token}"
     _clear(folder)
-    temporary = folder / f"{WRITING}{target.name}"
     try:
         os.mkdir(temporary)  # noqa: PTH102 - tests interrupt each os call of this module
         _fill(temporary, step, parts)
         if os.path.lexists(target):
-            os.rename(target, folder / f"{LEAVING}{target.name}")  # noqa: PTH104
+            os.rename(target, folder / f"{LEAVING}{target.name}.{token}")  # noqa: PTH104
         os.rename(temporary, target)  # noqa: PTH104
         _sync(folder)
     except Exception:  # torch.save turns an OSError of its file into a RuntimeError
-        with contextlib.suppress(OSError):
-            _clear(folder)
-        raise
-    # The new snapshot is safe, so a failure to remove old ones is not reported.
-    with contextlib.suppress(OSError):
-        found = newest_first(folder)
-        here = found.index(target)
-        for path in (*found[:here], *found[here + keep :]):
-            os.rename(path, folder / f"{LEAVING}{path.name}")  # noqa: PTH104
         _clear(folder)
+        raise
+    # The new snapshot is safe.
+    found = newest_first(folder)
+    here = found.index(target) if target in found else len(found)
+    for path in (*found[:here], *found[here + keep :]):
+        try:
+            os.rename(path, folder / f"{LEAVING}{path.name}.{token}")  # noqa: PTH104
+        except OSError as error:
+            warn(f"{path} cannot be removed: {error.strerror}")
+    for what in _clear(folder):
+        warn(what)
     return target
 
 
@@ -106,7 +114,8 @@ def _fill(temporary: Path, step: int, parts: Mapping[str, WriteFile]) -> None:
     files: dict[str, dict[str, int | str]] = {}
 
     def manifest(sink: Sink) -> None:
-        sink.write(json.dumps({"schema": SCHEMA, "step": step, "files": files}).encode())
+        values = json_text.sealed({"schema": SCHEMA, "step": step, "files": files})
+        sink.write(json.dumps(values).encode())
 
     for part_name, part in (*parts.items(), (MANIFEST, manifest)):
         file = _File(temporary / part_name)
@@ -126,14 +135,36 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _clear(folder: Path) -> None:
-    """Remove what an interrupted writer left, and snapshots that are being removed."""
-    for entry in os.listdir(folder):  # noqa: PTH208
+def _clear(folder: Path) -> list[str]:
+    """Remove what an interrupted writer left, and snapshots that are being removed; return what stays."""
+    stays = []
+    try:
+        entries = os.listdir(folder)  # noqa: PTH208
+    except OSError as error:
+        return [f"{folder} cannot be tidied: {error.strerror}"]
+    for entry in entries:
         if entry.startswith((WRITING, LEAVING)):
-            path = folder / entry
-            for file in os.listdir(path):  # noqa: PTH208
-                os.unlink(path / file)  # noqa: PTH108
-            os.rmdir(path)  # noqa: PTH106
+            try:
+                _remove(folder / entry)
+            except OSError as error:
+                name = error.filename if isinstance(error.filename, str) else ""
+                stays.append(f"{folder / entry / name} cannot be removed: {error.strerror}")
+    return stays
+
+
+def _remove(path: Path) -> None:
+    """Remove a snapshot's folder; of a link, the link alone."""
+    try:
+        inside = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError:
+        os.unlink(path)  # noqa: PTH108
+        return
+    try:
+        for file in os.listdir(inside):  # noqa: PTH208
+            os.unlink(file, dir_fd=inside)
+    finally:
+        os.close(inside)
+    os.rmdir(path)  # noqa: PTH106
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -148,9 +179,18 @@ def newest_first(folder: Path) -> list[Path]:
 def problem(snapshot: Path) -> str | None:
     """The reason why `snapshot` cannot be used; None if every file is as it was written."""
     try:
-        manifest = json_text.parse((snapshot / MANIFEST).read_bytes())
+        manifest = json_text.load(snapshot / MANIFEST)
         if manifest["schema"] != SCHEMA:
             return f"{snapshot / MANIFEST} has schema {manifest['schema']}; this imgkit reads {SCHEMA}"
+        json_text.unseal(manifest)
+        if manifest.keys() != {"schema", "step", "files"} or not manifest["files"]:
+            return f"{snapshot / MANIFEST} is not a manifest"
+        there = {path.name for path in snapshot.iterdir()} - {MANIFEST}
+        if odd := sorted(there ^ manifest["files"].keys()):
+            where = "in the folder, but not in the manifest" if odd[0] in there else "missing"
+            return f"{snapshot / odd[0]} is {where}"
+        if type(manifest["step"]) is not int:
+            raise TypeError("the step is no whole number")
         for part_name, said in manifest["files"].items():
             if (size := (snapshot / part_name).stat().st_size) != said["size_bytes"]:
                 return f"{snapshot / part_name} has {size} bytes, not {said['size_bytes']}"
@@ -159,7 +199,7 @@ def problem(snapshot: Path) -> str | None:
     except OSError as error:
         return f"{error.filename or snapshot}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{snapshot / MANIFEST} is not a manifest"
+        return f"{snapshot / MANIFEST} is not a manifest, or damaged"
     return None
 
 
@@ -173,7 +213,15 @@ def _sha256(path: Path) -> str:
 
 def step_of(snapshot: Path) -> int:
     """The step after which a valid snapshot was taken."""
-    return int(json_text.parse((snapshot / MANIFEST).read_bytes())["step"])
+    return int(json_text.load(snapshot / MANIFEST)["step"])
+
+
+def _not_mine(snapshot: Path) -> str | None:
+    """The reason why another user may have put `snapshot` into a folder that is not that user's."""
+    try:
+        return f"{snapshot} is another user's, or a link" if files.foreign_folder(snapshot) else None
+    except OSError as error:
+        return f"{snapshot}: {error.strerror}"
 
 
 def valid_ones(place: Path, say: Callable[[str], None]) -> Iterator[Path]:
@@ -186,7 +234,7 @@ def valid_ones(place: Path, say: Callable[[str], None]) -> Iterator[Path]:
     else:
         found = newest_first(place) or newest_first(place / "snapshots")
     for path in found:
-        why = problem(path)
+        why = (None if path == place else _not_mine(path)) or problem(path)
         if why is None:
             yield path
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -198,3 +199,35 @@ def test_killed_fanout_leaves_nothing(
     made.kill()
     made.wait()
     assert gone(tmp_path, 10)
+
+
+def test_secret_and_variables_come_by_standard_input_alone(
+    hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host's program prints both, its variables, and the arguments of all processes."""
+    monkeypatch.setenv("TOKEN", " a 'b' $(touch x)\\n")
+    monkeypatch.setenv("imgkit_secret", "exported by somebody")
+    program = tmp_path / "program"
+    program.write_text(
+        'read -r secret; echo "$secret"; printf "%s\\n" "$IMGKIT_SECRET_FILE$TOKEN"; env; ps -eo args\n'
+    )
+    sent = fanout.Sent(secret=True, names=("TOKEN",))
+    words = shlex.join(fanout.guarded(("sh", str(program)), sent))
+    told: list[str] = []
+    code = fanout.run(
+        [("a", words), ("b", words)],
+        show=lambda host, text, error: told.append(f"{host} {text.decode()}"),
+        say=told.append,
+        sent=sent,
+    )
+    assert code == 0, told
+    secrets = [text for text in told if re.fullmatch("[ab] [0-9a-f]{64}", text)]
+    assert sorted(text[0] for text in secrets) == ["a", "b"]
+    assert len({text[2:] for text in secrets}) == 1
+    value = secrets[0][2:]
+    assert sum(value in text for text in told) == 2
+    token = os.environ["TOKEN"]
+    assert sorted(text for text in told if token in text) == [
+        *(f"a -{token}", f"a TOKEN={token}"),
+        *(f"b -{token}", f"b TOKEN={token}"),
+    ]

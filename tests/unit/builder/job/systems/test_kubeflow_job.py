@@ -189,7 +189,7 @@ def test_directory_is_where_the_program_starts() -> None:
 def test_elastic_pods_learn_their_number_from_the_label() -> None:
     found = document("pytorchjob", nodes="2:5")
     policy = found["spec"]["elasticPolicy"]
-    assert (policy["minReplicas"], policy["maxReplicas"], policy["rdzvBackend"]) == (2, 5, "c10d")
+    assert (policy["minReplicas"], policy["maxReplicas"]) == (2, 5)
     assert {name: role["replicas"] for name, role in found["spec"]["pytorchReplicaSpecs"].items()} == {
         "Worker": 5
     }
@@ -258,3 +258,21 @@ def test_submitted_job_is_found_again() -> None:
     first = dataclasses.replace(record, id="pytorchjob.rcp", queue="")
     assert kubeflow.cancel(first) == ("kubectl", "delete", "pytorchjob", "rcp")
     assert "--selector=training.kubeflow.org/job-name=rcp" in kubeflow.logs(first)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_secret_of_the_user_is_mounted_where_launchers_look(kind: KubernetesFormat) -> None:
+    for required in (False, True):
+        found = document(kind, env=("WANDB_API_KEY",), require_secret=required)
+        assert understood(found)
+        text = json.dumps(found)
+        assert '"mountPath": "/run/secrets/imgkit", "readOnly": true' in text
+        assert f'"path": "secret"}}], "optional": {str(not required).lower()}' in text
+        assert '{"secretKeyRef": {"name": "imgkit", "key": "WANDB_API_KEY"}}' in text
+    assert "secret" not in script(kind, nodes="1").text
+    assert "/run/secrets" not in script(kind, secret_file=Path("/data/secret")).text
+
+
+def test_file_of_variables_is_refused_with_the_command_for_a_secret() -> None:
+    hint = refused("pytorchjob", env_file=Path("tokens")).hint
+    assert "kubectl create secret generic imgkit --from-env-file=tokens" in str(hint)

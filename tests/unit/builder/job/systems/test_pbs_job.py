@@ -186,7 +186,7 @@ def test_docker_is_handed_what_the_launcher_reads() -> None:
 def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
     request = {"runtime": "host", "image": "my env"}
     script = text(**request)
-    assert "exec mpiexec" in script
+    assert "\nmpiexec" in script
     assert "'/my work/my env/bin/python3' -I -m \\\n    imgkit_entrypoints dist-run" in script
     assert "module load cuda/12.6\n" in script
     assert "export FI_CXI_RDZV_EAGER_SIZE=0\n" in script

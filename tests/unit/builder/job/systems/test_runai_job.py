@@ -230,3 +230,7 @@ def test_interactive_submission_says_how_to_get_in(client: None) -> None:
 
 def test_name_limit_leaves_room_for_pods() -> None:
     assert len(f"{'r' * pods.NAME_LIMIT}-worker-10000") <= 63
+
+
+def test_variable_without_a_value_refers_to_the_user_s_secret() -> None:
+    assert variables(script(env=("WANDB_API_KEY",)))["WANDB_API_KEY"] == "SECRET:imgkit,WANDB_API_KEY"

@@ -8,6 +8,10 @@ from imgkit_entrypoints.apps.bench.measure import groups, matrix
 from imgkit_entrypoints.errors import UsageError
 
 
+def at(number: str, host: str, local_rank: int) -> groups.RankHost:
+    return groups.RankHost(number=number, host=host, local_rank=local_rank)
+
+
 @pytest.mark.parametrize("nodes", range(2, 10))
 def test_tournament_meets_every_pair_once(nodes: int) -> None:
     found = matrix.rounds(nodes)
@@ -18,17 +22,17 @@ def test_tournament_meets_every_pair_once(nodes: int) -> None:
 
 
 def test_rails_join_equal_local_ranks() -> None:
-    ranks = groups.located([("0", "a", 0), ("0", "a", 1), ("1", "b", 0), ("1", "b", 1)])
+    ranks = groups.located([at("0", "a", 0), at("0", "a", 1), at("1", "b", 0), at("1", "b", 1)])
     assert groups.members("rail", ranks) == ((0, 2), (1, 3))
     assert groups.members("node", ranks) == ((0, 1), (2, 3))
 
 
 def test_nodes_of_one_name_stay_apart() -> None:
-    ranks = groups.located([("0", "pod", 0), ("1", "pod", 0)])
+    ranks = groups.located([at("0", "pod", 0), at("1", "pod", 0)])
     assert [one.host for one in ranks] == ["pod (node 0)", "pod (node 1)"]
 
 
 def test_uneven_nodes_have_no_rails() -> None:
-    ranks = groups.located([("0", "a", 0), ("0", "a", 1), ("1", "b", 0)])
+    ranks = groups.located([at("0", "a", 0), at("0", "a", 1), at("1", "b", 0)])
     with pytest.raises(UsageError, match="different numbers of ranks"):
         groups.members("rail", ranks)

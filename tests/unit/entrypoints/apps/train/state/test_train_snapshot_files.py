@@ -29,6 +29,12 @@ def write(folder: Path, step: int, keep: int = 2) -> Path:
     return snapshot_files.write(folder, step, parts(step), keep=keep)
 
 
+def rewrite(snapshot: Path, **changed: object) -> None:
+    """Change values of the manifest, whose own digest stays."""
+    path = snapshot / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
 def valid_steps(folder: Path, said: list[str] | None = None) -> list[int]:
     return [
         snapshot_files.step_of(path)
@@ -153,7 +159,14 @@ def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
     [
         (lambda path: (path / "weights.pt").write_bytes(b"v" * 150), "its sha256 differs"),
         (lambda path: (path / "weights.pt").write_bytes(b"w" * 10), "has 10 bytes, not 150"),
-        (lambda path: (path / "state.json").unlink(), "No such file"),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "more.pt").write_bytes(b""), "more.pt is in the folder, but not in"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"schema": 1, "step": 2, "files": {}}'),
+            "is not a",
+        ),
+        (lambda path: rewrite(path, step=7), "is not a manifest, or damaged"),
+        (lambda path: rewrite(path, more=7), "is not a manifest"),
         (lambda path: (path / "manifest.json").unlink(), "No such file"),
         (lambda path: (path / "manifest.json").write_text("{}"), "is not a manifest"),
         (lambda path: (path / "manifest.json").write_text('{"schema": 9}'), "schema 9"),
@@ -177,3 +190,45 @@ def test_run_and_snapshot_are_places_too(tmp_path: Path) -> None:
     assert list(snapshot_files.valid_ones(tmp_path, print)) == [one]
     assert list(snapshot_files.valid_ones(one, print)) == [one]
     assert list(snapshot_files.valid_ones(tmp_path / "nowhere", print)) == []
+
+
+def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "step-0000000001" / ".nfs0000001").touch()  # another process holds it open
+    unlink = os.unlink
+
+    def busy(path: Any, **named: Any) -> None:
+        if ".nfs" in str(path):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        unlink(path, **named)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    said: list[str] = []
+    for step in (2, 3, 4, 2, 3):
+        snapshot_files.write(tmp_path, step, parts(step), keep=1, warn=said.append)
+        assert valid_steps(tmp_path) == [step]
+    assert len(said) == 5
+    assert ".nfs0000001 cannot be removed: Device or resource busy" in said[-1]
+
+
+def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:
+    folder, victim = tmp_path / "snapshots", tmp_path / ".ssh"
+    folder.mkdir()
+    victim.mkdir()
+    (victim / "id_ed25519").write_text("mine")
+    for name in (".leaving-x", ".writing-step-0000000001"):
+        (folder / name).symlink_to(victim)
+    write(folder, 1)
+    assert [path.name for path in folder.iterdir()] == ["step-0000000001"]
+    assert (victim / "id_ed25519").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_snapshot_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    os.chown(write(tmp_path, 2), 12345, 12345)
+    said: list[str] = []
+    assert valid_steps(tmp_path, said) == [1]
+    assert "step-0000000002 is another user's, or a link" in said[0]
+    os.chown(tmp_path, 12345, 12345)  # that user's own run, which this one goes on from
+    assert valid_steps(tmp_path) == [2, 1]

@@ -1,0 +1,255 @@
+"""Lay the layers of an image over each other from their headers alone: which member shows under which names.
+
+Layers apply in order, and the members of a layer in theirs, as ``umoci unpack`` applies them for root. A
+member replaces what has its name, except a folder, which keeps its content. A whiteout removes what lower
+layers have. A folder on the way that is a link leads where it would lead a process whose root is the image.
+Nothing is written. A name costs about 200 bytes: the tree holds a number for everything but folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from imgkit_builder.archive.tar_header import (
+    BLOCK,
+    CHARACTER,
+    DIRECTORY,
+    FIFO,
+    HARD_LINK,
+    REGULAR,
+    SYMLINK,
+    Member,
+)
+from imgkit_entrypoints.errors import CheckFailed
+
+_WHITEOUT, _OPAQUE, _AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
+_MOST_HOPS = 255
+_MOST_NAME_BYTES = 255
+_MOST_PATH_BYTES = 4095
+_LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
+_LAYER_SHIFT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderEntry:
+    """What a folder's own member says."""
+
+    mode: int = 0o755
+    uid: int = 0
+    gid: int = 0
+    mtime_s: int
+    xattrs: dict[str, bytes] = field(default_factory=dict)
+
+
+class _Folder:
+    __slots__ = ("children", "entry", "layer")
+
+    def __init__(self, layer: int) -> None:
+        self.children: dict[str, _Node] = {}
+        self.entry: FolderEntry | None = None
+        """None: no layer has a member for it."""
+        self.layer = layer
+        """The last layer that put the folder or something below it."""
+
+
+_Node = _Folder | int
+"""A folder, or the number of a member that is none; hard links have the same number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What shows of an image's layers."""
+
+    folders: tuple[tuple[str, FolderEntry | None], ...]
+    """Each folder after the one that it is in."""
+    names: tuple[dict[int, tuple[str, ...]], ...]
+    """One map per layer, from the number of a member in it to every name under which its file shows."""
+
+
+class LayerTree:
+    """The visible tree of the layers added so far, the lowest first."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._root = _Folder(-1)
+        self._layer = -1
+        self._links: dict[int, str] = {}
+        """Targets of symlinks."""
+        self._linked: set[tuple[int, str]] = set()
+        """Hard links of this layer to files of lower layers: identity of the folder, and name."""
+
+    def add_layer(self, members: Iterable[Member]) -> None:
+        """Lay a layer over those before it.
+
+        Raises
+        ------
+        CheckFailed : a member that no image may have; names it.
+        """
+        self._layer += 1
+        self._linked.clear()
+        for number, member in enumerate(members):
+            parts = self._parts(member)
+            if parts:
+                self._add(parts, member, self._layer << _LAYER_SHIFT | number)
+            elif member.kind != DIRECTORY:
+                raise self._refused(member, "it replaces the root folder")
+
+    def has(self, path: str) -> bool:
+        """Whether something lies at `path`, or something that is no folder above it."""
+        node: _Node | None = self._root
+        for part in path.split("/"):
+            if not isinstance(node, _Folder):
+                break
+            node = node.children.get(part)
+        return node is not None
+
+    def plan(self) -> Plan:
+        """What shows; takes the tree apart, so that its memory is free."""
+        folders: list[tuple[str, FolderEntry | None]] = []
+        names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
+        waiting: list[tuple[str, _Folder]] = [("", self._root)]
+        while waiting:
+            path, folder = waiting.pop()
+            if path:
+                folders.append((path, folder.entry))
+                path += "/"
+            # Sorted: the same image gives the same bytes, however its layers are ordered inside.
+            for name in sorted(folder.children, reverse=True):
+                node = folder.children.pop(name)
+                if isinstance(node, _Folder):
+                    waiting.append((path + name, node))
+                else:
+                    shown = names[node >> _LAYER_SHIFT]
+                    number = node & ((1 << _LAYER_SHIFT) - 1)
+                    shown[number] = (path + name, *shown.get(number, ()))
+        return Plan(folders=tuple(folders), names=names)
+
+    def _parts(self, member: Member) -> list[str]:
+        parts = [part for part in member.name.split("/") if part not in ("", ".")]
+        if ".." in parts:
+            raise self._refused(member, "its name leads out of the image with '..'")
+        if any(len(part) > _MOST_NAME_BYTES // 4 for part in parts):
+            longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
+            if longest > _MOST_NAME_BYTES:
+                raise self._refused(
+                    member, f"a name of {longest} bytes, and Linux has at most {_MOST_NAME_BYTES}"
+                )
+        return parts
+
+    def _add(self, parts: list[str], member: Member, number: int) -> None:
+        name = parts[-1]
+        found, missing = self._walk(parts[:-1], member.name)
+        if name == _WHITEOUT:
+            raise self._refused(member, "a whiteout without a name")
+        if name.startswith(_WHITEOUT):
+            if not missing and (name == _OPAQUE or not name.startswith(_AUFS)):
+                self._white_out(found[-1][1], "" if name == _OPAQUE else name.removeprefix(_WHITEOUT))
+            return
+        node: _Node
+        if member.kind == HARD_LINK:
+            node = self._target(member, found[-1][1].children if not missing else {})
+        elif member.kind in _LEAVES:
+            node = number
+            if member.kind == SYMLINK:
+                self._links[number] = member.link
+        elif member.kind != DIRECTORY:
+            raise self._refused(member, f"its type {member.kind!r} is no file, folder, link, device or FIFO")
+        folder = self._enter(found, missing)
+        if member.kind == DIRECTORY:
+            before = folder.children.get(name)
+            node = before if isinstance(before, _Folder) else _Folder(self._layer)
+            node.layer = self._layer
+            node.entry = FolderEntry(
+                mode=member.mode & 0o7777,
+                uid=member.uid,
+                gid=member.gid,
+                mtime_s=member.mtime_s,
+                xattrs=member.xattrs,
+            )
+        elif isinstance(node, int) and node >> _LAYER_SHIFT != self._layer:
+            self._linked.add((id(folder), name))
+        folder.children[name] = node
+
+    def _walk(self, parts: list[str], name: str) -> tuple[list[tuple[str, _Folder]], list[str]]:
+        """The folders to which `parts` lead, the root first, and the names that are no folder yet."""
+        found: list[tuple[str, _Folder]] = [("", self._root)]
+        missing: list[str] = []
+        waiting, hops = parts[::-1], 0
+        while waiting:
+            part = waiting.pop()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                if missing:
+                    missing.pop()
+                elif len(found) > 1:
+                    found.pop()
+                continue
+            node = None if missing else found[-1][1].children.get(part)
+            if isinstance(node, _Folder):
+                found.append((part, node))
+            elif node is not None and (target := self._links.get(node)) is not None:
+                hops += 1
+                if hops > _MOST_HOPS:
+                    raise CheckFailed(f"{name}: its folder is a link that leads to itself", where=self._where)
+                if target.startswith("/"):
+                    del found[1:]
+                waiting += target.split("/")[::-1]
+            else:
+                missing.append(part)
+        if (
+            hops
+            and sum(len(part) + 1 for part in (*(part for part, _ in found), *missing)) > _MOST_PATH_BYTES
+        ):
+            raise CheckFailed(f"{name}: links in its path lead too deep", where=self._where)
+        return found, missing
+
+    def _enter(self, found: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
+        """Make the missing folders, and mark all as touched by this layer; returns the last one."""
+        for _, folder in found:
+            folder.layer = self._layer
+        folder = found[-1][1]
+        for part in missing:
+            # What is there and no folder, or a link that leads nowhere, gives way.
+            made = _Folder(self._layer)
+            folder.children[part] = made
+            folder = made
+        return folder
+
+    def _target(self, member: Member, beside: dict[str, _Node]) -> int:
+        """The number of the file to which a hard link in the folder with `beside` leads."""
+        parts = [part for part in member.link.split("/") if part not in ("", ".")]
+        node: _Node | None = None
+        if parts and ".." not in parts:
+            found, missing = self._walk(parts[:-1], member.name)
+            there = {} if missing else found[-1][1].children
+            own = there is beside and member.name.rpartition("/")[2] == parts[-1]
+            node = None if own else there.get(parts[-1])
+        if not isinstance(node, int):
+            raise self._refused(member, f"a hard link to {member.link!r}, where there is no file before it")
+        return node
+
+    def _white_out(self, folder: _Folder, name: str) -> None:
+        """Remove what lower layers have at `name` in `folder`; everything in it where `name` is empty."""
+        waiting = [(folder, child) for child in ([name] if name else folder.children)]
+        while waiting:
+            above, child = waiting.pop()
+            node = above.children.get(child)
+            if isinstance(node, _Folder) and node.layer == self._layer:
+                waiting += [(node, below) for below in node.children]
+            elif node is not None and not self._is_new(above, child, node):
+                del above.children[child]
+
+    def _is_new(self, folder: _Folder, name: str, node: _Node) -> bool:
+        """Whether this layer put the file there."""
+        return isinstance(node, int) and (
+            node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked
+        )
+
+    def _refused(self, member: Member, why: str) -> CheckFailed:
+        return CheckFailed(
+            f"{member.name!r} in a layer of the image: {why}",
+            where=self._where,
+            hint="do not use this image if you do not know its author",
+        )

@@ -1,0 +1,224 @@
+"""The image of a plain archive or an OCI folder where it lies: nothing is copied, a layer can be read twice.
+
+A layer is a range of bytes of a file. Its headers are read by seeking from one to the next, and its digest is
+computed beside that in a thread. A compressed layer is decompressed each time: that takes less time than a
+copy on disk, and no space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.archive import compressed, read
+from imgkit_builder.archive.compressed import Allowance
+from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
+from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_entrypoints.errors import CheckFailed
+
+_HEADER_BYTES = 64 << 10
+"""Read at once where only headers count, and the rest is passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes of a file."""
+
+    path: Path
+    start: int
+    size_bytes: int
+
+    def document(self) -> bytes | None:
+        """Return the bytes; None if there are more than `MAX_JSON_BYTES`."""
+        if self.size_bytes > MAX_JSON_BYTES:
+            return None
+        return b"".join(self.chunks(MAX_JSON_BYTES))
+
+    def chunks(self, most: int, *, step: Callable[[], int] = lambda: 0) -> Iterator[bytes]:
+        """Yield the bytes, at most `most` at a time; `step` says how many to pass over before the next."""
+        left = self.size_bytes
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                stream.seek(self.start)
+                while left > 0:
+                    if beyond := step():
+                        stream.seek(beyond, 1)
+                        left -= beyond
+                    if left <= 0 or not (chunk := stream.read(min(most, left))):
+                        return
+                    left -= len(chunk)
+                    yield chunk
+        except OSError as error:
+            raise CheckFailed(f"cannot be read: {error.strerror}", where=str(self.path)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayer:
+    """One layer; ``open`` begins a new walk over its members."""
+
+    region: Region
+    diff_id: str
+    """``sha256:...`` of its plain bytes."""
+    name: str
+    """What messages call it."""
+    compress: compressed.Compress
+    limits: TarLimits
+
+    @contextlib.contextmanager
+    def open(self, *, bodies: bool, digest: _Digest | None = None) -> Iterator[TarStream]:
+        """Walk over the members; without `bodies` their content is passed over where that is possible.
+
+        A compressed layer passes its plain bytes through `digest`.
+        """
+        if self.compress == "none":
+            jumps: list[int] = []
+            chunks = self.region.chunks(
+                compressed.CHUNK_BYTES if bodies else _HEADER_BYTES,
+                step=lambda: jumps.pop() if jumps else 0,
+            )
+            yield TarStream(chunks, name=self.name, jump=jumps.append, limits=self.limits)
+            return
+        with contextlib.closing(self._plain()) as plain:
+            yield TarStream(digest.through(plain) if digest else plain, name=self.name, limits=self.limits)
+
+    def _plain(self) -> Generator[bytes, None, None]:
+        raw = self.region.chunks(compressed.CHUNK_BYTES)
+        return compressed.unpacked(raw, self.compress, name=self.name)
+
+
+class _Digest:
+    """The sha256 of a stream that somebody else reads."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self._found = hashlib.sha256()
+        self._allowance = allowance
+
+    def through(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            self._allowance.take(len(chunk))
+            self._found.update(chunk)
+            yield chunk
+
+    def hexdigest(self) -> str:
+        return self._found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredImage:
+    """An image whose layers can be read where they are."""
+
+    selected: SelectedImage[Region]
+    layers: tuple[StoredLayer, ...]
+    """The lowest first."""
+    where: str
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the layers as they lie there, compressed or not."""
+        return sum(layer.region.size_bytes for layer in self.layers)
+
+    def scan(self, take: Callable[[TarStream], None], *, unpack_limit_bytes: int | None = None) -> None:
+        """Give the headers of each layer to `take`, the lowest first, and compare its bytes with its digest.
+
+        Raises
+        ------
+        CheckFailed : a layer differs from the configuration, or is damaged.
+        """
+        allowance = Allowance(self.stored_bytes, self.where, unpack_limit_bytes)
+        with ThreadPoolExecutor(1) as pool:
+            plain: dict[str, Future[str]] = {}
+            for layer in self.layers:
+                # Equal layers are one file.
+                if layer.compress == "none" and layer.diff_id not in plain:
+                    plain[layer.diff_id] = pool.submit(_sha256, layer.region)
+            try:
+                for number, layer in enumerate(self.layers, 1):
+                    digest = _Digest(allowance)
+                    with layer.open(bodies=False, digest=digest) as stream:
+                        take(stream)
+                        stream.drain()
+                    if layer.compress != "none":
+                        self._compare(number, layer, digest.hexdigest())
+            except CheckFailed:
+                # A layer with other bytes than it should have explains every other fault in it.
+                self._compare_all(plain)
+                raise
+            self._compare_all(plain)
+
+    def _compare_all(self, found: dict[str, Future[str]]) -> None:
+        for number, layer in enumerate(self.layers, 1):
+            if layer.diff_id in found:
+                self._compare(number, layer, found[layer.diff_id].result())
+
+    def _compare(self, number: int, layer: StoredLayer, found: str) -> None:
+        wanted = layer.diff_id.removeprefix("sha256:")
+        if found != wanted:
+            raise CheckFailed(
+                f"layer {number} of {len(self.layers)} is damaged: its sha256 is {found}, should be {wanted}",
+                where=self.where,
+                hint=read.AGAIN,
+            )
+
+
+def open_image(path: Path, *, limits: TarLimits | None = None, where: str = "") -> StoredImage:
+    """Find the image of the plain archive or OCI folder `path`; reads no layer.
+
+    Raises
+    ------
+    CheckFailed : damaged, or its configuration and its list of layers differ.
+    UsageError : several images, none, or no image at all.
+    """
+    where, limits = where or str(path), limits or TarLimits()
+    selected = _in_folder(path, where) if path.is_dir() else _in_archive(path, where)
+    selected.refuse_faults(where)
+    layers = tuple(
+        StoredLayer(
+            region=region,
+            diff_id=diff_id,
+            name=f"{where}: layer {number}",
+            compress=compressed.kind_of(next(region.chunks(8), b"")),
+            limits=limits,
+        )
+        for number, ((_, region), diff_id) in enumerate(
+            zip(selected.layers, selected.config.diff_ids, strict=True), 1
+        )
+    )
+    return StoredImage(selected=selected, layers=layers, where=where)
+
+
+def _in_archive(path: Path, where: str) -> SelectedImage[Region]:
+    whole = StoredLayer(
+        region=Region(path=path, start=0, size_bytes=path.stat().st_size),
+        diff_id="",
+        name=where,
+        compress="none",
+        limits=TarLimits(entries=read.MAX_MEMBERS),
+    )
+    members: read.Members[Region] = read.Members()
+    with whole.open(bodies=False) as stream:
+        for member in stream:
+            if member.kind == REGULAR:
+                members.add(member.name, Region(path=path, start=member.place, size_bytes=member.size_bytes))
+            elif member.kind in (SYMLINK, HARD_LINK):
+                members.add_link(member.name, member.link, symbolic=member.kind == SYMLINK)
+    return read.select(members.find, where=where)
+
+
+def _in_folder(path: Path, where: str) -> SelectedImage[Region]:
+    def find(name: str) -> Region | None:
+        file = path / name
+        return Region(path=file, start=0, size_bytes=file.stat().st_size) if file.is_file() else None
+
+    return read.select_oci(find, where=where)
+
+
+def _sha256(region: Region) -> str:
+    digest = hashlib.sha256()
+    for chunk in region.chunks(compressed.CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()

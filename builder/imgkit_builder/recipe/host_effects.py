@@ -1,0 +1,80 @@
+"""What a recipe does on the machine that builds it or starts its jobs, for ``imgkit check --strict``.
+
+A stranger's recipe is a program: commands and packages run in the build container, the rest of this list
+outside of it. Shipped recipes are part of imgkit and not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.problems import KeyPath, Position, Problem, key_text
+from imgkit_recipes import FOLDER
+
+PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
+_OPTIONS = ("--nv", "--rocm", "--cleanenv", "--contain", "--containall", "--no-home", "--gpus=all")
+"""Options that open nothing of the machine."""
+_VARIABLES = (
+    *("PATH", "LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"),
+    *("BASH_ENV", "ENV", "IFS", "PROMPT_COMMAND", "PERL5OPT", "PERL5LIB"),
+)
+"""Variables that choose what other programs execute."""
+_HINT = "read it, and use the recipe only if you trust its author"
+
+Found = Iterator[tuple[KeyPath, str]]
+
+
+def warnings(recipe: Recipe) -> tuple[Problem, ...]:
+    """One warning for each value with which `recipe` reaches beyond the image."""
+    found = []
+    for rule in (_runtime, _options, _variables, _secrets):
+        for path, what in rule(recipe):
+            position = _position(recipe.positions, path)
+            if position is not None and not position.file.is_relative_to(FOLDER):
+                found.append(Problem(position=position, key=key_text(path), what=what, hint=_HINT))
+    return tuple(found)
+
+
+def _position(stated: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
+    """The position of the value, or of what contains it; None where the recipe states neither."""
+    while len(path) > 1 and path not in stated:
+        path = path[:-1]
+    return stated.get(path)
+
+
+def _runtime(recipe: Recipe) -> Found:
+    runtime, path = recipe.system.runtime, ("system", "runtime")
+    if runtime.command not in PROGRAMS:
+        yield (*path, "command"), f"runs the program {runtime.command} on the machine that starts a job"
+    for key, modules in (("modules", runtime.modules), ("host_modules", runtime.host_modules)):
+        for number, module in enumerate(modules):
+            if module.startswith(("/", ".", "~")):
+                yield (*path, key, number), f"loads the module file {module}, which is a program"
+    for number, folder in enumerate(runtime.host_libs):
+        yield (*path, "host_libs", number), f"the job's programs load libraries from {folder}"
+    for number, bind in enumerate(runtime.binds):
+        yield (*path, "binds", number), f"programs of the image see {bind} of the machine"
+
+
+def _options(recipe: Recipe) -> Found:
+    """Options of a runtime, of mpirun or of a scheduler can name programs and folders of the machine."""
+    for section, words in (
+        ("runtime", recipe.system.runtime.options),
+        ("queue", recipe.system.queue.options),
+    ):
+        for number, word in enumerate(words):
+            if word not in _OPTIONS:
+                yield ("system", section, "options", number), f"passes the option {word} to a program here"
+
+
+def _variables(recipe: Recipe) -> Found:
+    for name in recipe.system.env:
+        if name in _VARIABLES:
+            yield ("system", "env", name), f"sets {name}, which decides what programs of a job execute"
+
+
+def _secrets(recipe: Recipe) -> Found:
+    for number, secret in enumerate(recipe.image.secrets):
+        named = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
+        yield ("image", "secrets", number), f"gives {named} of this machine to steps of the build"

@@ -1,0 +1,57 @@
+"""Feed a tar to mksquashfs entry by entry, and compare what it wrote with what it got."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from imgkit_builder.archive import tar_entry
+from imgkit_builder.archive.tarstream import END
+from imgkit_builder.image.config import epoch
+from imgkit_builder.sif import mksquashfs, root_inode, squash_count
+from imgkit_builder.sif.conversion_job import ConversionJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squash:
+    """A squashfs that is being written."""
+
+    sink: IO[bytes]
+    names: Counter[bytes] = field(default_factory=Counter)
+    """Number of names of each kind so far."""
+
+    def entry(self, kind: bytes, header: bytes) -> None:
+        """Begin an entry; the content of a file follows in `content`."""
+        self.names[kind] += 1
+        self.sink.write(header)
+
+    def content(self, pieces: Iterator[bytes] | Iterator[memoryview], size_bytes: int) -> None:
+        """The content of a file, and the zeros that fill its last block."""
+        for piece in pieces:
+            self.sink.write(piece)
+        self.sink.write(tar_entry.padding(size_bytes))
+
+
+@contextlib.contextmanager
+def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) -> Iterator[Squash]:
+    """Yield a squashfs that goes to byte `offset` of `target`; afterwards it is complete.
+
+    `created` is the time of the squashfs and its root folder, in RFC 3339 (empty: 1970).
+
+    Raises
+    ------
+    ToolMissing, ToolFailed : no mksquashfs reads a tar, or it failed or said something.
+    CheckFailed : the squashfs has other names than it should have.
+    """
+    argv = mksquashfs.squash_argv(target, job.compression.options, created, offset=offset)
+    job.log.write(f"$ ... | {' '.join(argv)}\n")
+    with mksquashfs.squashing(argv, log=job.log, on_line=job.clock.line) as sink:
+        made = Squash(sink=sink)
+        yield made
+        sink.write(END)
+    squash_count.compare(target, made.names, offset=offset)
+    root_inode.set_root(target, epoch(created), offset=offset)

@@ -1,0 +1,199 @@
+"""Convert an archive or OCI folder in one stream: headers of all layers, then the bodies that show, once.
+
+Nothing is unpacked and no runtime is needed. The first pass reads headers and decides which members show
+(`archive.merge`), while a thread compares every layer with its digest. The second pass sends them to
+mksquashfs, which writes into the .sif itself, behind the room for its header.
+
+mksquashfs 4.5.1 loses a hard link before its target and the second of two equal names, and gives missing
+folders the current time. So each name is sent once, folders first, and a link directly after its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from imgkit_builder.archive import compressed, stored, tar_entry
+from imgkit_builder.archive.compressed import Allowance
+from imgkit_builder.archive.merge import FolderEntry, LayerTree, Plan
+from imgkit_builder.archive.stored import StoredImage
+from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, Member
+from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.image.config import epoch
+from imgkit_builder.sif import own_files, squash, write
+from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.options import Archive, EngineImage, OciFolder, Piped, Source, name_of
+from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.sif.squash import Squash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What shows of an image, and the files that imgkit adds on top."""
+
+    image: StoredImage
+    plan: Plan
+    own: tuple[OwnFile, ...]
+    created_s: int
+
+
+def is_spooled(source: Source, way: str) -> bool:
+    """Whether the image is first written to disk, as a plain archive: a stream tells the order last."""
+    if isinstance(source, EngineImage):
+        return way == "stream"
+    return isinstance(source, Archive) and compressed.kind(source.path) != "none"
+
+
+@contextlib.contextmanager
+def stored_image(job: ConversionJob, source: Source) -> Iterator[StoredImage]:
+    """Yield the image of `source`, in place, or spooled in the workspace.
+
+    Raises
+    ------
+    CheckFailed, UsageError : damaged, or not one image.
+    ToolMissing : it is compressed with zstd, and there is no such program.
+    """
+    if isinstance(source, OciFolder) or (isinstance(source, Archive) and not is_spooled(source, "stream")):
+        yield stored.open_image(source.path, limits=job.options.limits)
+        return
+    spool = job.work.folder / "spool.tar"
+    if isinstance(source, EngineImage):
+        job.clock.stage(f"save {source.name} from the engine")
+        with source.save() as chunks, spool.open("wb") as out:
+            _copy(job, chunks, out, source.size_bytes)
+    elif isinstance(source, Piped):
+        job.clock.stage("read standard input")
+        with contextlib.closing(source.chunks()) as plain, spool.open("wb") as out:
+            _copy(job, plain, out, None)
+    elif isinstance(source, Archive):
+        job.clock.stage(f"decompress {source.path.name}")
+        allowance = Allowance(source.path.stat().st_size, str(source.path), job.options.unpack_limit_bytes)
+        plain = compressed.chunks(source.path, allowance=allowance)
+        with contextlib.closing(plain), spool.open("wb") as out:
+            _copy(job, plain, out, None)
+    yield stored.open_image(spool, limits=job.options.limits, where=name_of(source))
+    spool.unlink()
+
+
+def _copy(job: ConversionJob, chunks: Iterator[bytes], out: IO[bytes], expected_bytes: int | None) -> None:
+    done = 0
+    for chunk in chunks:
+        out.write(chunk)
+        done += len(chunk)
+        job.clock.advance(done, expected_bytes)
+
+
+def make(job: ConversionJob, image: StoredImage) -> None:
+    """Write the .sif of `image` to the job's part file; its record is still to come.
+
+    Raises
+    ------
+    CheckFailed : a layer is damaged or holds what no image may, or mksquashfs lost something.
+    ToolMissing, ToolFailed : there is no mksquashfs that reads a tar, or it failed.
+    """
+    config = image.selected.config
+    for name in own_files.skipped_variables(config):
+        job.clock.note(f"the image sets the variable {name!r}, which no shell can set: left out")
+    job.clock.stage("read the layers")
+    merged = _merged(image, unpack_limit_bytes=job.options.unpack_limit_bytes)
+    job.clock.stage("merge and squash")
+    around = write.frame(config)
+    with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
+        _send(merged, made, job)
+    write.surround(job.work.part, around)
+
+
+def _merged(image: StoredImage, *, unpack_limit_bytes: int | None) -> Merged:
+    config = image.selected.config
+    tree = LayerTree(image.where)
+    image.scan(tree.add_layer, unpack_limit_bytes=unpack_limit_bytes)
+    own = [*own_files.own_files(config), *(one for one in own_files.if_missing() if not tree.has(one.path))]
+    tree.add_layer(_member(one, epoch(config.created)) for one in own)
+    return Merged(image=image, plan=tree.plan(), own=tuple(own), created_s=epoch(config.created))
+
+
+def _member(file: OwnFile, mtime_s: int) -> Member:
+    return Member(
+        kind=file.kind,
+        name=file.path,
+        link=file.link,
+        size_bytes=len(file.data),
+        mtime_s=mtime_s,
+        mode=file.mode,
+        uid=0,
+        gid=0,
+        device=(0, 0),
+        header=b"",
+        extended=b"",
+        pax={},
+        place=0,
+        content_bytes=len(file.data),
+    )
+
+
+def _send(merged: Merged, made: Squash, job: ConversionJob) -> None:
+    for path, entry in merged.plan.folders:
+        made.entry(DIRECTORY, _folder_header(path, entry, merged.created_s))
+    *layers, own = merged.plan.names
+    total, before = merged.image.stored_bytes, 0
+    for layer, names in zip(merged.image.layers, layers, strict=True):
+        with layer.open(bodies=True) as stream:
+            for member, shown in _showing(stream, names):
+                _put(made, member, shown, stream.content())
+                job.clock.advance(before + stream.position, max(total, before + stream.position))
+        before += layer.region.size_bytes
+    for number, (path,) in own.items():
+        file = merged.own[number]
+        made.entry(file.kind, file.header(merged.created_s, path=path))
+        made.content(iter((file.data,)), len(file.data))
+
+
+def _folder_header(path: str, entry: FolderEntry | None, created_s: int) -> bytes:
+    found = entry or FolderEntry(mtime_s=created_s)
+    return tar_entry.header(
+        path,
+        DIRECTORY,
+        mode=found.mode,
+        uid=found.uid,
+        gid=found.gid,
+        mtime_s=found.mtime_s,
+        xattrs=found.xattrs,
+    )
+
+
+def _showing(
+    stream: TarStream, names: dict[int, tuple[str, ...]]
+) -> Iterator[tuple[Member, tuple[str, ...]]]:
+    """The members that show, with their names; ends after the last one."""
+    left = len(names)
+    for number, member in enumerate(stream if left else ()):
+        shown = names.pop(number, None)
+        if shown:
+            yield member, shown
+            left -= 1
+            if not left:
+                return
+
+
+def _put(made: Squash, member: Member, names: Sequence[str], content: Iterator[memoryview]) -> None:
+    """A file under its first name, and links to that one."""
+    size = member.content_bytes if member.kind == REGULAR else 0
+    header = tar_entry.header(
+        names[0],
+        member.kind,
+        mode=member.mode,
+        uid=member.uid,
+        gid=member.gid,
+        mtime_s=member.mtime_s,
+        size_bytes=size,
+        link=member.link,
+        device=member.device,
+        xattrs=member.xattrs,
+    )
+    made.entry(member.kind, header)
+    if size:
+        made.content(content, size)
+    for name in names[1:]:
+        made.entry(member.kind, tar_entry.header(name, HARD_LINK, link=names[0]))

@@ -1,0 +1,127 @@
+"""What the proof of the secret costs a roll call; a table for docs/benchmarks.md.
+
+    PYTHON tests/benchmarks/rollcall/bench.py [--repeat N] [--nodes N ...]
+
+PYTHON has imgkit. Open starts and starts with a secret take turns. The head is the real one, in this process.
+The other nodes are one process: with 2 nodes it is a real node, with more it answers for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import selectors
+import socket
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from measure import spread
+
+from imgkit_entrypoints.rollcall import gather, messages, ports
+from imgkit_entrypoints.rollcall.messages import Call, Caller, Identity
+from imgkit_entrypoints.rollcall.proof import NodeProof
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
+
+SECRET = os.urandom(32)
+ME = Caller(
+    host="node", identity=Identity(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100"
+)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--nodes", type=int, nargs="*", default=[2, 4096])
+    options = parser.parse_args()
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, median (range) in ms")
+    print("| nodes | time | open | with a secret | median of the differences |\n|---|---|---|---|---|")
+    for nnodes in options.nodes:
+        turns = [(once(nnodes, None), once(nnodes, SECRET)) for _ in range(1 + options.repeat)][1:]
+        for position, kind in enumerate(("wall", "CPU of the head")):
+            bare, proven = ([1000 * found[position] for found in side] for side in zip(*turns, strict=True))
+            more = statistics.median(b - a for a, b in zip(bare, proven, strict=True))
+            print(f"| {nnodes:,} | {kind} | {spread(bare)} | {spread(proven)} | {more:+.2f} |", flush=True)
+
+
+def once(nnodes: int, secret: bytes | None) -> tuple[float, float]:
+    """Seconds of one roll call, at the node where there is one and else at the head, and CPU of the head."""
+    place = Placement(
+        scheduler="manual", nnodes=nnodes, node_rank=0, hosts=(), head="127.0.0.1", port=None,
+        job_id=f"bench {time.monotonic_ns()}", source={},
+    )  # fmt: skip
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            others(place, secret, writer)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    roll = gather.call(place, ME, timeout_s=60, say=lambda _: None, secret=secret)
+    head_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    said = os.read(reader, 100)
+    os.close(reader)
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit("the other nodes failed")
+    roll.close()
+    return float(said) if nnodes == 2 else head_s, cpu_s
+
+
+def others(place: Placement, secret: bytes | None, result: int) -> None:
+    """Be all nodes but the head."""
+    port = job_port(place.job_id)
+    while not any(ports._listeners(port, Path("/"))):
+        time.sleep(0.0002)
+    if place.nnodes == 2:
+        began = time.perf_counter()
+        gather.call(replace(place, node_rank=1), ME, timeout_s=60, say=lambda _: None, secret=secret)
+        os.write(result, str(time.perf_counter() - began).encode())
+    else:
+        many(place, port, secret)
+        os.write(result, b"0")
+
+
+def many(place: Placement, port: int, secret: bytes | None) -> None:
+    """Call as every node but the head, and leave when the head has started all of them."""
+    waiting = selectors.DefaultSelector()
+    proofs: dict[int, NodeProof] = {}
+    for rank in range(1, place.nnodes):
+        connection = socket.create_connection(("127.0.0.1", port))
+        if secret is None:
+            connection.sendall(call(place, rank) + b"\n")
+        else:
+            proofs[rank] = NodeProof(secret, place.job_id, rank)
+            connection.sendall(proofs[rank].call + b"\n")
+        waiting.register(connection, selectors.EVENT_READ, rank)
+    started = 0
+    while started < place.nnodes - 1:
+        for key, _ in waiting.select():
+            assert isinstance(key.fileobj, socket.socket)
+            heard = key.fileobj.recv(4096)
+            assert heard, "the head closed a connection"
+            if proof := proofs.pop(key.data, None):
+                seals = proof.seals(heard.rstrip(b"\n"))
+                assert seals
+                key.fileobj.sendall(seals[1].sign(call(place, key.data)) + b"\n")
+            started += heard.count(b'"go"')
+
+
+def call(place: Placement, rank: int) -> bytes:
+    """The first message of node `rank`."""
+    return messages.line(Call(job=place.job_id, node_rank=rank, nnodes=place.nnodes, caller=ME, offer=None))
+
+
+if __name__ == "__main__":
+    main()

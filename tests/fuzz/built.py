@@ -1,0 +1,92 @@
+"""Hostile inputs that are made by code, since they are large or show their point better so."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable
+
+import targets
+
+from imgkit_builder.archive.tarstream import END, pax_header, ustar_header
+
+
+def _tar(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _index_of_itself() -> bytes:
+    """An index that lists one entry many times, and that entry is an index that lists it again."""
+    inner = json.dumps({"manifests": [{"digest": "sha256:" + "0" * 64}] * 50}).encode()
+    entry = {"digest": f"sha256:{targets._digest(inner)}"}
+    index = json.dumps({"manifests": [entry] * 100}).encode()
+    return _tar({"index.json": index, f"blobs/sha256/{targets._digest(inner)}": inner})
+
+
+def _circle_of_links(count: int) -> bytes:
+    heads = (
+        ustar_header(name=b"%d" % one, kind=b"1", link=b"%d" % ((one + 1) % count)) for one in range(count)
+    )
+    return b"".join(heads) + END
+
+
+def _squashfs_with(place: int, form: str, value: int) -> bytes:
+    """A squashfs with another number in its superblock."""
+    data = bytearray(targets.squashfs_seeds()[0])
+    struct.pack_into(form, data, place, value)
+    return bytes(data)
+
+
+def _shared_metadata() -> bytes:
+    """A squashfs whose fragment table names one block of zeros 100,000 times."""
+    data = targets.squashfs_seeds()[0]
+    packed = zlib.compress(bytes(8192))
+    block = len(data)
+    table = block + 2 + len(packed)
+    data += struct.pack("<H", len(packed)) + packed + struct.pack("<Q", block) * 100_000
+    changed = bytearray(data)
+    struct.pack_into("<I", changed, 16, 100_000 * 512)
+    struct.pack_into("<Q", changed, 40, len(data))
+    struct.pack_into("<Q", changed, 80, table)
+    return bytes(changed)
+
+
+FILE = ustar_header(name=b"one", kind=b"0")
+BUILT: tuple[tuple[str, str, Callable[[], bytes]], ...] = (
+    ("tar", "a size of -1", lambda: pax_header({"size": b"-1"}) + FILE + END),
+    ("tar", "headers without an end", lambda: pax_header({"comment": b"c" * 900}) * 3000),
+    ("tar", "holes of 2**62 bytes", lambda: pax_header({"GNU.sparse.map": b"0,0", "GNU.sparse.size": b"%d" % (1 << 62)}) + FILE + END),
+    ("layer", "a circle of hard links", lambda: _circle_of_links(3000)),
+    ("layer", "folders 2,000 deep", lambda: pax_header({"path": b"d/" * 2000 + b"f"}) + FILE + END),
+    ("archive-verify", "an index that names itself", _index_of_itself),
+    ("archive-gzip", "20 files of 4 MiB in 80 kB", lambda: gzip.compress(_tar({f"{one}.json": b"{" + b" " * ((4 << 20) - 1) for one in range(20)}))),
+    ("archive-gzip", "a layer of 70 MB in 70 kB", lambda: gzip.compress(_tar({"x": bytes(70 << 20)}))),
+    ("gzip", "70 MB in 70 kB", lambda: gzip.compress(bytes(70 << 20))),
+    ("json", "brackets 10**5 deep", lambda: b"[" * 100_000),
+    ("json", "a million empty lists", lambda: b"[" + b"[]," * 1_000_000 + b"0]"),
+    ("json", "5,000 digits", lambda: b"9" * 5000),
+    ("image-configuration", "brackets 10**5 deep", lambda: b'{"a":' * 100_000),
+    ("squashfs", "a fragment table of 64 GB", lambda: _squashfs_with(16, "<I", 0xFFFFFFFF)),
+    ("squashfs", "a fragment table of one block", _shared_metadata),
+    ("squashfs", "an index table behind the end", lambda: _squashfs_with(48, "<Q", 1 << 63)),
+    ("node-list", "a range of 10**9", lambda: b"a[1-1000000000]"),
+    ("node-list", "names of 6 GB", lambda: b"x" * 100_000 + b"[1-65536]"),
+    ("counts", "5,000 digits", lambda: b"9" * 5000),
+    ("host-file", "20,000 hosts", lambda: b"\n".join(b"h%d" % one for one in range(20_000))),
+    ("project", "brackets 10**5 deep", lambda: b"x = " + b"[" * 100_000),
+    ("ignore", "twelve stars", lambda: b"*a" * 12 + b"*b"),
+    ("ignore", "a pattern that ends in a backslash", lambda: b"a\\"),
+    ("machine", "a digit that is none", lambda: json.dumps({**targets.TREE, "sys/class/infiniband/mlx5_0/ports/²/state": "x"}).encode()),
+    ("machine", "a limit of ²", lambda: json.dumps({**targets.TREE, "proc/self/limits": "Max processes ² ² processes"}).encode()),
+)  # fmt: skip
+"""Target, what it is, and how it is made."""

@@ -1,0 +1,642 @@
+"""One table of everything that reads what somebody else wrote: a name, seeds, how to change them, the reader."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mutate
+
+from imgkit_builder.archive import compressed, digests, oci_folder, sidecar
+from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.delta import descriptor, tree
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
+from imgkit_builder.delta.tars import Tar
+from imgkit_builder.examine.verify import verify
+from imgkit_builder.image import config, inside, manifest
+from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.job.ssh import hostlist as ssh_hosts
+from imgkit_builder.recipe import image_reference, requirements, sources, targets
+from imgkit_builder.recipe.describe import to_json as recipe_json
+from imgkit_builder.recipe.load import load
+from imgkit_builder.sif import image, links, table
+from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
+from imgkit_entrypoints.apps.bench.record import reader as bench_reader
+from imgkit_entrypoints.apps.train import config_file
+from imgkit_entrypoints.apps.train.state import snapshot_files
+from imgkit_entrypoints.doctor import node
+from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.schedulers import hostlist
+from imgkit_entrypoints.schedulers.placement import Wanted
+from imgkit_entrypoints.system import SystemFacts
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One reader."""
+
+    name: str
+    run: Callable[[bytes, Path], object]
+    """Read the bytes; the folder is empty and its own."""
+    seeds: Callable[[], list[bytes]]
+    change: Callable[[bytes, mutate.Change], bytes] = mutate.in_bytes
+    also: tuple[type[Exception], ...] = ()
+    """What its docstring says that it raises besides an ImgkitError."""
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """Errors that are an answer."""
+        return (ImgkitError, *self.also)
+
+
+def _file(read: Callable[[Path], object], name: str = "input") -> Callable[[bytes, Path], object]:
+    """A reader of files as a reader of bytes."""
+
+    def run(data: bytes, folder: Path) -> object:
+        path = folder / name
+        path.write_bytes(data)
+        return read(path)
+
+    return run
+
+
+# ---- archives and layers
+def layer(*, form: int = tarfile.PAX_FORMAT) -> bytes:
+    """A layer with every kind of member, long names, attributes and a sparse file's map."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+        for name, kind, link, size in (
+            ("etc/", tarfile.DIRTYPE, "", 0),
+            ("etc/hosts", tarfile.REGTYPE, "", 700),
+            ("etc/link", tarfile.SYMTYPE, "../" + "l" * 120, 0),
+            ("etc/hard", tarfile.LNKTYPE, "etc/hosts", 0),
+            ("dev/null", tarfile.CHRTYPE, "", 0),
+            ("run/fifo", tarfile.FIFOTYPE, "", 0),
+            ("etc/.wh.gone", tarfile.REGTYPE, "", 0),
+            ("var/.wh..wh..opq", tarfile.REGTYPE, "", 0),
+            ("d" * 90 + "/" + "f" * 120, tarfile.REGTYPE, "", 3),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size, info.devmajor = kind, link, size, 1
+            if form == tarfile.PAX_FORMAT and size:
+                info.pax_headers = {"SCHILY.xattr.user.a": "x", "mtime": "5.5"}
+            tar.addfile(info, io.BytesIO(b"x" * size) if size else None)
+        if form == tarfile.PAX_FORMAT:
+            sparse = tarfile.TarInfo("sparse")
+            sparse.size = 3
+            sparse.pax_headers = {"GNU.sparse.map": "100,3", "GNU.sparse.size": "5000"}
+            tar.addfile(sparse, io.BytesIO(b"abc"))
+    return buffer.getvalue()
+
+
+def _layers() -> list[bytes]:
+    return [layer(), layer(form=tarfile.GNU_FORMAT)]
+
+
+def archive(*, packed: bool = False, oci: bool = False) -> bytes:
+    """An image of one layer, as docker 25 or BuildKit saves it."""
+    plain = layer()
+    stored = gzip.compress(plain, 1, mtime=0) if packed else plain
+    configuration = json.dumps(
+        {
+            "architecture": "amd64",
+            "os": "linux",
+            "created": "2024-03-20T00:00:00Z",
+            "config": {"Env": ["A=1"], "Labels": {"a": "b"}},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{_digest(plain)}"]},
+        }
+    ).encode()
+    document = json.dumps(
+        {
+            "config": {"digest": f"sha256:{_digest(configuration)}"},
+            "layers": [{"digest": f"sha256:{_digest(stored)}"}],
+        }
+    ).encode()
+    blobs = {f"blobs/sha256/{_digest(data)}": data for data in (configuration, stored, document)}
+    entry = {
+        "digest": f"sha256:{_digest(document)}",
+        "annotations": {"io.containerd.image.name": "made:latest"},
+    }
+    names = [f"blobs/sha256/{_digest(data)}" for data in (configuration, stored)]
+    files = {**blobs, "index.json": json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode()}
+    if not oci:
+        listed = [{"Config": names[0], "RepoTags": ["made:latest"], "Layers": names[1:]}]
+        files["manifest.json"] = json.dumps(listed).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _archives() -> list[bytes]:
+    return [archive(), archive(packed=True), archive(oci=True)]
+
+
+def _walk_tar(data: bytes, _: Path) -> None:
+    stream = TarStream(iter([data[place : place + 1000] for place in range(0, len(data), 1000)]), name="x")
+    for number, member in enumerate(stream):
+        assert member.size_bytes >= 0
+        for _piece in stream.content() if number % 2 else stream.padded_body():
+            pass
+
+
+def _gunzip(data: bytes, _: Path) -> None:
+    allowance = compressed.Allowance(len(data), "x", 8 << 20)
+    for piece in compressed.unpacked([data], "gzip", name="x", allowance=allowance):
+        assert len(piece) <= compressed.CHUNK_BYTES + 512
+
+
+def _walk(layers: tree.Stack) -> None:
+    left = 1 << 22
+    for _, entry in tree.everything(layers):
+        if entry.group is not None:
+            entry.layer.names(entry.group)
+        for piece in entry.layer.content(entry) if entry.kind == "file" else ():
+            left -= len(piece)
+            if left < 0:
+                return
+
+
+def _verify_archive(path: Path) -> None:
+    held = digests.digest_archive(path, compress=compressed.kind(path), report=Silent())
+    assert held.size_bytes == path.stat().st_size
+
+
+# ---- squashfs, .sif and delta
+@functools.cache
+def squashfs_seeds() -> list[bytes]:
+    """A squashfs of `layer`; none where mksquashfs cannot make one."""
+    with contextlib.ExitStack() as stack:
+        import tempfile
+
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "a/b").mkdir(parents=True)
+        for number in range(40):
+            (folder / f"a/file{number}").write_bytes(b"%d" % number * 40)
+        (folder / "a/large").write_bytes(os.urandom(5000) + bytes(9000))
+        os.link(folder / "a/large", folder / "a/b/hard")
+        (folder / "a/link").symlink_to("../" + "l" * 80)
+        with contextlib.suppress(OSError):
+            os.setxattr(folder / "a/large", "user.a", b"x" * 100)
+        found = []
+        for options in (["-b", "4096"], ["-b", "4096", "-noI", "-noX"], ["-b", "4096", "-no-fragments"]):
+            argv = ["mksquashfs", str(folder / "a"), str(folder / "out"), *options, "-comp", "gzip"]
+            quiet = [
+                "-noappend",
+                "-no-progress",
+                "-quiet",
+                "-nopad",
+                "-all-root",
+                "-mkfs-time",
+                "0",
+                "-all-time",
+                "0",
+            ]
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run([*argv, *quiet], check=True, capture_output=True)
+                found.append((folder / "out").read_bytes())
+        return found
+
+
+def _read_squashfs(path: Path) -> None:
+    _walk((SquashfsLayer(path),))
+
+
+def _deltas() -> list[bytes]:
+    value = descriptor.Delta(
+        image_id="sha256:" + "0" * 64,
+        diff_ids=("sha256:" + "1" * 64,),
+        arch="amd64",
+        created="",
+        source="made",
+        base=descriptor.BaseSif(image_id="sha256:" + "2" * 64, root_sha256="3" * 64, deltas=()),
+        sha256="4" * 64,
+        size_bytes=100,
+        imgkit="0",
+    )
+    text = json.dumps({"schema": 1, **dataclasses.asdict(value)}).encode()
+    return [bytes(100) + text + len(text).to_bytes(8, "little") + b"IMGDELTA"]
+
+
+def _sifs() -> list[bytes]:
+    """A .sif with a record and a root partition, made from its structs."""
+    record = json.dumps(
+        {
+            **{"schema": 1, "image_id": "sha256:" + "0" * 64, "diff_ids": [], "root_sha256": "0" * 64},
+            **{"runtime": "r", "compression": "c", "route": "layers", "imgkit": "0"},
+        }
+    ).encode()
+    squashfs = (squashfs_seeds() or [bytes(4096)])[0]
+    rows, at = b"", 128 + 3 * 585
+    bodies = ((image.DataType.PARTITION, squashfs, b"root"), (image.DataType.JSON, record, b"imgkit"))
+    for number, (kind, body, name) in enumerate(bodies, 1):
+        extra = image._PARTITION.pack(1, 2, b"02\0") if kind == image.DataType.PARTITION else b""
+        rows += table.DESCRIPTOR.pack(
+            kind, 1, number, 0xF0000001, 0, at, len(body), len(body), *(0,) * 4, name, extra
+        )
+        at += len(body)
+    head = table.HEADER.pack(
+        b"#!", image.MAGIC, b"01\0", b"02\0", bytes(16), 0, 0, 1, 3, 128, 3 * 585, 128 + 3 * 585, at
+    )
+    return [head + rows + bytes(585) + squashfs + record]
+
+
+def _read_sif(path: Path) -> None:
+    found = image.read(path)
+    image.squashfs(found)
+    for one in found.descriptors:
+        image.data(found, one)
+    if found.root:
+        _walk((SquashfsLayer(path, found.root.offset),))
+    verify(path)
+
+
+# ---- JSON
+def _text(read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
+    return lambda data, _: read(data.decode("utf-8", "replace"))
+
+
+def _manifests() -> list[bytes]:
+    probe = inside_probe()
+    base = BaseImage(name="nvcr.io/x:1", digest="sha256:" + "0" * 64, probe=probe) if probe else None
+    return [manifest.to_json(_made(Manifest, base=base)).encode()]
+
+
+def inside_probe() -> Any:
+    from imgkit_builder.image.manifest import Probe
+
+    return _made(Probe)
+
+
+def _made(kind: Any, **given: Any) -> Any:
+    """A dataclass with something in every field."""
+    values = {
+        one.name: given.get(one.name, () if "tuple" in str(one.type) else "x")
+        for one in dataclasses.fields(kind)
+    }
+    return kind(**values)
+
+
+def _sidecars() -> list[bytes]:
+    described = sidecar.Sidecar(
+        image=sidecar.SavedImage(id="a", tag="b", platform="linux/amd64", diff_ids=("c",), labels={"d": "e"}),
+        archive=sidecar.SavedArchive(name="x.tar", size_bytes=5, sha256="0" * 64, compress="none"),
+        system=SystemFacts(title="x", env={"A": "1"}),
+        manifest=None,
+    )
+    return [sidecar.to_json(described).encode()]
+
+
+def _recipe_texts() -> list[bytes]:
+    return [recipe_json(load(name)).encode() for name in ("mn5", "olivia")]
+
+
+def _bench_records() -> list[bytes]:
+    found = sorted((ROOT / "tests").rglob("*.json"))
+    kept = [path.read_bytes() for path in found if b'"dist-bench"' in path.read_bytes()[:4000]]
+    row = {
+        **{"op": "all_reduce", "size_bytes": 1000, "dtype": "float32", "group": "world", "timing": "batched"},
+        **{
+            "iterations": 5,
+            "time_us": 1.0,
+            "algbw_GBps": 1.0,
+            "busbw_GBps": 1.0,
+            "wrong": 0,
+            "batches_us": [1.0],
+        },
+    }
+    world = {"ranks": 2, "nodes": 1, "ranks_per_node": 2, "hosts": ["a"], "backend": "gloo", "device": "cpu"}
+    about = {
+        "tool": "dist-bench",
+        "schema": 1,
+        "version": "0",
+        "complete": True,
+        "started": "",
+        "command": ["x"],
+    }
+    rest = {
+        "verdict": {"sentences": [], "ports": [{"port": "a", "sent_bytes": 1}], "traffic": [{}]},
+        "transport": [],
+    }
+    return [
+        *kept[:1],
+        json.dumps({**about, "world": world, "fingerprint": {"a": 1}, "results": [row], **rest}).encode(),
+    ]
+
+
+def _snapshot(data: bytes, folder: Path) -> None:
+    (folder / "weights.pt").write_bytes(b"x")
+    (folder / snapshot_files.MANIFEST).write_bytes(data)
+    if snapshot_files.problem(folder) is None:
+        snapshot_files.step_of(folder)
+
+
+# ---- recipes and what belongs to them
+def _recipes() -> list[bytes]:
+    shipped = sorted((ROOT / "recipes/imgkit_recipes").glob("*.yaml"))
+    extra = sorted((ROOT / "tests/golden/recipes").glob("*.yaml"))
+    return [path.read_bytes() for path in (*shipped[:4], *extra)]
+
+
+def _ignored(data: bytes, folder: Path) -> None:
+    (folder / ".gitignore").write_bytes(data)
+    (folder / ".dockerignore").write_bytes(data)
+    for name in ("a", "aaaa" * 60, "data/x.tmp"):
+        (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "in" / name).touch()
+    words = tuple(data.decode("utf-8", "replace").splitlines()[:3])
+    list(sources.walk(folder, words, hidden=()))
+
+
+# ---- what a machine and a scheduler say
+TREE = {
+    "proc/self/status": "Cpus_allowed_list:\t0-3,8,10-12",
+    "proc/self/cgroup": "0::/a/b\n4:cpu,cpuacct:/x",
+    "sys/fs/cgroup/cpu.max": "350000 100000",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+    "proc/self/limits": "Max locked memory   65536  unlimited bytes\nMax processes  100 200 processes",
+    "proc/sys/net/ipv4/ip_local_port_range": "32768 60999",
+    "proc/sys/kernel/osrelease": "5.15.0-100-generic",
+    "proc/sys/kernel/hostname": "node1",
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15",
+    "proc/driver/nvidia/gpus/0000:17:00.0/information": "Model:  NVIDIA H100",
+    "dev/nvidia0": "",
+    "dev/infiniband/uverbs0": "",
+    "sys/bus/pci/devices/0000:17:00.0/current_link_width": "16",
+    "sys/bus/pci/devices/0000:17:00.0/max_link_width": "16",
+    "sys/bus/pci/devices/0000:17:00.0/current_link_speed": "32.0 GT/s PCIe",
+    "sys/bus/pci/devices/0000:17:00.0/numa_node": "1",
+    "sys/class/infiniband_verbs/uverbs0/ibdev": "mlx5_0",
+    "sys/class/infiniband/mlx5_0/node_type": "1: CA",
+    "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+    "sys/class/infiniband/mlx5_0/ports/1/phys_state": "5: LinkUp",
+    "sys/class/infiniband/mlx5_0/ports/1/link_layer": "Ethernet",
+    "sys/class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+    "sys/class/infiniband/mlx5_0/ports/1/gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0001",
+    "sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types/3": "RoCE v2",
+    "sys/class/infiniband/mlx5_0/ports/1/gid_attrs/ndevs/3": "eth0",
+    "sys/class/infiniband/mlx5_0/ports/1/counters/symbol_error": "5",
+    "sys/class/infiniband/mlx5_0/device/net/eth0": "",
+    "sys/class/net/eth0/operstate": "up",
+    "sys/class/net/eth0/speed": "100000",
+    "sys/class/cxi/cxi0/device/numa_node": "0",
+    "proc/net/route": "Iface Destination\neth0 0000000A 00000000 0001 0 0 0 00FFFFFF 0 0 0\neth0 00000000 0100000A 0003 0 0 5 00000000",
+    "proc/net/fib_trie": "  |-- 10.0.0.1\n     /32 host LOCAL\n",
+    "proc/net/if_inet6": "fe800000000000000000000000000001 02 40 20 80 eth0\n20010db8000000000000000000000001 02 40 00 80 eth0",
+    "etc/nccl.conf": "NCCL_DEBUG=INFO\n#x",
+    "etc/ld.so.conf.d/x.conf": "/usr/lib/x",
+    "commands/nvidia-smi.xml": '<log><gpu id="0"><ecc_errors><volatile><dram_uncorrectable>1</dram_uncorrectable>'
+    "</volatile></ecc_errors><clocks_event_reasons><clocks_event_reason_hw_slowdown>Active</clocks_event_reason_hw_slowdown>"
+    "</clocks_event_reasons></gpu></log>",
+    "commands/xid.txt": "NVRM: Xid (PCI:0000:17:00): 79, pid=1",
+    "facts.json": '{"arch": "x86_64", "cpus": 8, "shm_bytes": 1000, "closed": ["/dev/infiniband/uverbs0"], "python": "3"}',
+    "opt/imgkit/manifest.json": '{"platform": "linux/amd64"}',
+}
+
+
+def _tree(data: bytes, folder: Path) -> None:
+    """Gather the facts of a saved tree, decide on its fabric, and examine it."""
+    with contextlib.suppress(ValueError, RecursionError):
+        files = json.loads(data)
+        for path, content in files.items() if isinstance(files, dict) else ():
+            if path and not {"", ".", ".."} & set(path.split("/")) and isinstance(content, str):
+                with contextlib.suppress(OSError, ValueError):
+                    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / path).write_bytes(content.encode("utf-8", "surrogatepass"))
+    host = facts.gather(root=folder, env={})
+    fabric.choose(host, None, {}, nnodes=2)
+    node.examine(host, None, {}, reader=facts.Reader(root=folder))
+
+
+ENVIRONMENTS = (
+    {"SLURM_JOB_ID": "5", "SLURM_NNODES": "3", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x3)"},
+    {"PBS_JOBID": "5.x", "PBS_NODEFILE": "/nodes", "PBS_NODENUM": "1", "FILE": "n1\nn2\nn2"},
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "IMGKIT_NODES": "a,b", "PMIX_RANK": "1"},
+    {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0", "PALS_APID": "x", "IMGKIT_NODES": "a b"},
+    {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "IMGKIT_NODES": "a b"},
+    {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "x", "PET_NNODES": "2", "PET_NODE_RANK": "1"},
+    {"IMGKIT_NNODES": "2", "IMGKIT_NODE_RANK": "1", "IMGKIT_HEAD": "a", "IMGKIT_PORT": "5000", "IMGKIT_NODES": "a[1-2]"},
+)  # fmt: skip
+
+
+def _placement(data: bytes, _: Path) -> None:
+    env: Mapping[str, str] = {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        if isinstance(found, dict):
+            env = {name: value for name, value in found.items() if isinstance(value, str)}
+    file = env.get("FILE")
+    schedulers.place(Wanted(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
+
+
+def _lines(*texts: str) -> Callable[[], list[bytes]]:
+    return lambda: [text.encode() for text in texts]
+
+
+def _ssh_hosts(path: Path) -> None:
+    ssh_hosts.read("", path)
+
+
+TARGETS = (
+    Target(name="tar", run=_walk_tar, seeds=_layers, change=mutate.in_tar),
+    Target(name="layer", run=_file(lambda path: _walk((Tar(path),))), seeds=_layers, change=mutate.in_tar),
+    Target(
+        name="layer-links",
+        run=_file(lambda path: links.check([path], where="x")),
+        seeds=_layers,
+        change=mutate.in_tar,
+    ),
+    Target(
+        name="archive",
+        run=lambda data, folder: oci_folder.from_archive(
+            _put(folder, data), folder / "laid", Silent(), unpack_limit_bytes=8 << 20
+        ),
+        seeds=lambda: [*_archives(), *(gzip.compress(one, 1, mtime=0) for one in _archives()[:1])],
+        change=mutate.in_tar,
+    ),
+    Target(name="archive-verify", run=_file(_verify_archive), seeds=_archives, change=mutate.in_tar),
+    Target(name="archive-peek", run=_file(oci_folder.peek), seeds=_archives, change=mutate.in_tar),
+    Target(
+        name="archive-gzip",
+        run=_file(_verify_archive),
+        seeds=lambda: [gzip.compress(one, 1, mtime=0) for one in _archives()],
+        change=mutate.in_gzip(mutate.in_tar),
+    ),
+    Target(name="gzip", run=_gunzip, seeds=lambda: [gzip.compress(layer(), mtime=0)], change=mutate.in_bytes),
+    Target(name="squashfs", run=_file(_read_squashfs), seeds=squashfs_seeds, change=mutate.in_squashfs),
+    Target(name="sif", run=_file(_read_sif), seeds=_sifs),
+    Target(name="delta", run=_file(descriptor.read), seeds=_deltas, change=mutate.in_delta),
+    Target(
+        name="json",
+        run=lambda data, _: json_text.parse(data),
+        seeds=_recipe_texts,
+        change=mutate.in_json,
+        also=(ValueError,),
+    ),
+    Target(
+        name="json-between-warnings",
+        run=_text(json_text.first_object),
+        seeds=_recipe_texts,
+        change=mutate.in_json,
+        also=(ValueError,),
+    ),
+    Target(
+        name="image-configuration",
+        run=lambda data, _: config.epoch(config.parse_config(data, where="x").created),
+        seeds=_lines(
+            '{"architecture": "amd64", "os": "linux", "created": "2024-03-20T00:00:00Z", "config": {"Labels": {"a": "b"}}, '
+            '"rootfs": {"diff_ids": ["sha256:' + "0" * 64 + '"]}}'
+        ),
+        change=mutate.in_json,
+    ),
+    Target(name="manifest", run=_text(manifest.from_json), seeds=_manifests, change=mutate.in_json),
+    Target(
+        name="system",
+        run=_text(system.from_json),
+        seeds=lambda: [system.to_json(load("mn5").system).encode()],
+        change=mutate.in_json,
+        also=(ValueError,),
+    ),
+    Target(
+        name="sidecar",
+        run=lambda data, _: sidecar.from_json(data.decode("utf-8", "replace"), where="x"),
+        seeds=_sidecars,
+        change=mutate.in_sealed,
+    ),
+    Target(
+        name="recipe-json",
+        run=lambda data, _: targets.from_json(data.decode("utf-8", "replace"), Path("x.json")),
+        seeds=_recipe_texts,
+        change=mutate.in_json,
+    ),
+    Target(name="bench-record", run=_file(bench_reader.load), seeds=_bench_records, change=mutate.in_json),
+    Target(
+        name="train-config",
+        run=_file(config_file.words, "c.json"),
+        seeds=_lines('{"model": "mlp", "epochs": 3, "lr": 0.1}'),
+        change=mutate.in_json,
+        also=(ValueError,),
+    ),
+    Target(
+        name="snapshot",
+        run=_snapshot,
+        seeds=lambda: [
+            json.dumps(
+                json_text.sealed(
+                    {
+                        "schema": 1,
+                        "step": 5,
+                        "files": {"weights.pt": {"size_bytes": 1, "sha256": _digest(b"x")}},
+                    }
+                )
+            ).encode()
+        ],
+        change=mutate.in_sealed,
+    ),
+    Target(
+        name="inside",
+        run=_text(inside.parse),
+        seeds=lambda: [f'x\n{inside._MARK}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
+        change=mutate.in_text,
+    ),
+    Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
+    Target(
+        name="image-reference",
+        run=_text(image_reference.parse),
+        also=(image_reference.BadReference,),
+        seeds=_lines("nvcr.io/nvidia/pytorch:24.03-py3", "a.b:5/c@sha256:" + "0" * 64),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="project",
+        run=lambda data, folder: requirements.of_project((_put(folder, data, "pyproject.toml")).parent),
+        seeds=_lines('[project]\ndependencies = ["a>1", "b"]\n'),
+        change=mutate.in_text,
+        also=(ValueError,),
+    ),
+    Target(
+        name="ignore",
+        run=_ignored,
+        seeds=_lines("*.tmp\n!a\ndata/\n**/x[a-c]?\n", "# x\n/a\\ b\n"),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="node-list",
+        run=_text(hostlist.expand_nodelist),
+        seeds=_lines("a[1-3,5],b[08-11]c[1-2],d", "n[1-500]"),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="counts", run=_text(hostlist.expand_counts), seeds=_lines("4(x2),3", "1"), change=mutate.in_text
+    ),
+    Target(
+        name="host-file",
+        run=_file(_ssh_hosts),
+        seeds=_lines("a slots=2\nu@b # x\nfe80::1\n"),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="placement",
+        run=_placement,
+        seeds=lambda: [json.dumps(one).encode() for one in ENVIRONMENTS],
+        change=mutate.in_json,
+    ),
+    Target(name="machine", run=_tree, seeds=lambda: [json.dumps(TREE).encode()], change=mutate.in_json),
+)
+
+
+def _put(folder: Path, data: bytes, name: str = "input") -> Path:
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
+def _circle(_: bytes, __: Path) -> None:
+    while True:
+        len("")
+
+
+WRONG = (
+    Target(name="wrong-fault", run=lambda data, _: 1 // (len(data) - 1), seeds=list),
+    Target(name="wrong-memory", run=lambda _, __: bytes(128 << 20), seeds=list),
+    Target(name="wrong-circle", run=_circle, seeds=list),
+)
+"""Readers by which a test sees that faults are noticed."""
+
+
+def by_name(name: str) -> Target:
+    """The target `name`."""
+    return next(one for one in (*TARGETS, *WRONG) if one.name == name)
+
+
+@contextlib.contextmanager
+def own_folder(above: Path) -> Iterator[Path]:
+    """An empty folder for one input."""
+    folder = above / "one"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    yield folder

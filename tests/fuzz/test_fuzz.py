@@ -1,0 +1,86 @@
+"""Every reader takes or refuses any bytes: no other exception, little memory, and an end.
+
+``python tests/fuzz/hunt.py`` looks for more, and ci/soak does so for an hour (IMGKIT_FUZZ_MINUTES).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import built
+import hunt
+import mutate
+import targets
+from house import CORPUS, House
+
+NAMES = [one.name for one in targets.TARGETS]
+EXAMPLES = 60
+NO_SQUASHFS = "mksquashfs is not here (apt install squashfs-tools)"
+
+
+@pytest.fixture(scope="session")
+def house() -> Iterator[House]:
+    found = House()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_inputs_are_refused(house: House, name: str) -> None:
+    """What a hunt once found; the file's name is the digest of its bytes."""
+    for path in sorted((CORPUS / name).glob("*")):
+        assert not house.fault(name, path.read_bytes()), path
+
+
+@pytest.mark.parametrize(("name", "what"), [(name, what) for name, what, _ in built.BUILT])
+def test_hostile_input_ends_in_time_and_memory(house: House, name: str, what: str) -> None:
+    if name == "squashfs" and not targets.squashfs_seeds():
+        pytest.skip(NO_SQUASHFS)
+    make = next(make for known, title, make in built.BUILT if (known, title) == (name, what))
+    assert not house.fault(name, make())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changed_inputs_are_taken_or_refused(house: House, name: str) -> None:
+    target = targets.by_name(name)
+    seeds = target.seeds()
+    if not seeds:
+        pytest.skip(NO_SQUASHFS)
+    changes = strategies.builds(
+        mutate.Change,
+        strategies.integers(0, (1 << 16) - 1),
+        strategies.integers(0, (1 << 32) - 1),
+        strategies.integers(0, (1 << 16) - 1),
+    )
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(strategies.sampled_from(seeds), strategies.lists(changes, min_size=1, max_size=4))
+    def check(seed: bytes, wanted: list[mutate.Change]) -> None:
+        assert not house.fault(name, hunt.applied(target, seed, wanted))
+
+    check()
+
+
+def test_house_notices_a_fault(house: House) -> None:
+    """The readers of this test are wrong on purpose: the house itself works."""
+    for name, sign in (("fault", "ZeroDivisionError"), ("memory", "MemoryError"), ("circle", "TooManySteps")):
+        assert sign in house.fault(f"wrong-{name}", b"x")
+
+
+@pytest.mark.soak
+def test_an_hour_with_new_inputs() -> None:
+    minutes = float(os.environ.get("IMGKIT_FUZZ_MINUTES", "60"))
+    assert hunt.hunt(targets.TARGETS, minutes, time.time_ns() & 0xFFFFFFFF) == 0

@@ -1,0 +1,75 @@
+"""Attacks on a real torchrun of one node and of a range of nodes, by another user of the same network."""
+
+from __future__ import annotations
+
+import pytest
+from labkit import in_image
+
+pytestmark = pytest.mark.docker
+
+# The program runs until the stranger has set his pickle in torch's store, and a little longer: torchrun looks
+# there ten times a second.
+ATTACKED = """
+cat > /stranger.py <<'PYTHON'
+import base64, contextlib, datetime, os, pickle, time
+from pathlib import Path
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+import torch.distributed as dist
+
+class Called:
+    def __reduce__(self):
+        return os.system, ("id -u >> /tmp/ran",)
+
+def listening():
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                yield int(fields[1].rpartition(":")[2], 16)
+
+forged = base64.b64encode(pickle.dumps(Called())).decode()
+while not Path("/tmp/over").exists():
+    for port in set(listening()):
+        with contextlib.suppress(Exception):
+            store = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=1))
+            known = [name.removeprefix("/") for name in store.list_keys() if "torch.rendezvous" in name]
+            for name in ("torch.rendezvous.imgkit", *known):
+                store.set(name, forged)
+            Path("/tmp/forged").touch()
+    time.sleep(0.1)
+PYTHON
+cat > /program.py <<'PYTHON'
+import os, time
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+while not Path("/tmp/forged").exists():
+    time.sleep(0.1)
+time.sleep(2)
+dist.barrier()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+PYTHON
+chmod 1777 /tmp
+python3 /stranger.py & stranger=$!
+start() { python3 -I -m imgkit_entrypoints dist-run --device cpu "$@" /program.py; echo "ended with $?"; }
+WAYS
+wait $(jobs -p | grep -v "^$stranger$")
+touch /tmp/over
+wait $stranger
+echo "code of the stranger ran as: $(sort -u /tmp/ran 2>&1)"
+"""
+
+
+RANGE = """
+for rank in 0 1; do start --nnodes 1:2 --head 127.0.0.1 --port 15555 --node-rank $rank & done
+"""
+ALONE = "start --nproc 2 &"
+
+
+@pytest.mark.parametrize("ways", [RANGE, ALONE], ids=["range", "one node"])
+def test_forged_state_of_the_rendezvous_runs_no_code(standin: str, ways: str) -> None:
+    done = in_image(standin, "bash", "-s", given=ATTACKED.replace("WAYS", ways))
+    told = done.stdout
+    assert "code of the stranger ran as: sort: cannot read: /tmp/ran" in told, told + done.stderr
+    assert {f"rank {rank} of 2" in told for rank in (0, 1)} == {True}, told + done.stderr
+    assert told.count("ended with 0") == (2 if ways == RANGE else 1)

@@ -1,0 +1,128 @@
+"""Nodes of a roll call as threads of the test process."""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401 - sockets import it; another user may not reach this Python's files
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall import gather, ports
+from imgkit_entrypoints.rollcall.messages import Caller
+from imgkit_entrypoints.rollcall.session import Event, Roll
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
+
+_jobs = itertools.count()
+
+
+def placement(nnodes: int = 2) -> Placement:
+    """The head's place in a job that no other test has, with a free port."""
+    jobs = (f"{os.getpid()}.{number}" for number in _jobs)
+    return Placement(
+        scheduler="manual",
+        nnodes=nnodes,
+        node_rank=0,
+        hosts=("as07r3b12", "as07r3b13", "as07r3b14"),
+        head="127.0.0.1",
+        port=None,
+        job_id=next(job for job in jobs if ports.is_free(job_port(job))),
+        source={},
+    )
+
+
+class CallThread(threading.Thread):
+    """One node's call, and what came of it."""
+
+    def __init__(
+        self,
+        place: Placement,
+        rank: int,
+        *,
+        timeout_s: float = 10.0,
+        secret: bytes | None = None,
+        **caller: Any,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.place = replace(place, node_rank=rank)
+        self.caller = Caller(host=place.hosts[rank], **caller)
+        self.timeout_s, self.secret = timeout_s, secret
+        self.said: list[str] = []
+        self.found: Roll | None = None
+        self.error: NoPlan | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Call."""
+        try:
+            self.found = gather.call(
+                self.place, self.caller, timeout_s=self.timeout_s, say=self.said.append, secret=self.secret
+            )
+        except NoPlan as error:
+            self.error = error
+
+    def roll(self) -> Roll:
+        """Wait for the start; the roll."""
+        self.join(timeout=20)
+        assert self.found is not None, self.error
+        return self.found
+
+    def refusal(self) -> str:
+        """Wait for the refusal; its text."""
+        self.join(timeout=20)
+        assert self.error is not None
+        return str(self.error)
+
+
+def meet(place: Placement, **caller: Any) -> list[Roll]:
+    """Start all nodes of `place`; their rolls by rank."""
+    calls = [CallThread(place, rank, **caller) for rank in range(place.nnodes)]
+    return [call.roll() for call in calls]
+
+
+def hear(
+    rolls: list[Roll], wanted: Callable[[list[list[Event]]], bool], within_s: float = 5.0
+) -> list[list[Event]]:
+    """Tick all rolls until their events are as `wanted`; the events of each."""
+    events: list[list[Event]] = [[] for _ in rolls]
+    end = time.monotonic() + within_s
+    while time.monotonic() < end and not wanted(events):
+        for seen, one in zip(events, rolls, strict=True):
+            seen.extend(one.tick())
+        time.sleep(0.01)
+    return events
+
+
+def close(rolls: list[Roll]) -> None:
+    """Close all, the head last."""
+    for one in rolls[::-1]:
+        one.close()
+
+
+def stranger(place: Placement, within_s: float = 10.0) -> socket.socket:
+    """A connection to the head's port, as soon as it listens."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", job_port(place.job_id)), timeout=10)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        else:
+            return connection
+
+
+def heard_until_closed(connection: socket.socket) -> bytes:
+    """All bytes that arrive until the other end closes."""
+    heard = b""
+    try:
+        while data := connection.recv(65536):
+            heard += data
+    except ConnectionResetError:
+        pass
+    return heard

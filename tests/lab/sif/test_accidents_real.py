@@ -1,0 +1,284 @@
+"""Whatever happens while imgkit writes a .sif, its name holds the old file, the new one or none."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import bit_flips
+import pytest
+import small_sif
+from labkit import IMGKIT, imgkit, imgkit_json, output, run, until
+from layer_reference import Entry
+from stored_images import archive, convert_as, old_mksquashfs
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.sif import convert, image
+from imgkit_builder.sif.options import Archive, Options
+
+pytestmark = [
+    pytest.mark.xdist_group("accidents"),
+    pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools"),
+]
+BUSYBOX = Path("/bin/busybox")
+STAGES = 5
+"""Stages of a conversion from a compressed archive, before the file has its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """An image as a plain and as a gzip archive, its .sif, and the .sif of an older image."""
+
+    plain: Path
+    packed: Path
+    new: bytes
+    old: bytes
+
+
+def file(name: str, data: bytes = b"", link: str = "") -> Entry:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o755
+    if link:
+        info.type, info.linkname = tarfile.SYMTYPE, link
+    return info, data
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    folder, drawn = tmp_path_factory.mktemp("accidents"), random.Random(1)  # noqa: S311 - no secret
+    layers = [
+        [file(f"{layer}/{number}", drawn.randbytes(100_000)) for number in range(4)] for layer in range(3)
+    ]
+    plain, packed = folder / "x.tar", folder / "x.tar.gz"
+    plain.write_bytes(archive(layers))
+    packed.write_bytes(gzip.compress(plain.read_bytes(), 1))
+    (folder / "old.tar").write_bytes(archive([[file("old", b"x")]]))
+    for name in ("x", "old"):
+        assert convert_as(0, folder / f"{name}.tar", folder / f"{name}.sif") == ""
+    return Sources(
+        plain=plain,
+        packed=packed,
+        new=(folder / "x.sif").read_bytes(),
+        old=(folder / "old.sif").read_bytes(),
+    )
+
+
+class Killed(Silent):
+    """A reporter that ends its process at one stage, as ``kill -9`` does."""
+
+    def __init__(self, stage: int) -> None:
+        self.left = stage
+
+    def stage(self, text: str) -> None:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None = None) -> int:
+    """Convert in a child that dies at a stage, or after a while; returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            convert.convert(Archive(path=source), target, Options(test=False), Killed(stage))
+            os._exit(0)
+        os._exit(1)
+    if after_s is not None:
+        time.sleep(after_s)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def assert_next_run_mends(source: Path, target: Path, wanted: bytes) -> None:
+    assert convert_as(0, source, target) == ""
+    assert target.read_bytes() == wanted
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_kill_at_any_stage_leaves_the_old_file_or_none(sources: Sources, tmp_path: Path, stage: int) -> None:
+    target = tmp_path / "x.sif"
+    if old := stage % 2:
+        target.write_bytes(sources.old)
+    assert kill(sources.packed, target, stage=stage) == -signal.SIGKILL
+    assert target.read_bytes() == sources.old if old else not target.exists()
+    assert_next_run_mends(sources.packed, target, sources.new)
+
+
+@pytest.mark.soak
+def test_kill_at_any_moment_leaves_the_old_file_the_new_or_none(sources: Sources, tmp_path: Path) -> None:
+    target, drawn = tmp_path / "x.sif", random.Random()  # noqa: S311 - no secret
+    for turn in range(100):
+        target.unlink(missing_ok=True)
+        if old := turn % 2:
+            target.write_bytes(sources.old)
+        source = sources.packed if turn % 4 < 2 else sources.plain
+        kill(source, target, after_s=drawn.random() * 0.4)
+        states = (sources.new, sources.old if old else None)
+        assert (target.read_bytes() if target.exists() else None) in states
+        assert_next_run_mends(source, target, sources.new)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kib: int) -> Iterator[Path]:
+    """A file system of `kib` KiB."""
+    folder.mkdir(exist_ok=True)
+    if run("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder).returncode != 0:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        yield folder
+    finally:
+        output("umount", folder)
+
+
+@pytest.mark.parametrize("kib", [100, 700, 900, 1170])
+def test_full_disk_leaves_the_old_file(sources: Sources, tmp_path: Path, kib: int) -> None:
+    with small_disk(tmp_path / "disk", kib) as disk:
+        target = disk / "x.sif"
+        target.write_bytes(sources.old)
+        said = convert_as(0, sources.plain, target)
+        assert ("the disk of" if kib > 100 else "are free") in said
+        assert str(disk) in said
+        assert target.read_bytes() == sources.old
+        assert list(disk.iterdir()) == [target]
+
+
+def test_full_temporary_disk_is_named(tmp_path: Path) -> None:
+    """The archive unpacks to more than it promises: zeros."""
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(archive([[file("zeros", bytes(3_000_000))]])))
+    (tmp_path / "out").mkdir()
+    with small_disk(tmp_path / "disk", 1000) as disk:
+        said = convert_as(0, tmp_path / "x.tar.gz", tmp_path / "out/x.sif", tmpdir=disk)
+        assert f"the disk of {disk} is full" in said
+        assert not list(disk.iterdir())
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("where", ["standard input", "mksquashfs"])
+def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, where: str) -> None:
+    target, began = tmp_path / "x.sif", tmp_path / "began"
+    target.write_bytes(sources.old)
+    program = tmp_path / "bin/mksquashfs"
+    program.parent.mkdir()
+    hangs = f'case "$*" in *-noappend*) touch {began}; exec sleep 600;; esac'
+    program.write_text(f'#!/bin/sh\n{hangs}\nexec {shutil.which("mksquashfs")} "$@"\n')
+    program.chmod(0o755)
+    piped = where == "standard input"
+    given = "-" if piped else sources.plain
+    with subprocess.Popen(
+        [*IMGKIT, "sif", given, "-o", target, "--no-test"],
+        env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        if piped:
+            process.stdin.write(sources.plain.read_bytes())  # and no end
+            process.stdin.flush()
+        until(lambda: list(tmp_path.glob(".imgkit-sif*/spool.tar")) if piped else began.exists(), within_s=60)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert target.read_bytes() == sources.old
+    assert {path.name for path in tmp_path.iterdir()} <= {"x.sif", "began", "bin"}
+
+
+@pytest.mark.parametrize("flips", [8, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_flipped_bit_is_named_or_means_nothing(tmp_path: Path, flips: int, packed: bool) -> None:
+    """An error that names the archive, or the same files."""
+    path, target = tmp_path / "x.tar", tmp_path / "x.sif"
+    data = archive([[file(f"{layer}", b"text " * 300), file("l", link="0")] for layer in range(3)])
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert convert_as(0, path, target) == ""
+    wanted = image.root_sha256(target)
+
+    def noticed() -> bool:
+        target.unlink(missing_ok=True)
+        said = convert_as(0, path, target)
+        if said:
+            assert said.startswith("CheckFailed: ")
+            assert str(path) in said
+            assert not target.exists()
+        else:
+            assert image.root_sha256(target) == wanted
+        assert {one.name for one in tmp_path.iterdir()} <= {"x.tar", "x.sif"}
+        return bool(said)
+
+    assert len(bit_flips.survivors(path, noticed, flips, seed=flips)) < flips
+
+
+def program_layer() -> list[Entry]:
+    if not BUSYBOX.exists():
+        pytest.skip("apt install busybox-static")
+    links = [file(f"bin/{name}", link="busybox") for name in ("sh", "cat", "true")]
+    return [file("bin/busybox", BUSYBOX.read_bytes()), *links]
+
+
+@pytest.mark.singularity
+def test_image_without_a_shell_converts(tmp_path: Path) -> None:
+    """Its only program is its own: ``true``, which imgkit would run, is not there."""
+    about = {"Entrypoint": ["/busybox", "echo", "ran"]}
+    (tmp_path / "x.tar").write_bytes(archive([[file("busybox", BUSYBOX.read_bytes())]], config=about))
+    done = imgkit("sif", "x.tar", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nothing run: the image has no program 'true'" in done.stderr
+
+
+def test_image_of_zeros_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(archive([[file("zeros", bytes(8_000_000))]]))
+    assert convert_as(0, tmp_path / "x.tar", tmp_path / "x.sif") == ""
+
+
+def built_by_01(folder: Path, layers: list[list[Entry]]) -> Path:
+    """A .sif that the runtime built with gzip; imgkit's own way would take zstd."""
+    (folder / "old.tar").write_bytes(archive(layers, config={"Env": ["PATH=/bin"]}))
+    done = imgkit("sif", "old.tar", "--no-test", "--json", folder=folder, env=old_mksquashfs(folder))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["record"]["compression"] == "gzip 6"
+    return small_sif.of_imgkit_01(folder / "old.sif")
+
+
+@pytest.mark.singularity
+def test_sif_of_imgkit_01_is_not_converted_again(tmp_path: Path) -> None:
+    path = built_by_01(tmp_path, [program_layer()])
+    before = path.read_bytes()
+    assert convert_as(0, tmp_path / "old.tar", path) == ""
+    assert path.read_bytes() == before
+    assert convert_as(0, tmp_path / "old.tar", path, compression="zstd") == ""
+    assert path.read_bytes() != before
+
+
+@pytest.mark.docker
+@pytest.mark.singularity
+@pytest.mark.soak
+def test_sif_of_imgkit_01_takes_a_delta_and_flattens(tmp_path: Path) -> None:
+    name, about = f"imgkit-test-accidents:{os.getpid()}", {"Env": ["PATH=/bin"]}
+    built_by_01(tmp_path, [program_layer()])
+    layers = [program_layer(), [file("etc/new", b"new\n")]]
+    (tmp_path / "new.tar").write_bytes(archive(layers, config=about))
+    output("docker", "load", "-i", tmp_path / "new.tar")
+    output("docker", "tag", "made:latest", name)
+    output("docker", "rmi", "made:latest")
+    try:
+        imgkit_json("delta", name, "--base", "old.sif", "-o", "x.imgdelta", folder=tmp_path)
+    finally:
+        output("docker", "rmi", name)
+    imgkit_json("apply", "x.imgdelta", "old.sif", "-o", "with.sif", folder=tmp_path)
+    imgkit_json("flatten", "with.sif", "-o", "flat.sif", folder=tmp_path)
+    for made in ("old.sif", "with.sif", "flat.sif"):
+        assert imgkit("verify", made, folder=tmp_path).returncode == 0
+    for made in ("with.sif", "flat.sif"):
+        assert output("singularity", "exec", tmp_path / made, "cat", "/etc/new") == "new\n"

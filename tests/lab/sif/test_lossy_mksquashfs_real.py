@@ -1,0 +1,55 @@
+"""What mksquashfs loses or says is noticed, though it exits with 0."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from stored_images import archive
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.sif import convert
+from imgkit_builder.sif.options import Archive, Options
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed
+
+REAL = shutil.which("mksquashfs")
+pytestmark = pytest.mark.skipif(REAL is None, reason="apt install squashfs-tools")
+
+
+def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a mksquashfs first on PATH that does `script` where it gets a tar."""
+    program = folder / "bin/mksquashfs"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ncase "$*" in *-tar*) {script};; *) exec {REAL} "$@";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+
+
+def sif(folder: Path, **attributes: str) -> Path:
+    info, gone = tarfile.TarInfo("kept"), tarfile.TarInfo("gone")
+    info.pax_headers = {f"SCHILY.xattr.{name.replace('__', '.')}": text for name, text in attributes.items()}
+    (folder / "x.tar").write_bytes(archive([[(info, b""), (gone, b"")]]))
+    target = folder / "x.sif"
+    return convert.convert(Archive(path=folder / "x.tar"), target, Options(test=False), Silent()).path
+
+
+def test_lost_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, f'tar --delete -f - gone | {REAL} "$@"', monkeypatch)
+    with pytest.raises(CheckFailed, match="wrote other names than it got"):
+        sif(tmp_path)
+    assert not (tmp_path / "x.sif").exists()
+
+
+def test_unknown_line_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, f'{REAL} "$@"; echo "I left something out"', monkeypatch)
+    with pytest.raises(ToolFailed, match="said something") as caught:
+        sif(tmp_path)
+    assert "I left something out" in str(caught.value.hint)
+
+
+def test_attribute_that_no_squashfs_holds_is_no_failure(tmp_path: Path) -> None:
+    """An access list, for example; mksquashfs says that it leaves it out."""
+    assert sif(tmp_path, system__posix_acl_access="x", user__kept="y").exists()

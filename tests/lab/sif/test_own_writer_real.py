@@ -1,0 +1,244 @@
+"""A .sif that imgkit wrote itself behaves under the real runtime as one that the runtime built."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import find, settings
+from hypothesis import strategies as some
+from labkit import IMGKIT, imgkit, output, public_folder, run
+from layer_reference import Entry
+from stored_images import archive, old_mksquashfs
+
+BUSYBOX = Path("/bin/busybox")
+PROGRAMS = ("sh", "cat", "env", "echo", "ls", "sleep")
+SHOW = b"""#!/bin/sh
+for word in "$@"; do printf '<%s>' "$word"; done
+"""
+VALUE = b"""#!/bin/sh
+eval "echo \\"\\$$1\\""
+"""
+NASTY = ("a b", "q'uote", '"double"', "back\\slash", "$HOME", "`echo no`", "*", "", "new\nline", "é")
+LOADER = Path("/lib64/ld-linux-x86-64.so.2")
+LOADED = Path("/bin/ls")
+
+pytestmark = [
+    pytest.mark.singularity,
+    pytest.mark.xdist_group("own writer"),
+    pytest.mark.skipif(not BUSYBOX.exists(), reason="apt install busybox-static"),
+]
+
+
+def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> Entry:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname, info.mode = kind, len(data), link, 0o755
+    return info, data
+
+
+def layer() -> list[Entry]:
+    links = [entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox") for name in PROGRAMS]
+    passwd = entry("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
+    return [
+        entry("bin/busybox", BUSYBOX.read_bytes()),
+        entry("bin/show", SHOW),
+        entry("bin/value", VALUE),
+        passwd,
+        *links,
+    ]
+
+
+ENV = (
+    "PATH=/own/bin:/bin",
+    "BAKED=from the image",
+    "LD_LIBRARY_PATH=/own/lib",
+    "TWICE=1",
+    "TWICE=2",
+    "not-a-name=x",
+    "EMPTY=",
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A place that every user can enter."""
+    made = public_folder("writer")
+    yield made
+    shutil.rmtree(made)
+
+
+def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: object) -> Path:
+    """An image with `config` as a .sif; `by_runtime` hides mksquashfs, so that the runtime builds."""
+    (folder / f"{name}.tar").write_bytes(archive([layer()], config=config))
+    env = old_mksquashfs(folder) if by_runtime else {}
+    target = folder / f"{name}{'-built' if by_runtime else ''}.sif"
+    done = imgkit("sif", folder / f"{name}.tar", "-o", target, "--no-test", "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["record"]["route"] == ("layers" if by_runtime else "stream")
+    return target
+
+
+@pytest.fixture(scope="module")
+def sif(folder: Path) -> Path:
+    return converted(folder, "made", Env=ENV, Entrypoint=["show"], Labels={"weird": 'q"uote <&>'})
+
+
+@pytest.fixture(params=["root", "ordinary user"])
+def start(request: pytest.FixtureRequest) -> Sequence[str]:
+    """Words before the runtime: it runs as root, and as an ordinary user through FUSE."""
+    if request.param == "root":
+        return ()
+    if os.geteuid() != 0:
+        pytest.skip("the tests run as an ordinary user already")
+    return ("runuser", "-u", request.getfixturevalue("user"), "--", "env")
+
+
+def singularity(start: Sequence[str], *words: object, **options: object) -> str:
+    return output(*start, "singularity", *words, folder="/", **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "wanted"),
+    [
+        (("exec", "{}", "value", "BAKED"), "", "from the image\n"),
+        (("exec", "--cleanenv", "{}", "value", "TWICE"), "", "2\n"),
+        (("exec", "--containall", "{}", "value", "BAKED"), "", "from the image\n"),
+        (("exec", "--env", "BAKED=mine", "{}", "value", "BAKED"), "", "mine\n"),
+        (("run", "{}"), "", ""),
+        (("run", "{}", "a b", "q'uote", "c"), "", "<a b><q'uote><c>"),
+        (("shell", "{}"), "echo in $BAKED\n", "in from the image\n"),
+        (("test", "{}"), "", ""),
+        (("inspect", "--labels", "{}"), "", 'weird: q"uote <&>\n'),
+        (("inspect", "--runscript", "{}"), "", "exec"),
+        (("inspect", "--environment", "{}"), "", "BAKED='from the image'"),
+        (("inspect", "--deffile", "{}"), "", "bootstrap: oci\nfrom: sha256:"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_verbs_of_the_runtime(
+    sif: Path, start: Sequence[str], words: Sequence[str], given: str, wanted: str
+) -> None:
+    said = singularity(start, *(word.format(sif) for word in words), given=given)
+    assert said == wanted if words[0] in ("exec", "run") else wanted in said
+
+
+def test_users_variables_reach_the_image(sif: Path, start: Sequence[str]) -> None:
+    script = "echo $BAKED; echo $PATH; echo $LD_LIBRARY_PATH; echo ${OTHER-unset}; echo ${EMPTY-unset}"
+    env = ("env", "SINGULARITYENV_BAKED=mine", "APPTAINERENV_PREPEND_PATH=/first", "OTHER=host")
+    lines = singularity((*start, *env), "exec", sif, "sh", "-c", script).splitlines()
+    assert lines[0] == "mine"
+    assert lines[1].startswith("/first:/own/bin:/bin")
+    assert lines[2] == "/own/lib:/.singularity.d/libs"
+    assert lines[3:] == ["host", ""]
+
+
+def test_exported_value_of_the_host_gives_way(sif: Path) -> None:
+    """A .sif that the runtime built does the same; SINGULARITYENV_ and --env are the ways."""
+    said = singularity(("env", "BAKED=host"), "exec", sif, "value", "BAKED")
+    assert said == "from the image\n"
+
+
+def test_name_that_no_shell_can_set_is_left_out(folder: Path, sif: Path) -> None:
+    done = imgkit("sif", folder / "made.tar", "-o", folder / "again.sif", "--no-test")
+    assert "'not-a-name'" in done.stderr
+    assert (folder / "again.sif").read_bytes() == sif.read_bytes()
+
+
+def test_instance_starts_and_stops(sif: Path) -> None:
+    name = f"imgkit-{os.getpid()}"
+    output("singularity", "instance", "start", sif, name)
+    try:
+        said = output("singularity", "exec", f"instance://{name}", "value", "BAKED")
+        assert said == "from the image\n"
+    finally:
+        output("singularity", "instance", "stop", name)
+
+
+@pytest.mark.skipif(not LOADER.exists(), reason="the loader of another architecture has another name")
+def test_loader_finds_libraries_bound_for_nv(folder: Path, start: Sequence[str]) -> None:
+    """``--nv`` binds files into the same folder. One library of /bin/ls is there and nowhere else."""
+    found = dict(line.split(" => ") for line in output("ldd", LOADED).splitlines() if " => " in line)
+    libraries = {name.strip(): Path(place.split(" (")[0]) for name, place in found.items()}
+    (missing,) = [name for name in libraries if name.startswith("libselinux")] or [next(iter(libraries))]
+    kept = [entry(f"lib/{name}", place.read_bytes()) for name, place in libraries.items() if name != missing]
+    programs = [
+        entry("lib64/ld-linux-x86-64.so.2", LOADER.read_bytes()),
+        entry("bin/ls", LOADED.read_bytes()),
+    ]
+    (folder / "loader.tar").write_bytes(archive([[*kept, *programs]], config={"Env": ["PATH=/bin"]}))
+    path = folder / "loader.sif"
+    assert imgkit("sif", folder / "loader.tar", "-o", path, "--no-test", "--force").returncode == 0
+    assert run(*start, "singularity", "exec", path, "ls", "/", folder="/").returncode != 0
+    bound = f"{libraries[missing]}:/.singularity.d/libs/{missing}"
+    assert "bin" in singularity(start, "exec", "--bind", bound, path, "ls", "/")
+
+
+def test_values_arrive_byte_by_byte(folder: Path) -> None:
+    """Forty random values, in one start of the runtime."""
+    texts = some.text(some.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
+    shell = some.text(alphabet="$`'\"\\ \n!*~#&;(){}[]<>|é=a", min_size=1, max_size=30)
+    values: list[str] = []
+    for strategy in (texts, shell):
+        drawn = some.lists(strategy, min_size=20, max_size=20)
+        values += find(drawn, lambda found: len(set(found)) > 15, settings=settings(database=None))
+    values += ["$(touch /tmp/no)", "a'b", 'a"b', "`x`", "\n\n", "\\", "${HOME}", "-n", " lead"]
+    names = [f"V{number}" for number in range(len(values))]
+    env = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+    path = converted(folder, "values", Env=["PATH=/bin", *env])
+    said = run("singularity", "exec", "--cleanenv", path, "cat", "/proc/self/environ")
+    assert said.returncode == 0, said.stderr
+    found = dict(item.split("=", 1) for item in said.stdout.split("\0") if "=" in item)
+    assert {name: found.get(name) for name in names} == dict(zip(names, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"Entrypoint": ["show", "ep $HOME", "it's"]},
+        {"Cmd": ["show", "cmd `x`"]},
+        {"Entrypoint": ["show", "ep"], "Cmd": ["c m d", "$HOME"]},
+    ],
+    ids=["entrypoint", "cmd", "both"],
+)
+def test_run_is_that_of_a_build(folder: Path, config: dict[str, list[str]]) -> None:
+    own = converted(folder, "run", Env=["PATH=/bin"], **config)
+    built = converted(folder, "run", by_runtime=True, Env=["PATH=/bin"], **config)
+    first = () if "Entrypoint" in config else ("show",)
+    for options in ((), ("--no-eval",)):
+        for words in ((), (*first, *NASTY)):
+            ran = [run("singularity", "run", *options, path, *words) for path in (own, built)]
+            assert ran[0].stdout == ran[1].stdout, (options, words)
+            assert ran[0].returncode == ran[1].returncode
+            assert "<" in ran[0].stdout
+    own.unlink()
+    built.unlink()
+
+
+def test_runtime_signs_all_of_it(sif: Path) -> None:
+    groups = {
+        line.split("|")[1].strip() for line in output("singularity", "sif", "list", sif).splitlines()[3:]
+    }
+    assert groups == {"1"}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_archive_from_standard_input_gives_the_same_bytes(folder: Path, sif: Path, packed: bool) -> None:
+    """A pipe cannot be read twice, so that imgkit puts it on disk first."""
+    data = (folder / "made.tar").read_bytes()
+    words = (*IMGKIT, "sif", "-", "--no-test")
+    given = gzip.compress(data) if packed else data
+    done = subprocess.run([*words, "-o", folder / "piped.sif"], input=given, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "piped.sif").read_bytes() == sif.read_bytes()
+    (folder / "piped.sif").unlink()
+    assert not list(folder.glob(".*"))
+    nameless = subprocess.run(words, input=given, capture_output=True, check=False, cwd=folder)
+    assert nameless.returncode == 2
+    assert b"-o FILE.sif" in nameless.stderr

@@ -1,0 +1,89 @@
+"""A .sif of a few kilobytes, written without a runtime: definition, configuration, root partition, record."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from pathlib import Path
+
+from imgkit_builder.sif import coverage, image, table
+from imgkit_builder.sif.image import ARCHS, DataType, ImgkitRecord, PartitionType
+from imgkit_builder.sif.table import DESCRIPTOR, HEADER, Header, NewObject
+
+SLOTS = 12
+TABLE_AT = 4096
+DATA_AT = TABLE_AT + SLOTS * DESCRIPTOR.size
+ROOT = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1, 4, 0, 0, 96) + bytes(range(256))
+"""Has the superblock of a squashfs, and nothing else of one."""
+
+
+def write(
+    path: Path, root: bytes = ROOT, *, arch: str = "amd64", covered: bool = True, seed: int = 1
+) -> Path:
+    """Write a .sif with the root partition `root`; another `seed` gives another one."""
+    code = b"%02d\0" % ARCHS.index(arch)
+    header = Header(
+        launch=b"#!/usr/bin/env run-singularity\n",
+        magic=table.MAGIC,
+        version=b"01\0",
+        arch=code,
+        uuid=bytes([seed]) * 16,
+        created_s=1_700_000_000,
+        modified_s=1_700_000_000,
+        free=SLOTS,
+        total=SLOTS,
+        table_offset=TABLE_AT,
+        table_bytes=SLOTS * DESCRIPTOR.size,
+        data_offset=DATA_AT,
+        data_bytes=0,
+    )
+    path.write_bytes(HEADER.pack(*header).ljust(DATA_AT, b"\0"))
+    table.add(path, NewObject(datatype=DataType.DEFFILE, name="def", group=1, data=b"bootstrap: oci\n"))
+    table.add(path, NewObject(datatype=DataType.JSON, name="oci-config.json", group=1, data=b'{"a": 1}'))
+    extra = struct.pack("<ii3s", 1, PartitionType.PRIMARY, code)
+    table.add(
+        path,
+        NewObject(datatype=DataType.PARTITION, name="root", group=1, data=root, extra=extra, align=4096),
+    )
+    if covered:
+        coverage.put_record(path, record(root))
+    return path
+
+
+def record(root: bytes = ROOT) -> ImgkitRecord:
+    return ImgkitRecord(
+        image_id=f"sha256:{'1' * 64}",
+        diff_ids=(f"sha256:{'2' * 64}",),
+        root_sha256=hashlib.sha256(root).hexdigest(),
+        runtime="apptainer 1.4.5",
+        compression="zstd 3",
+        route="layers",
+        imgkit="0.2.0",
+        source="small:1",
+    )
+
+
+def of_imgkit_01(path: Path) -> Path:
+    """Change a .sif to what imgkit 0.1 wrote: a record in no group, and no coverage object."""
+    old = image.read(path).record
+    assert old is not None
+    coverage.put_record(path, dataclasses.replace(old, imgkit="0.1.0"))
+    coverage.clear(path, names=(coverage.NAME,))
+    with path.open("r+b") as stream:
+        found = table.read(path, stream)
+        (entry,) = (one for one in found.entries if one.label == image.IMGKIT_OBJECT)
+        stream.seek(TABLE_AT + (entry.id - 1) * DESCRIPTOR.size)
+        stream.write(DESCRIPTOR.pack(*entry._replace(group=table.GROUP)))
+    return path
+
+
+def sign(path: Path, data: bytes = b"-----BEGIN PGP SIGNED MESSAGE-----\n") -> None:
+    """Add an object as a runtime adds a signature: in no group, and linked to group 1."""
+    entry = table.add(path, NewObject(datatype=DataType.SIGNATURE, name="", group=0, data=data))
+    with path.open("r+b") as stream:
+        found = table.read(path, stream)
+        stream.seek(0)
+        stream.write(HEADER.pack(*found.header._replace(modified_s=1_800_000_000)))
+        stream.seek(TABLE_AT + (entry.id - 1) * DESCRIPTOR.size)
+        stream.write(DESCRIPTOR.pack(*entry._replace(link=table.GROUP | 1)))

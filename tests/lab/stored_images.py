@@ -1,0 +1,118 @@
+"""Small image archives, their conversion by any user, and the files in a .sif."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import layer_reference
+from labkit import output
+from layer_reference import Entry
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.image.config import parse_config
+from imgkit_builder.sif import convert, image, own_files
+from imgkit_builder.sif.options import Archive, Options
+
+
+def archive(
+    layers: Sequence[Sequence[Entry]],
+    *,
+    raw: Sequence[bytes] = (),
+    config: Mapping[str, Any] | None = None,
+) -> bytes:
+    """A docker archive of `layers`, and of those that are `raw` tars."""
+    tars = [*(_tar(layer) for layer in layers), *raw]
+    digests = [f"sha256:{hashlib.sha256(one).hexdigest()}" for one in tars]
+    about = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": dict(config or {}),
+        "rootfs": {"type": "layers", "diff_ids": digests},
+    }
+    text = json.dumps(about).encode()
+    name = f"{hashlib.sha256(text).hexdigest()}.json"
+    files = {f"{number}/layer.tar": data for number, data in enumerate(tars)}
+    listed = [{"Config": name, "RepoTags": ["made:latest"], "Layers": [*files]}]
+    files |= {name: text, "manifest.json": json.dumps(listed).encode()}
+    return _tar([(_info(path, len(data)), data) for path, data in files.items()])
+
+
+def old_mksquashfs(folder: Path) -> dict[str, str]:
+    """Variables under which imgkit finds a mksquashfs that reads no tar, so that the runtime builds."""
+    program = folder / "old/mksquashfs"
+    program.parent.mkdir(exist_ok=True)
+    real = shutil.which("mksquashfs")
+    program.write_text(f'#!/bin/sh\ncase "$1" in -help*) exit 1; esac\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+@functools.cache
+def _warm() -> None:
+    """Import all that a conversion imports: another user may not read this Python's folder."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "x.tar").write_bytes(archive([[]]))
+        convert.convert(
+            Archive(path=Path(name) / "x.tar"), Path(name) / "x.sif", Options(test=False), Silent()
+        )
+
+
+def convert_as(uid: int, source: Path, target: Path, **options: Any) -> str:
+    """Convert as another user, without running the result; returns an empty text or the error."""
+    _warm()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if uid:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+            os.environ["XDG_STATE_HOME"] = str(target.parent / "state")
+            convert.convert(Archive(path=source), target, Options(test=False, **options), Silent())
+            os._exit(0)
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode()[:4000])
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        said = stream.read().decode()
+    os.waitpid(child, 0)
+    output("rm", "-rf", target.parent / "state")
+    return said
+
+
+def files_of(sif: Path, folder: Path, *, own: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Everything about the files in `sif` but those that imgkit adds to an image with `own`; needs root."""
+    root = image.read(sif).root
+    assert root is not None
+    output("unsquashfs", "-quiet", "-no-progress", "-o", root.offset, "-d", folder, sif)
+    found = layer_reference.described(folder)
+    about = {"architecture": "amd64", "rootfs": {"diff_ids": [f"sha256:{'0' * 64}"]}}
+    config = parse_config(json.dumps(about).encode(), where="")
+    added = {one.path for one in (*own_files.own_files(config), *own_files.if_missing())} - set(own)
+    return {path: about for path, about in found.items() if path not in added}
+
+
+def _tar(entries: Sequence[Entry]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
+        for info, data in entries:
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _info(name: str, size: int) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info

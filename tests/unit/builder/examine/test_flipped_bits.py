@@ -1,0 +1,132 @@
+"""A flipped bit in a delta's description, in an archive or its sidecars, or in a snapshot is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import secrets
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import bit_flips
+import pytest
+
+from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
+from imgkit_builder.base import checks
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import BaseSif, Delta
+from imgkit_builder.examine.verify import verify
+from imgkit_entrypoints.apps.train.state import snapshot_files
+from imgkit_entrypoints.errors import ImgkitError
+
+FLIPS, MANY = 150, 10_000
+Kind = tuple[Path, Callable[[], bool]]
+"""The file to damage, and whether what reads it says no."""
+
+
+def refused(path: Path) -> bool:
+    try:
+        return not checks.passed(verify(path))
+    except ImgkitError:
+        return True
+
+
+def delta(folder: Path) -> Kind:
+    path = folder / "x.imgdelta"
+    path.write_bytes(b"hsqs" + bytes(60))
+    known = Delta(
+        image_id="sha256:new",
+        diff_ids=("sha256:1", "sha256:2"),
+        arch="amd64",
+        created="2026-01-01T00:00:00Z",
+        source="mn5:latest",
+        base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
+        sha256="",
+        size_bytes=64,
+        imgkit="0.2.0",
+    )
+    descriptor.append(path, descriptor.with_sha256(known, path))
+    return path, lambda: refused(path)
+
+
+def archive(folder: Path) -> Path:
+    path = folder / "x.tar"
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("file"))
+    diff_id = "sha256:" + hashlib.sha256(layer.getvalue()).hexdigest()
+    config = json.dumps(
+        {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [diff_id]}}
+    ).encode()
+    name = hashlib.sha256(config).hexdigest()
+    listed = [{"Config": f"{name}.json", "RepoTags": ["x:1"], "Layers": ["layer.tar"]}]
+    with tarfile.open(path, "w") as tar:
+        for member, data in {
+            f"{name}.json": config,
+            "layer.tar": layer.getvalue(),
+            "manifest.json": json.dumps(listed).encode(),
+        }.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    held = digests.digest_archive(path, compress="none", report=Silent())
+    image = SavedImage(
+        id=f"sha256:{name}", tag="x:1", platform="linux/amd64", diff_ids=(diff_id,), labels={"a": "b"}
+    )
+    about = SavedArchive(name="x.tar", size_bytes=held.size_bytes, sha256=held.sha256, compress="none")
+    with sidecar.replacing(Sidecar(image=image, archive=about, system=None, manifest=None), path):
+        pass
+    return path
+
+
+def archive_itself(folder: Path) -> Kind:
+    path = archive(folder)
+    return path, lambda: refused(path)
+
+
+def archive_manifest(folder: Path) -> Kind:
+    path = archive(folder)
+    return sidecar.json_path(path), lambda: refused(path)
+
+
+def archive_checksum(folder: Path) -> Kind:
+    path = archive(folder)
+    return sidecar.sha256_path(path), lambda: refused(path)
+
+
+def snapshot(folder: Path) -> Path:
+    def write(sink: snapshot_files.Sink) -> None:
+        sink.write(b"weights")
+
+    return snapshot_files.write(folder, 7, {"weights.pt": write, "state.json": write}, keep=1)
+
+
+def snapshot_manifest(folder: Path) -> Kind:
+    path = snapshot(folder)
+    return path / snapshot_files.MANIFEST, lambda: snapshot_files.problem(path) is not None
+
+
+def snapshot_part(folder: Path) -> Kind:
+    path = snapshot(folder)
+    return path / "weights.pt", lambda: snapshot_files.problem(path) is not None
+
+
+KINDS = (delta, archive_itself, archive_manifest, archive_checksum, snapshot_manifest, snapshot_part)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_flipped_bit_is_noticed(kind: Callable[[Path], Kind], tmp_path: Path) -> None:
+    path, noticed = kind(tmp_path)
+    assert not noticed()
+    assert bit_flips.survivors(path, noticed, FLIPS, seed=1) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_ten_thousand_flipped_bits_are_noticed(kind: Callable[[Path], Kind], tmp_path: Path) -> None:
+    path, noticed = kind(tmp_path)
+    assert bit_flips.survivors(path, noticed, MANY, seed=secrets.randbits(32)) == []

@@ -1,0 +1,53 @@
+"""Templates of others: to print a job's script executes nothing of their author."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.job import resolve, template
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.recipe import targets
+from imgkit_entrypoints.errors import UsageError
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    request = Request(command=("dist-env",), directory=tmp_path, templates=tmp_path)
+    return resolve.resolve(targets.find("cpu"), request)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ job.directory.joinpath('canary').touch() }}",
+        "{{ (job.directory / 'canary').write_text('x') }}",
+        "{{ job.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__.__builtins__.open('canary', 'w') }}",
+        "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
+        "{{ '{0.__class__}'.format(job) }}",
+        "{{ 1 / 0 }}",
+        "{{ job.nodes + 'x' }}",
+    ],
+)
+def test_templates_run_no_program_and_write_no_file(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.sh.j2").write_text(text)
+    with pytest.raises(UsageError):
+        template.fill(job, "mine.sh.j2")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.sh.j2"]
+
+
+def test_templates_use_values_filters_and_macros(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "mine.sh.j2").write_text(
+        "{% macro twice(word) %}{{ word }}{{ word }}{% endmacro %}"
+        "{{ twice(job.nodes) }} {{ range(2) | list }} {{ 'a,b'.split(',') | join('-') }} "
+        "{{ 'x y' | sh_quote }}"
+    )
+    alone = dataclasses.replace(job, nodes=3)
+    assert template.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"

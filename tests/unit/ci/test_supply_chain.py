@@ -1,0 +1,123 @@
+"""CI runs what a digest names, installs what a hash names, and shows a token to one step."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+ROOT = Path(__file__).resolve().parents[3]
+LOCKED = ROOT / "ci/lab/locked"
+GITHUB = yaml.safe_load((ROOT / "ci/pipelines/github.yml").read_text(encoding="utf-8"))
+GITLAB = yaml.safe_load((ROOT / "ci/pipelines/gitlab.yml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {"run": (), "dev": ("dev",), "docs": ("docs",)}
+
+
+def steps() -> Iterator[dict[str, Any]]:
+    for job in GITHUB["jobs"].values():
+        yield from job["steps"]
+
+
+def test_actions_and_images_are_named_by_digest() -> None:
+    used = [step["uses"] for step in steps() if "uses" in step]
+    assert used
+    assert [one for one in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", one)] == []
+    images = [job["container"]["image"] for job in GITHUB["jobs"].values() if "container" in job]
+    assert images
+    assert [one for one in images if not re.search(r"@sha256:[0-9a-f]{64}$", one)] == []
+    assert "image" not in GITLAB, "a shell executor needs none"
+
+
+def test_pipelines_may_read_and_one_job_may_push() -> None:
+    assert GITHUB["permissions"] == {"contents": "read"}
+    granted = {name: job["permissions"] for name, job in GITHUB["jobs"].items() if "permissions" in job}
+    assert granted == {"image": {"contents": "read", "packages": "write"}}
+    assert "pull_request" in GITHUB["jobs"]["image"]["if"], "a stranger's change gets no token that may write"
+    kept = [step for step in steps() if "checkout" in step.get("uses", "")]
+    assert kept
+    assert all(step["with"] == {"persist-credentials": False} for step in kept)
+
+
+def test_token_is_seen_by_the_step_that_pushes_alone() -> None:
+    seen = [step["name"] for step in steps() if "secrets." in str(step)]
+    assert seen == ["push"]
+    outside = {key: value for key, value in GITHUB.items() if key != "jobs"}
+    jobs = [{key: value for key, value in job.items() if key != "steps"} for job in GITHUB["jobs"].values()]
+    assert "secrets." not in f"{outside} {jobs}"
+    jobs_with_it = [name for name, job in GITLAB.items() if "CI_REGISTRY_PASSWORD" in str(job)]
+    assert jobs_with_it == ["push"]
+
+
+def locked(name: str) -> Iterator[tuple[Requirement, int]]:
+    """The packages of a list, each with its number of hashes."""
+    text = (LOCKED / f"{name}.txt").read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            yield Requirement(line.split(" --hash", 1)[0].strip()), line.count("--hash=sha256:")
+
+
+@pytest.mark.parametrize("name", ["run", "dev", "docs", "uv"])
+def test_every_locked_package_has_one_version_and_hashes(name: str) -> None:
+    found = list(locked(name))
+    assert found
+    assert [str(one) for one, hashes in found if not hashes or not str(one.specifier).startswith("==")] == []
+
+
+PYTHONS = {
+    "run": ("3.10", "3.11", "3.12", "3.13"),
+    "dev": ("3.10", "3.11", "3.12", "3.13"),
+    "docs": ("3.11", "3.13"),
+}
+
+
+@pytest.mark.parametrize(("name", "python"), [(name, one) for name, some in PYTHONS.items() for one in some])
+def test_lock_holds_what_the_project_asks_for(name: str, python: str) -> None:
+    asked = [
+        *PROJECT["dependencies"],
+        *(one for extra in EXTRAS[name] for one in PROJECT["optional-dependencies"][extra]),
+    ]
+    for system in ("linux", "darwin"):
+        here = {**default_environment(), "python_version": python, "python_full_version": f"{python}.5"}
+        here |= {"sys_platform": system, "platform_system": system.title()}
+        held = {
+            canonicalize_name(one.name): str(one.specifier).removeprefix("==")
+            for one, _ in locked(name)
+            if one.marker is None or one.marker.evaluate(here)
+        }
+        for text in (*asked, "hatchling"):
+            want = Requirement(text)
+            if want.marker is None or want.marker.evaluate(here):
+                version = held.get(canonicalize_name(want.name))
+                assert version, f"{want.name} is not in ci/lab/locked/{name}.txt: ci/lab/lock"
+                assert want.specifier.contains(version, prereleases=True), (
+                    f"{want} is not {version}: ci/lab/lock"
+                )
+
+
+def test_environment_takes_nothing_without_a_hash() -> None:
+    text = (ROOT / "ci/lab/venv").read_text(encoding="utf-8")
+    installs = [line for line in text.splitlines() if line.startswith('"${pip[@]}"')]
+    assert len(installs) == 2
+    assert all("--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in installs)
+
+
+def test_unknown_extra_names_the_lists() -> None:
+    done = subprocess.run(
+        [ROOT / "ci/lab/venv", "--extra", "nothing", "/nonexistent/venv"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "dev.txt" in done.stderr

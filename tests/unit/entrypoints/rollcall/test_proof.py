@@ -1,0 +1,299 @@
+"""Starts with a secret, among strangers that want to be a node, the head, or in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
+
+from imgkit_entrypoints.rollcall import gather, session
+from imgkit_entrypoints.rollcall.messages import AllDone, Lost, StopAsked
+from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
+
+SECRET, OTHER = os.urandom(32), os.urandom(32)
+CALL = b"imgkit-call 1 " + b"00" * 16 + b"\n"
+ANSWER = re.compile(rb"imgkit-head [0-9a-f]{32} [0-9a-f]{64}\n")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "RETRY_S", 0.02)
+    monkeypatch.setattr(session, "BEAT_S", 0.1)
+    for module in (session, gather):
+        monkeypatch.setattr(module, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def place() -> Placement:
+    return placement()
+
+
+class Relay(threading.Thread):
+    """A stranger on the way between nodes and the head, who records everything."""
+
+    def __init__(self, place: Placement, head: CallThread) -> None:
+        super().__init__(daemon=True)
+        self.listener = socket.create_server(("127.0.0.2", 0))
+        self.head = head
+        self.from_node = self.from_head = b""
+        self.start()
+
+    def run(self) -> None:
+        """Carry one connection."""
+        node, _ = self.listener.accept()
+        head = stranger(self.head.place)
+        back = threading.Thread(target=self.carry_back, args=(head, node), daemon=True)
+        back.start()
+        while data := node.recv(4096):
+            self.from_node += data
+            head.sendall(data)
+        head.close()
+
+    def carry_back(self, head: socket.socket, node: socket.socket) -> None:
+        """Carry what the head says."""
+        with contextlib.suppress(OSError):  # the start is over
+            while data := head.recv(4096):
+                self.from_head += data
+                node.sendall(data)
+
+
+@pytest.fixture
+def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
+    """Everything that a node and the head said to each other in a start of the same job."""
+    head = CallThread(place, 0, secret=SECRET)
+    relay = Relay(place, head)
+    straight = socket.create_connection
+
+    def relayed(address: tuple[str, int], timeout: float) -> socket.socket:
+        via = relay.listener.getsockname() if address[0] == "relay" else address
+        return straight(via, timeout=timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gather.socket, "create_connection", relayed)
+        node = CallThread(replace(place, head="relay"), 1, secret=SECRET)
+        rolls = [head.roll(), node.roll()]
+    rolls[1].ask_stop("SIGTERM")
+    hear(rolls, lambda seen: bool(seen[0]))
+    close(rolls)
+    return relay.from_node, relay.from_head
+
+
+def test_same_secret_meets(place: Placement) -> None:
+    rolls = meet(replace(place, nnodes=3), secret=SECRET)
+    rolls[1].ask_stop("SIGUSR1")
+    expected = StopAsked(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
+    assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
+    for roll in rolls:
+        roll.done(0)
+    assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0, 0, 0))]] * 3
+    close(rolls)
+
+
+def test_refusal_reaches_all_nodes_with_a_proof(place: Placement) -> None:
+    calls = [CallThread(replace(place, nnodes=2 + rank), rank, secret=SECRET) for rank in range(2)]
+    assert {call.refusal() for call in calls} == {calls[0].refusal()}
+    assert "but the head counts 2 nodes" in calls[0].refusal()
+
+
+def test_other_secret_is_not_counted(place: Placement) -> None:
+    head, node = (
+        CallThread(place, 0, secret=SECRET, timeout_s=1.0),
+        CallThread(place, 1, secret=OTHER, timeout_s=0.7),
+    )
+    assert "something else answers at 127.0.0.1:" in node.refusal()
+    assert "does not know this run's secret (its answer is no proof)" in node.refusal()
+    assert "the same --secret-file" in node.refusal()
+    assert "127.0.0.1 called as node 1 and did not prove the secret" in head.refusal()
+    assert "node 1 of 2 (as07r3b13) never called" in head.refusal()
+
+
+def test_node_without_secret_is_refused(place: Placement) -> None:
+    head, node = CallThread(place, 0, secret=SECRET, timeout_s=1.0), CallThread(place, 1)
+    assert "the head wants a secret, and this node has none" in node.refusal()
+    assert "--secret-file" in node.refusal()
+    assert "127.0.0.1 called without a secret" in head.refusal()
+
+
+def test_head_without_secret_is_named(place: Placement) -> None:
+    head = CallThread(place, 0, timeout_s=1.0)
+    node = CallThread(place, 1, secret=SECRET, timeout_s=0.7)
+    assert "(it starts without a secret)" in node.refusal()
+    assert "127.0.0.1 called with a secret, and this node has none" in head.refusal()
+
+
+def test_late_node_with_a_proof_is_refused_by_name(place: Placement) -> None:
+    rolls = meet(place, secret=SECRET)
+    late = CallThread(place, 1, secret=SECRET)
+    hear(rolls, lambda _: not late.is_alive())
+    assert "started twice on this host" in late.refusal()
+    close(rolls)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\xff" * 5000,
+        b"imgkit-call 1 00\n",
+        b"imgkit-call -1 " + b"0" * 32 + b"\n",
+    ],
+)
+def test_stranger_hears_nothing(place: Placement, first: bytes) -> None:
+    head = CallThread(place, 0, secret=SECRET)
+    with stranger(place) as connection:
+        connection.sendall(first)
+        assert heard_until_closed(connection) == b""
+    close([head.roll() for head in (head, CallThread(place, 1, secret=SECRET))])
+
+
+@pytest.mark.parametrize(
+    "forged", [b"", b"{}\n", b"0" * 64 + b' {"stop": "x"}\n', b"x" * 5000, b'{"job": "%s"}\n']
+)
+def test_stranger_learns_a_nonce_and_changes_nothing(place: Placement, forged: bytes) -> None:
+    head = CallThread(place, 0, secret=SECRET)
+    answers = []
+    for _ in range(2):
+        with stranger(place) as connection:
+            connection.sendall(CALL)
+            answers.append(connection.recv(4096))
+            with contextlib.suppress(OSError):  # the head has closed it already
+                connection.sendall(forged)
+                connection.shutdown(socket.SHUT_WR)
+            assert heard_until_closed(connection) == b""
+    assert all(ANSWER.fullmatch(answer) for answer in answers)
+    assert answers[0] != answers[1]
+    close([head.roll() for head in (head, CallThread(place, 1, secret=SECRET))])
+
+
+def test_early_impostor_is_refused_and_the_node_gets_in(place: Placement) -> None:
+    head = CallThread(place, 0, secret=SECRET)
+    call = {"job": place.job_id, "node_rank": 1, "nnodes": 2, "caller": {"host": "evil", "identity": {}}}
+    for first in (b"", CALL):
+        with stranger(place) as connection:
+            connection.sendall(first + json.dumps(call).encode() + b"\n")
+            assert b'"go"' not in heard_until_closed(connection)
+    rolls = [call.roll() for call in (head, CallThread(place, 1, secret=SECRET))]
+    assert rolls[0].node(1, "") == "node 1 of 2 (as07r3b13)"
+    close(rolls)
+
+
+def test_proof_is_bound_to_the_rank(place: Placement) -> None:
+    place = replace(place, nnodes=3)
+    head = CallThread(place, 0, secret=SECRET)
+    with stranger(place) as connection:
+        own = NodeProof(SECRET, place.job_id, 1)
+        connection.sendall(own.call + b"\n")
+        seals = own.seals(connection.recv(4096).rstrip(b"\n"))
+        assert seals is not None
+        call = {"job": place.job_id, "node_rank": 2, "nnodes": 3, "caller": {"host": "as", "identity": {}}}
+        connection.sendall(seals[1].sign(json.dumps(call).encode()) + b"\n")
+        assert heard_until_closed(connection) == b""
+    close([head.roll() for head in (head, *(CallThread(place, rank, secret=SECRET) for rank in (1, 2)))])
+
+
+def test_recorded_node_is_refused_in_the_next_start(place: Placement, recorded: tuple[bytes, bytes]) -> None:
+    said, _ = recorded
+    assert b'"node_rank": 1' in said
+    assert b'"stop": "SIGTERM"' in said
+    head = CallThread(place, 0, secret=SECRET)
+    with stranger(place) as connection:
+        connection.sendall(said)
+        assert ANSWER.fullmatch(heard_until_closed(connection))
+    rolls = [call.roll() for call in (head, CallThread(place, 1, secret=SECRET))]
+    with stranger(place) as connection:
+        connection.sendall(said)
+        assert hear(rolls, lambda _: False, within_s=0.3) == [[], []]
+    close(rolls)
+
+
+def test_recorded_head_is_not_believed(place: Placement, recorded: tuple[bytes, bytes]) -> None:
+    _, said = recorded
+    assert b'"go"' in said
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as squatter:
+        threading.Thread(target=serve, args=(squatter, said), daemon=True).start()
+        text = CallThread(place, 1, secret=SECRET, timeout_s=0.5).refusal()
+    assert "does not know this run's secret (its answer is no proof)" in text
+
+
+def test_line_of_the_head_sent_back_is_refused() -> None:
+    head, line = HeadProof(SECRET, "job", CALL.strip()), b'{"beat": null}'
+    assert head.from_node.opened(line) is None  # line 0 of its direction, as the head's answer was
+    assert head.from_node.opened(head.from_head.sign(line)) is None
+
+
+def test_repeated_and_moved_lines_are_refused() -> None:
+    own = NodeProof(SECRET, "job", 1)
+    head = HeadProof(SECRET, "job", own.call)
+    seals = own.seals(head.answer)
+    assert seals is not None
+    first, second = seals[1].sign(b"a"), seals[1].sign(b"b")
+    assert head.from_node.opened(first) == b"a"
+    assert head.from_node.opened(first) is None
+    again = HeadProof(SECRET, "job", own.call)
+    assert again.from_node.opened(second) is None
+
+
+@pytest.mark.parametrize("change", ["secret", "job", "rank", "nonce", "head"])
+def test_proof_depends_on_everything(change: str) -> None:
+    own = NodeProof(OTHER if change == "secret" else SECRET, "a" if change == "job" else "b", 1)
+    call = own.call.replace(b" 1 ", b" 2 ") if change == "rank" else own.call
+    call = CALL.strip() if change == "nonce" else call
+    answer = HeadProof(SECRET, "b", call).answer
+    if change == "head":
+        answer = answer.replace(answer[12:14], b"00" if answer[12:14] != b"00" else b"11", 1)
+    assert own.seals(answer) is None
+
+
+def serve(squatter: socket.socket, said: bytes) -> None:
+    """Answer every call with the same bytes."""
+    try:
+        while True:
+            connection, _ = squatter.accept()
+            connection.recv(4096)
+            connection.sendall(said)
+    except OSError:
+        return  # the test is over
+
+
+@pytest.fixture(
+    params=[b"", b"220 mail ready\r\n", b'{"refused": {"what": "\\u001b[31mgo away"}}\n', b"x" * 9000]
+)
+def squatter(place: Placement, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    """Another program on the head's port."""
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+        threading.Thread(target=serve, args=(listener, request.param), daemon=True).start()
+        yield listener
+
+
+def test_squatter_is_named(place: Placement, squatter: socket.socket) -> None:
+    text = CallThread(place, 1, secret=SECRET, timeout_s=0.5).refusal()
+    assert f"something else answers at 127.0.0.1:{job_port(place.job_id)} and does not know" in text
+    assert "\x1b" not in text
+    assert "go away" not in text
+
+
+def test_node_outlasts_a_squatter(place: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+        node = CallThread(place, 1, secret=SECRET)
+        connection, _ = listener.accept()
+        connection.sendall(b"220 mail ready\r\n")
+    connection.close()
+    close([call.roll() for call in (CallThread(place, 0, secret=SECRET), node)])
+
+
+def test_broken_proof_in_the_session_is_a_lost_node(place: Placement) -> None:
+    rolls = meet(replace(place, nnodes=3), secret=SECRET)
+    rolls[1].links()[0].socket.sendall(b"0" * 64 + b' {"stop": "now", "requeue": true}\n')
+    lost = Lost(node="node 1 of 3 (as07r3b13)", why="it sent a line without the proof of this run's secret")
+    events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
+    assert events == [[lost], [lost]]
+    close(rolls)

@@ -1,0 +1,136 @@
+"""A range of nodes, ``--nnodes MIN:MAX``: who is there starts, numbered without gaps; nobody joins later."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from rollcall_nodes import CallThread, close, hear, placement, stranger
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall import gather, messages, probe, session
+from imgkit_entrypoints.rollcall.messages import AllDone, Call, Caller, Failed, Lost, Offer
+from imgkit_entrypoints.rollcall.session import Roll
+from imgkit_entrypoints.schedulers.placement import Placement
+
+NEVER_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "RETRY_S", 0.02)
+    monkeypatch.setattr(gather, "LAST_CALL_S", 0.5)
+    monkeypatch.setattr(session, "BEAT_S", 0.1)
+    for module in (session, gather):
+        monkeypatch.setattr(module, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def place() -> Placement:
+    """A range of two or three nodes."""
+    return replace(placement(), nnodes=3, min_nnodes=2)
+
+
+def met(place: Placement, *ranks: int, **more: object) -> list[Roll]:
+    calls = [CallThread(place, rank, **{"timeout_s": NEVER_S, **more}) for rank in ranks]
+    return [call.roll() for call in calls]
+
+
+def numbers(rolls: list[Roll]) -> list[tuple[int, int]]:
+    return [(roll.place.node_rank, roll.place.nnodes) for roll in rolls]
+
+
+def test_start_waits_for_nobody_when_all_are_there(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
+    rolls = met(place, 0, 1, 2)
+    assert numbers(rolls) == [(0, 3), (1, 3), (2, 3)]
+    close(rolls)
+
+
+@pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
+def test_missing_node_leaves_no_gap(place: Placement, secret: bytes | None) -> None:
+    rolls = met(place, 0, 2, secret=secret)
+    assert numbers(rolls) == [(0, 2), (1, 2)]
+    assert {roll.port for roll in rolls} == {rolls[0].port}
+    close(rolls)
+
+
+def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
+    rolls = met(replace(place, min_nnodes=1), 0)
+    assert numbers(rolls) == [(0, 1)]
+    rolls[0].done(0)
+    assert hear(rolls, lambda events: bool(events[0])) == [[AllDone(codes=(0,))]]
+    close(rolls)
+
+
+def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
+    place = replace(place, min_nnodes=1)
+    me, end = Caller(host="as07r3b12"), time.monotonic() + NEVER_S
+    with probe.offering("", "") as opened:
+        head = gather._Gathering(place, me, opened, NEVER_S, print, lambda: "", None)
+        head._newest -= 100
+        assert head._complete(time.monotonic(), end)
+        member = CallThread(place, 1)
+        while len(head.callers) < 2:
+            head._hear()
+        assert not head._complete(time.monotonic(), end)
+        head.refuse(NoPlan("over"))
+        head.strangers.close()
+    assert "over" in member.refusal()
+
+
+def test_too_few_nodes_are_named(place: Placement) -> None:
+    text = CallThread(place, 0, timeout_s=0.8).refusal()
+    assert "node 1 of 3 (as07r3b13), node 2 of 3 (as07r3b14) never called; 1/3 present after 0.8 s" in text
+
+
+def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
+    rolls = met(place, 0, 1, timeout_s=1.0)
+    assert numbers(rolls) == [(0, 2), (1, 2)]
+    close(rolls)
+
+
+def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
+    head = CallThread(place, 0)
+    me = Caller(host="as07r3b13")
+    offer = Offer(address="127.0.0.1", interface="lo", ports=(9,))
+    call = Call(job=place.job_id, node_rank=1, nnodes=3, caller=me, offer=offer)
+    with stranger(place) as connection:
+        connection.sendall(messages.line(call) + b"\n")
+        assert b"beat" in connection.recv(100), "it is counted"
+    end = time.monotonic() + 10
+    while not any("node 1 of 3 (as07r3b13) called and is gone" in text for text in head.said):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    rolls = [CallThread(place, 2).roll(), head.roll()][::-1]
+    assert numbers(rolls) == [(0, 2), (1, 2)]
+    close(rolls)
+
+
+def test_late_node_reads_that_it_cannot_join(place: Placement) -> None:
+    rolls = met(place, 0, 1)
+    late = CallThread(place, 2)
+    hear(rolls, lambda _: not late.is_alive())
+    assert "the run has started with 2 nodes, and no node can join it later" in late.refusal()
+    close(rolls)
+
+
+def test_events_bear_the_numbers_of_the_start(place: Placement) -> None:
+    rolls = met(place, 0, 2)
+    rolls[1].done(3)
+    events = hear(rolls, lambda events: bool(events[0]))
+    assert events[0] == [Failed(node="node 1 of 2 (as07r3b14)", code=3)]
+    close(rolls)
+
+
+def test_lost_node_ends_the_run(place: Placement) -> None:
+    rolls = met(place, 0, 1, 2)
+    rolls[2].links()[0].close()
+    events = hear(rolls[:2], lambda events: all(events))
+    assert [[type(event), event.node] for seen in events for event in seen if isinstance(event, Lost)] == [
+        [Lost, "node 2 of 3 (as07r3b14)"]
+    ] * 2
+    close(rolls[:2])

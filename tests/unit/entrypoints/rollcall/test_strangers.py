@@ -1,0 +1,388 @@
+"""Attacks by another user of the same machine, on starts with and without a secret."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
+
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.rollcall import descriptors, gather, messages, ports, session, strangers
+from imgkit_entrypoints.rollcall.messages import AllDone, Call, Caller
+from imgkit_entrypoints.rollcall.strangers import Strangers
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
+
+SECRET = os.urandom(32)
+ANOTHER_USER = 12345
+PAYLOADS = (
+    b"[" * 2048 + b"\n",
+    b'{"node_rank": Infinity}\n',
+    b'{"beat": [1]}\n',
+    b'{"done": "x"}\n',
+    b'{"done": ' + b"9" * 5000 + b"}\n",
+    b'{"stop": "now", "requeue": false}\n',
+    b'{"refused": {"what": "go away"}}\n',
+    b"imgkit-call 1 " + b"0" * 32 + b'\n{"stop": "now"}\n',
+    b"imgkit-call 99999999 " + b"0" * 32 + b"\n",
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"\x00" * 5000,
+    b"",
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "RETRY_S", 0.02)
+    monkeypatch.setattr(session, "BEAT_S", 0.1)
+    monkeypatch.setattr(strangers, "PATIENCE_S", 1.0)
+
+
+@pytest.fixture
+def place() -> Placement:
+    return placement()
+
+
+@pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
+def secret(request: pytest.FixtureRequest) -> bytes | None:
+    found: bytes | None = request.param
+    return found
+
+
+Attack = Callable[[Callable[[], None]], None]
+
+
+@contextlib.contextmanager
+def attacker(attack: Attack) -> Iterator[Callable[[], None]]:
+    """Another user, who attacks in a process of its own; yields what waits for its `ready`."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user: sudo pytest")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(ANOTHER_USER)
+            os.setuid(ANOTHER_USER)
+            attack(lambda: os.write(writer, b"."))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+
+    def wait() -> None:
+        assert os.read(reader, 1) == b".", "the attacker failed"
+
+    try:
+        yield wait
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+
+
+def end_well(rolls: list[session.Roll]) -> None:
+    """Let all nodes of a run end, and see that nothing else has happened."""
+    for roll in rolls:
+        roll.done(0)
+    assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0,) * len(rolls))]] * len(rolls)
+    close(rolls)
+
+
+def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, secret: bytes | None) -> None:
+    def attack(ready: Callable[[], None]) -> None:
+        for _ in range(2):
+            for payload in PAYLOADS:
+                with stranger(place) as connection:
+                    with contextlib.suppress(OSError):  # the head has closed it already
+                        connection.sendall(payload)
+                        connection.shutdown(socket.SHUT_WR)
+                    heard_until_closed(connection)
+            ready()
+
+    with attacker(attack) as wait:
+        head = CallThread(place, 0, secret=secret)
+        wait()
+        rolls = [call.roll() for call in (head, CallThread(place, 1, secret=secret))]
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert hear(rolls, lambda _: not waiting.is_alive()) == [[], []]
+        waiting.join()
+        end_well(rolls)
+    assert any("127.0.0.1 sent what is no roll call of imgkit; not counted" in text for text in head.said)
+    assert len(head.said) <= strangers.REPORTS + 2
+
+
+def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
+    def attack(ready: Callable[[], None]) -> None:
+        for _ in range(1320):
+            stranger(place).close()
+        ready()
+
+    with attacker(attack) as wait:
+        head = CallThread(place, 0, secret=secret)
+        wait()
+        end_well([call.roll() for call in (head, CallThread(place, 1, secret=secret))])
+    assert len(head.said) == 1
+
+
+def test_impostor_is_early_and_gets_nothing(place: Placement) -> None:
+    call = {"job": place.job_id, "node_rank": 1, "nnodes": 2, "caller": {"host": "evil", "identity": {}}}
+
+    def attack(ready: Callable[[], None]) -> None:
+        for first in (b"", b"imgkit-call 1 " + b"0" * 32 + b"\n"):
+            connection = stranger(place)
+            connection.sendall(first + json.dumps(call).encode() + b"\n" + b'{"stop": "now"}\n')
+            assert place.job_id.encode() not in heard_until_closed(connection)
+        ready()
+
+    with attacker(attack) as wait:
+        head = CallThread(place, 0, secret=SECRET)
+        wait()
+        end_well([call.roll() for call in (head, CallThread(place, 1, secret=SECRET))])
+
+
+def test_squatter_of_another_user_is_named_and_not_printed(place: Placement) -> None:
+    def attack(ready: Callable[[], None]) -> None:
+        with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+            ready()
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(b'{"refused": {"what": "\\u001b[31m do rm -rf ~"}}\n')
+
+    with attacker(attack) as wait:
+        wait()
+        text = CallThread(place, 1, secret=SECRET, timeout_s=0.5).refusal()
+    assert "something else answers at 127.0.0.1:" in text
+    assert "rm -rf" not in text
+
+
+def test_text_of_an_open_head_is_printed_without_control_characters(place: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+        node = CallThread(place, 1)
+        connection, _ = listener.accept()
+        told = "\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800"
+        connection.sendall(json.dumps({"refused": {"what": told, "hint": told}}).encode() + b"\n")
+        assert "?]0;x? ?gnp.exe ?31m ? ?" in node.refusal()
+        connection.close()
+    assert not set(node.refusal()) & {"\x1b", "\x07", "\u202e", "\x9b", "\x7f", "\ud800"}
+
+
+def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | None) -> None:
+    """A head that may open 1,024 files, among 1,100 connections that say a little now and then."""
+
+    def attack(ready: Callable[[], None]) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, 1200))
+        held = [stranger(place) for _ in range(1100)]
+        ready()
+        while True:
+            for position, one in enumerate(held):
+                with contextlib.suppress(OSError):
+                    one.send(b"{")
+                    continue
+                with contextlib.suppress(OSError):
+                    one.close()
+                    held[position] = stranger(place)
+
+    def head(ready: Callable[[], None]) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        me = Caller(host="head")
+        roll = gather.call(place, me, timeout_s=30, say=lambda _: None, secret=secret)
+        roll.done(0)
+        while not roll.tick():
+            session.wait(roll.links(), 0.1)
+        ready()
+        roll.close()
+
+    with attacker(head) as until_done, attacker(attack) as wait:
+        wait()
+        roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
+        assert hear([roll], lambda _: False, within_s=1.0) == [[]]
+        roll.done(0)
+        until_done()
+        assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
+        roll.close()
+
+
+def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
+    head = CallThread(place, 0)
+    call = {"job": "other", "node_rank": 1, "nnodes": 2, "caller": {"host": "other", "identity": {}}}
+    others = [stranger(place) for _ in range(40)]
+    for other in others:
+        other.sendall(json.dumps(call).encode() + b"\n")
+    end_well([call.roll() for call in (head, CallThread(place, 1))])
+    for other in others:
+        told = heard_until_closed(other)
+        assert b"other belongs to job 'other', the head to another" in told
+        assert place.job_id.encode() not in told
+        other.close()
+
+
+def test_oldest_stranger_leaves_first(place: Placement) -> None:
+    with contextlib.closing(waiting_room(place, most=2)) as room:
+        first, second, third = (stranger(place) for _ in range(3))
+        room.callers()
+        assert first.recv(1) == b""
+        second.sendall(line(place))
+        until(room)
+        for one in (first, second, third):
+            one.close()
+
+
+def test_stranger_that_says_nothing_leaves_after_its_time(
+    place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "PATIENCE_S", 0.2)
+    head = CallThread(place, 0)
+    for said in (b"", b"{"):
+        with stranger(place) as one:
+            one.sendall(said)
+            assert one.recv(1) == b""
+    end_well([call.roll() for call in (head, CallThread(place, 1))])
+
+
+def test_missing_nodes_have_room_of_their_own(place: Placement) -> None:
+    with contextlib.closing(waiting_room(place, most=1)) as room:
+        calling = [stranger(place) for _ in range(5)]
+        room.callers(missing=4)
+        for one in calling:
+            one.sendall(line(place))
+            until(room, missing=4)
+            one.close()
+
+
+def test_head_without_descriptors_goes_on_and_does_not_spin(
+    place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "PAUSE_S", 0.3)
+    with contextlib.closing(waiting_room(place)) as room, descriptors.limit_kept():
+        node = stranger(place)
+        node.sendall(line(place))
+        free = os.dup(node.fileno())  # the next descriptor would be this one
+        os.close(free)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        assert room.callers() == []
+        assert select.select([room], [], [], 0) == ([], [], [])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        until(room)
+        node.close()
+
+
+@pytest.mark.parametrize("failure", [errno.ECONNABORTED, errno.EPROTO, errno.ENFILE, errno.ENOBUFS])
+def test_failing_accept_costs_no_node_its_place(
+    place: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
+) -> None:
+    monkeypatch.setattr(strangers, "PAUSE_S", 0.1)
+    failures = [failure] * 3
+    accept = socket.socket.accept
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if failures:
+            raise OSError(failures.pop(), "injected")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    end_well([call.roll() for call in (CallThread(place, 0), CallThread(place, 1))])
+    assert failures == []
+
+
+def test_node_calls_again_after_the_head_has_closed_its_connection(
+    place: Placement, secret: bytes | None
+) -> None:
+    """The head closes the oldest callers when it runs out of descriptors or of room."""
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+        listener.settimeout(10)
+        node = CallThread(place, 1, secret=secret)
+        for heard in (0, 1, 4096):
+            connection, _ = listener.accept()
+            connection.recv(heard)
+            connection.close()
+    end_well([CallThread(place, 0, secret=secret).roll(), node.roll()])
+
+
+def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
+    """The limit of a process that never was root; the text names the number and what to type."""
+    place = replace(placement(), nnodes=4096)
+
+    def head(ready: Callable[[], None]) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        with pytest.raises(NoPlan) as refused:
+            gather.call(place, Caller(host="head"), timeout_s=30, say=lambda _: None)
+        error = refused.value
+        needs = re.fullmatch(r"the head of 4096 nodes needs (\d+) open files; its limit is 1024", error.what)
+        assert needs
+        assert int(needs[1]) > 4096 + descriptors.SPARE
+        assert error.where == "ulimit -Hn"
+        typed = re.search(r"ulimit -n (\d+) ", error.hint)
+        assert typed
+        assert int(typed[1]) >= int(needs[1])
+        ready()
+
+    with attacker(head) as wait:
+        wait()
+
+
+def test_too_few_descriptors_are_refused_before_the_start() -> None:
+    with descriptors.limit_kept():
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with pytest.raises(NoPlan, match=rf"needs {hard}\d* open files; its limit is {hard}|needs \d+"):
+            descriptors.make_room(hard, 256)
+
+
+def test_limit_is_raised_to_what_the_nodes_need() -> None:
+    with descriptors.limit_kept() as before:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        assert descriptors.make_room(hard - 600, 256) == 256
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > hard - 600
+        assert 16 <= descriptors.make_room(hard - 150, 256) < 256
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
+
+
+def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: bytes | None) -> None:
+    rolls = meet(replace(place, nnodes=3), secret=secret)
+    link, rubbish = rolls[1].links()[0], b"[" * 2048
+    link.send_line(link._seals[1].sign(rubbish) if link._seals else rubbish)
+    events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
+    why = "it sent what is no message of imgkit's roll call"
+    assert events == [[messages.Lost(node="node 1 of 3 (as07r3b13)", why=why)]] * 2
+    close(rolls)
+
+
+def waiting_room(place: Placement, most: int = strangers.MOST) -> Strangers:
+    """Strangers of a head that does nothing else."""
+    listener = ports.listen(job_port(place.job_id))
+    return Strangers(listener, run=place.job_id, secret=None, say=lambda _: None, most=most)
+
+
+def line(place: Placement) -> bytes:
+    """The call of node 1."""
+    call = Call(job=place.job_id, node_rank=1, nnodes=2, caller=Caller(host="a"), offer=None)
+    return messages.line(call) + b"\n"
+
+
+def until(room: Strangers, missing: int = 0, within_s: float = 10.0) -> None:
+    """Wait until one node has called."""
+    end = time.monotonic() + within_s
+    while not room.callers(missing):
+        assert time.monotonic() < end
+        select.select([room], [], [], 0.05)

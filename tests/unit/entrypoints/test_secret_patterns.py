@@ -1,0 +1,154 @@
+"""The list of what looks like a secret: real formats are found, ordinary values are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from imgkit_entrypoints import secret_patterns
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789ABCD"
+
+SECRETS = (
+    f"ghp_{LETTERS[:36]}",
+    f"github_pat_{LETTERS}22",
+    "glpat-abcdefghij0123456789",
+    f"hf_{LETTERS[:34]}",
+    f"pypi-{LETTERS}{LETTERS}",
+    f"npm_{LETTERS[:36]}",
+    "dckr_pat_abcdefghij0123456789",
+    f"sk-proj-{LETTERS}",
+    f"nvapi-{LETTERS}",
+    "AKIAABCDEFGHIJKLMNOP",
+    "xoxb-0123456789-abcdef",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----",
+    "https://ana:hunter2@example.org/simple",
+    "redis://:hunter2@cache",
+    "http://ana:hun@ter2@proxy:3128",
+    "git+https://abcdefghij0123456789@example.org/x.git",
+    "curl -H 'Authorization: Bearer abcdefgh123' https://example.org",
+    "curl -sSf -u ana:hunter2 https://example.org",
+    "huggingface-cli login --token abcdefgh",
+    "mysql --password=hunter22",
+    f"WANDB_API_KEY={LETTERS} wandb login",
+    "export DB_PASS='hunter2'",
+    "MY_SECRET=hunter2 make",
+    "run: MY_SECRET=hunter2 make",
+)
+HARMLESS = (
+    "",
+    "https://example.org:8080/simple",
+    "https://ana:$PASSWORD@example.org",
+    "pip install --token $TOKEN x",
+    "curl -u $USER:$PASSWORD https://example.org",
+    "curl -u ana:$(cat /run/secrets/pw) https://example.org",
+    "TOKEN=$(cat /run/secrets/token) make",
+    'HF_TOKEN="${HF_TOKEN}" make',
+    "TOKENIZERS_PARALLELISM=false python train.py",
+    "MAX_TOKENS=8k EOS_TOKEN=</s> IMAGE_KEY=pixel_values python train.py",
+    "NCCL_IB_PKEY=0x8001",
+    "SSH_KEY=/run/secrets/key make",
+    "git@example.org:group/project.git",
+    "-----BEGIN CERTIFICATE-----",
+    "docker run -u 1000:1000 image",
+)
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_formats_of_secrets_are_found(text: str) -> None:
+    assert secret_patterns.in_value(text)
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_ordinary_values_are_no_secrets(text: str) -> None:
+    assert secret_patterns.in_value(text) == ""
+    assert secret_patterns.masked(text) == text
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_stars_hide_the_secret_and_keep_columns(text: str) -> None:
+    hidden = secret_patterns.masked(f"before {text} after")
+    assert len(hidden) == len(f"before {text} after")
+    assert hidden.startswith("before ")
+    assert hidden.endswith(" after")
+    for part in ("hunter2", "ter2", LETTERS[:20], "abcdefgh123", "b3BlbnNzaC1rZXk", "c2lnbmF0dXJl"):
+        assert part not in hidden
+
+
+def test_stars_keep_the_place_of_a_password() -> None:
+    assert secret_patterns.masked("https_proxy=http://ana:pw@proxy:3128") == (
+        "https_proxy=http://******@proxy:3128"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_TOKEN", "x1"),
+        ("wandb_api_key", "x1"),
+        ("DB_PASSWORD", "x1"),
+        ("PGPASSWORD", "x1"),
+        ("MYSQL_PWD", "x1"),
+        ("SLURM_JWT", "x1"),
+        ("MUNGE_KEY", "abcdef0123456789"),
+        ("AWS_SECRET_ACCESS_KEY", "x1"),
+        ("SESSION_COOKIE", "x1"),
+    ],
+)
+def test_names_of_secrets_are_found(name: str, value: str) -> None:
+    assert secret_patterns.in_name(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PWD", "/home/ana"), ("HF_TOKEN", "$TOKEN"), ("SORT_KEY", "date"), ("TOKENIZERS_PARALLELISM", "x")],
+)
+def test_ordinary_names_are_no_secrets(name: str, value: str) -> None:
+    assert not secret_patterns.in_name(name, value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(".env", "a/.env", ".env.local", ".ENV", ".netrc", ".pypirc", ".npmrc", "id_ed25519", "a/id_rsa"),
+        *("server.pem", "tls.KEY", ".ssh/", "a/.aws/", ".docker/config.json", "a/.config/gh/", ".kube/"),
+    ],
+)
+def test_names_of_secret_files_are_found(path: str) -> None:
+    assert secret_patterns.in_file_name(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            ".env.example",
+            ".env/",
+            "env.py",
+            "id_map.json",
+            "a/id_list.csv",
+            ".docker/",
+            "docker/config.json",
+        ),
+        *(".docker/Dockerfile", "pem.py", "keys.txt", "ssh/", ".ssh/known_hosts", "tokens.bin"),
+    ],
+)
+def test_ordinary_file_names_are_no_secrets(path: str) -> None:
+    assert not secret_patterns.in_file_name(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "env: {HF_TOKEN: hunter2}",
+        "run: HF_TOKEN=hunter2",
+        'env: {"HF_TOKEN": "hunter2 x"}',
+        "{A: 1, HF_TOKEN: 'hunter2'}",
+        "command: env A=1 HF_TOKEN=hunter2 B=2 make",
+        f"HF_TOKEN={'x' * 500}hunter2",
+    ],
+)
+def test_stars_hide_a_value_by_its_name(text: str) -> None:
+    assert "hunter2" not in secret_patterns.masked(text)
+    assert secret_patterns.masked(text).replace("*", "") != text
