@@ -137,6 +137,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["IMGKIT_TEST_SHARED"] = f"/tmp/imgkit-shared-{os.getpid()}"
 
 
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Describe unequal files by size and first difference; pytest's own way takes half an hour."""
+    if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
+        return None
+    if max(len(left), len(right)) < 10_000:
+        return None
+    first = next((at for at, (one, two) in enumerate(zip(left, right, strict=False)) if one != two), None)
+    where = (
+        "one is the beginning of the other" if first is None else f"the first difference is at byte {first}"
+    )
+    return [f"{len(left)} bytes == {len(right)} bytes", where]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the tests marked soak, too (ci/soak does)")
 

@@ -38,7 +38,7 @@ from imgkit_builder.sif.options import (
     name_of,
 )
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
-from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 SPACE_FACTOR = 3.3
@@ -77,6 +77,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     tool, packing = _tool(way, why, options)
     known = _known_config(source)
     if known and (done := _up_to_date(target, known, tool, packing, way, options)):
+        remove_leftovers(target)  # a run that was killed after it had put the file in place
         return done
     for note in (why, packing.note):
         if note:

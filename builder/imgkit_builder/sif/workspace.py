@@ -70,8 +70,7 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     UsageError : another process is writing `target`, or its folder is not writable.
     ToolFailed : the disk of the target or of `base` is full.
     """
-    key = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:12]
-    token = secrets.token_hex(4)
+    key, token = _key(target), secrets.token_hex(4)
     folder = base / f".imgkit-sif.{key}.{token}"
     part = target.with_name(f".{target.name}.{token}.part")
     with _named_if_full(target, base), _locked(target, key, folder):
@@ -81,6 +80,21 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
         finally:
             part.unlink(missing_ok=True)
             remove_tree(folder)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what a killed run of `target` left, unless another run uses it."""
+    if _lock_path(target).exists():
+        with contextlib.suppress(UsageError), _locked(target, _key(target), Path()):
+            pass
+
+
+def _key(target: Path) -> str:
+    return hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:12]
+
+
+def _lock_path(target: Path) -> Path:
+    return target.with_name(f".{target.name}.lock")
 
 
 @contextlib.contextmanager
@@ -107,7 +121,7 @@ def _named_if_full(target: Path, base: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(target: Path, key: str, folder: Path) -> Iterator[None]:
-    path = target.with_name(f".{target.name}.lock")
+    path = _lock_path(target)
     descriptor = _open_lock(path, target)
     try:
         locked = _take(descriptor, path, target)

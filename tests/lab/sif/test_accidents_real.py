@@ -23,6 +23,7 @@ from labkit import IMGKIT, imgkit, imgkit_json, output, run, until
 from layer_reference import Entry
 from stored_images import archive, convert_as, old_mksquashfs
 
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif import convert, image
 from imgkit_builder.sif.options import Archive, Options
@@ -103,7 +104,7 @@ def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None
 def assert_next_run_mends(source: Path, target: Path, wanted: bytes) -> None:
     assert convert_as(0, source, target) == ""
     assert target.read_bytes() == wanted
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
 
 
 @pytest.mark.parametrize("stage", range(STAGES))
@@ -114,6 +115,23 @@ def test_kill_at_any_stage_leaves_the_old_file_or_none(sources: Sources, tmp_pat
     assert kill(sources.packed, target, stage=stage) == -signal.SIGKILL
     assert target.read_bytes() == sources.old if old else not target.exists()
     assert_next_run_mends(sources.packed, target, sources.new)
+
+
+def test_kill_after_the_file_has_its_name_is_tidied(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run finds the right file, and removes the rest all the same."""
+
+    def publish(part: Path, target: Path) -> None:
+        part.replace(target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    target = tmp_path / "x.sif"
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "publish", publish)
+        assert kill(sources.plain, target) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 3
+    assert_next_run_mends(sources.plain, target, sources.new)
 
 
 @pytest.mark.soak
