@@ -71,6 +71,14 @@ def _qemu() -> str | None:
     return reason and "arm64 programs do not run here; as root: ci/lab/binfmt register"
 
 
+def _sshd() -> str | None:
+    places = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    lacking = [name for name in ("ssh", "sshd", "ssh-keygen") if shutil.which(name, path=places) is None]
+    return (
+        f"not installed: {', '.join(lacking)}; as root: apt-get install openssh-server" if lacking else None
+    )
+
+
 def _cluster() -> str | None:
     if os.geteuid() != 0:
         return "the virtual cluster needs root"
@@ -93,6 +101,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
         "buildx": _buildx,
         "singularity": _singularity,
         "qemu": _qemu,
+        "sshd": _sshd,
         "cluster": _cluster,
         "torch_arm64": _torch_arm64,
     }.items()

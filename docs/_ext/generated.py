@@ -67,6 +67,8 @@ def verbs_page() -> str:
     for verb in VERBS:
         command = group.commands[verb]  # type: ignore[attr-defined]
         parts += [f"## imgkit {verb}", _block(_click_help(command, verb, group))]
+        for name, part in getattr(command, "commands", {}).items():
+            parts += [f"### imgkit {verb} {name}", _block(_click_help(part, f"{verb} {name}", group))]
     return "\n\n".join(parts) + "\n"
 
 

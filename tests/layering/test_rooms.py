@@ -20,7 +20,9 @@ VALUES = ("errors", "system", "files", "arguments", "json_text", "secret_pattern
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "examine signing job delta sif archive engine image recipe base values entrypoints/values",
+        "cli": "remote examine signing job delta sif archive engine image recipe base values "
+        "entrypoints/values",
+        "remote": "job sif archive recipe base entrypoints/values",
         "examine": "signing delta sif archive engine image recipe base entrypoints/values",
         "signing": "delta sif archive base entrypoints/values",
         "job": "delta sif image recipe base "

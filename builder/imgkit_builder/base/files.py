@@ -28,9 +28,11 @@ __all__ = (
     "FULL",
     "append",
     "cache_dir",
+    "config_dir",
     "create",
     "foreign",
     "fullest",
+    "make_own_folder",
     "open_own",
     "publish",
     "put",
@@ -53,6 +55,11 @@ def state_dir() -> Path:
 def cache_dir() -> Path:
     """The folder for files that may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
     return _xdg("XDG_CACHE_HOME", ".cache")
+
+
+def config_dir() -> Path:
+    """The folder for what the user has set up: ``$XDG_CONFIG_HOME/imgkit``."""
+    return _xdg("XDG_CONFIG_HOME", ".config")
 
 
 def _xdg(variable: str, fallback: str) -> Path:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,16 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 TAIL_LINES = 20
 PIPE_BYTES = 1 << 20
+
+
+class Exited(ToolFailed):
+    """A program of `through` failed."""
+
+    def __init__(self, program: str, code: int, said: str, hint: str) -> None:
+        super().__init__(f"{program} failed with exit code {code}: {said}", hint=hint or None)
+        self.code = code
+        self.said = said
+        """Its standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +137,23 @@ def run(
 
 
 def through(
-    argv: Sequence[str], chunks: Iterable[bytes], *, cwd: Path | None = None, hint: str = ""
-) -> Iterator[bytes]:
+    argv: Sequence[str],
+    chunks: Iterable[bytes],
+    *,
+    cwd: Path | None = None,
+    hint: str = "",
+    hold: bool = False,
+) -> Generator[bytes, None, None]:
     """Feed `chunks` to a program and yield its output, with bounded memory and no thread.
+
+    Parameters
+    ----------
+    hold : leave its standard input open behind the last chunk, until it ends by itself.
 
     Raises
     ------
     ToolMissing : the program is not on PATH.
-    ToolFailed : it failed; quotes its standard error.
+    Exited : it failed; quotes its standard error.
     """
     need(argv[0], hint)
     with (
@@ -144,21 +163,23 @@ def through(
         ) as program,
     ):
         try:
-            yield from pumped(program, iter(chunks))
+            yield from pumped(program, iter(chunks), hold=hold)
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
             if program.poll() is None and program.stdout is not None and not program.stdout.closed:
                 program.kill()
         if program.wait() != 0:
             said.seek(0)
-            text = said.read().decode(errors="replace").strip()
-            raise ToolFailed(
-                f"{argv[0]} failed with exit code {program.returncode}: {text}", hint=hint or None
-            )
+            raise Exited(argv[0], program.returncode, said.read().decode(errors="replace").strip(), hint)
 
 
-def pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Feed `chunks` to the running `program` and yield its output until that ends."""
+def pumped(
+    program: subprocess.Popen[bytes], chunks: Iterator[bytes], *, hold: bool = False
+) -> Iterator[bytes]:
+    """Feed `chunks` to the running `program` and yield its output until that ends.
+
+    `hold` leaves its standard input open behind the last chunk.
+    """
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
     sink, source = program.stdin, program.stdout
@@ -167,19 +188,22 @@ def pumped(program: subprocess.Popen[bytes], chunks: Iterator[bytes]) -> Iterato
         # Fewer, larger writes; beyond a user's pipe quota this is refused, and the default stays.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    waiting = memoryview(b"")
+    waiting, fed = memoryview(b""), False
     while True:
-        while not waiting and not sink.closed:
+        while not waiting and not fed:
             chunk = next(chunks, None)
             if chunk is None:
-                sink.close()
+                fed = True
+                if not hold:
+                    sink.close()
             else:
                 waiting = memoryview(chunk)
-        readable, writable, _ = select.select([source], [] if sink.closed else [sink], [])
+        readable, writable, _ = select.select([source], [sink] if waiting else [], [])
         if writable:
             try:
                 waiting = waiting[os.write(sink.fileno(), waiting) :]
             except BrokenPipeError:
+                waiting, fed = memoryview(b""), True
                 sink.close()
         if readable:
             data = os.read(source.fileno(), PIPE_BYTES)

@@ -34,9 +34,12 @@ VERBS: dict[str, str] = {
     "sign": "sign",
     "job": "jobs",
     "submit": "jobs",
+    "remote": "remote",
+    "run": "run",
     "status": "jobs",
     "logs": "jobs",
     "cancel": "jobs",
+    "fetch": "run",
     "doctor": "doctor",
     "bundle": "bundle",
 }
@@ -75,6 +78,9 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
     app.callback()(_root)
     for verb in verbs:
         module = importlib.import_module(f"imgkit_builder.cli.{VERBS[verb]}")
+        if group := getattr(module, "GROUPS", {}).get(verb):
+            app.add_typer(group, name=verb)
+            continue
         function: Callable[..., Any] = getattr(module, f"verb_{verb}")
         # A verb may need a class of its own, for flags that no signature can list.
         app.command(verb, cls=getattr(module, "COMMAND_CLASSES", {}).get(verb))(function)

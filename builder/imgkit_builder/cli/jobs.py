@@ -13,6 +13,7 @@ import typer
 
 from imgkit_builder.cli.common import complete_names
 from imgkit_builder.cli.job_flags import JobCommand
+from imgkit_builder.cli.remote import connected, follow
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def verb_status(
 
     if job_id:
         record = submit.record_of(job_id)
-        _thin(systems.named(record.system).status(record), as_json=as_json)
+        _thin(systems.named(record.system).status(record), as_json=as_json, remote=record.remote)
         return
     known = [words for system in systems.installed().systems.values() for words in system.queues()]
     for words in known:
@@ -181,8 +182,10 @@ def verb_logs(
     record = submit.record_of(job_id)
     words = systems.named(record.system).logs(record)
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "id": record.id, "command": words}, indent=2))
+        print(json.dumps({"schema": SCHEMA, "id": record.handle, "command": words}, indent=2))
         return
+    if record.remote:
+        raise typer.Exit(follow(connected(record.remote), record))
     _thin(words, as_json=False)
 
 
@@ -199,7 +202,7 @@ def verb_cancel(
     from imgkit_builder.job import submit, systems
 
     record = submit.record_of(job_id)
-    _thin(systems.named(record.system).cancel(record), as_json=as_json)
+    _thin(systems.named(record.system).cancel(record), as_json=as_json, remote=record.remote)
 
 
 def _made(recipe: str, request: Request, command: list[str] | None) -> tuple[Job, Script]:
@@ -243,14 +246,21 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
     }
 
 
-def _thin(words: tuple[str, ...], *, as_json: bool) -> None:
-    """Print the command, run it, and exit with its exit code."""
+def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "") -> None:
+    """Print the command, run it here or on `remote`, and exit with its exit code."""
     from imgkit_builder.base import process
 
-    if as_json:
+    if not as_json:
+        there = f"on {remote}: " if remote else ""
+        print(f"imgkit: {there}{shlex.join(words)}", file=sys.stderr)
+    if not as_json and not remote:
+        raise typer.Exit(process.attached(words))
+    if remote:
+        from imgkit_builder.remote import jobs
+
+        done = jobs.finished(connected(remote), words)
+    else:
         done = process.run(words, check=False)
-        data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
-        print(json.dumps(data, indent=2))
-        raise typer.Exit(done.returncode)
-    print(f"imgkit: {shlex.join(words)}", file=sys.stderr)
-    raise typer.Exit(process.attached(words))
+    data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
+    print(json.dumps(data, indent=2) if as_json else done.output, end="\n" * as_json)
+    raise typer.Exit(done.returncode)

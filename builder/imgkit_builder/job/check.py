@@ -22,7 +22,7 @@ def before_submission(job: Job) -> None:
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
-    _check_environment(job)
+    check_environment(job)
     systems.named(job.system).before_submission(job)
     if job.request.archive is not None:
         if not job.request.archive.is_file():
@@ -38,7 +38,8 @@ def before_submission(job: Job) -> None:
         )
 
 
-def _check_environment(job: Job) -> None:
+def check_environment(job: Job) -> None:
+    """Raise UsageError for variables that the job takes from here, and that are not set."""
     for name in job.names if job.run_by != "kubernetes" else ():
         if name not in os.environ:
             raise UsageError(

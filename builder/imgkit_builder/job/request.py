@@ -181,3 +181,10 @@ class SubmittedJob:
     directory: Path
     queue: str = ""
     """The queue that it was submitted to; some systems find a job only by both."""
+    remote: str = ""
+    """Name of the remote on which it was submitted; empty: here."""
+
+    @property
+    def handle(self) -> str:
+        """The word for it here: its id, with the name of its remote."""
+        return f"{self.id}@{self.remote}" if self.remote else self.id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def record_of(job_id: str) -> SubmittedJob:
     ------
     UsageError : there is no such record.
     """
-    path = _folder() / f"{job_id}.json"
+    path = _path(job_id)
     try:
         data = json_text.load(path) if "/" not in job_id else {}
         return json_text.typed(
@@ -58,6 +59,7 @@ def record_of(job_id: str) -> SubmittedJob:
                 recipe=data["recipe"],
                 directory=Path(data["directory"]),
                 queue=data.get("queue", ""),
+                remote=data.get("remote", ""),
             )
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -82,8 +84,18 @@ def keep(record: SubmittedJob) -> None:
         "recipe": record.recipe,
         "directory": str(record.directory),
         "queue": record.queue,
+        "remote": record.remote,
     }
-    files.put(folder / f"{record.id}.json", json.dumps(data, indent=2) + "\n")
+    files.put(folder / f"{record.handle}.json", json.dumps(data, indent=2) + "\n")
+
+
+def _path(job_id: str) -> Path:
+    """The file of a record; the name of a remote may be left out where it is not needed."""
+    path = _folder() / f"{job_id}.json"
+    if "/" in job_id or "@" in job_id or path.exists():
+        return path
+    found = list(_folder().glob(f"{glob.escape(job_id)}@*.json"))
+    return found[0] if len(found) == 1 else path
 
 
 def _folder() -> Path:

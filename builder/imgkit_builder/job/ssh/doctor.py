@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from imgkit_builder.base.checks import Check
-from imgkit_builder.job.ssh import fanout
+from imgkit_builder.job.ssh import fanout, hints
 
 CLOCKS_S = 5.0
 """Larger differences make times in logs misleading. The figure includes the time that ssh takes to start."""
@@ -90,12 +90,8 @@ def _ssh(host: str, answer: _Answer) -> Check:
     if "end" in answer.values:
         return Check(name=name, verdict="ok", found="without a password")
     found = answer.errors[-1] if answer.errors else "no answer"
-    hint = f"ssh -v {host} true"
-    if "Permission denied" in found:
-        hint = f"ssh-keygen -t ed25519 (once), then ssh-copy-id {host}"
-    elif "Host key verification failed" in found:
-        hint = f"ssh {host} true, and check the key that it shows before you accept it"
-    elif "resolve hostname" in found:
+    hint = hints.after(found, host)
+    if "resolve hostname" in found:
         hint = "use an address in --hosts, or add a line for it to /etc/hosts"
     return Check(name=name, verdict="fail", found=found, hint=hint)
 

@@ -33,7 +33,7 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
     hosts = tuple(host for _, host in places)
     counts = collections.Counter(hosts)
     for where, host in places:
-        if not _is_host(host):
+        if not is_host(host):
             raise UsageError(
                 f"{host!r} is not a host",
                 where=where,
@@ -79,7 +79,8 @@ def _in_file(file: Path) -> list[tuple[str, str]]:
     return places
 
 
-def _is_host(text: str) -> bool:
+def is_host(text: str) -> bool:
+    """Whether `text` is a name or an address, also with ``USER@``, that no program takes for an option."""
     user, at, name = text.rpartition("@")
     if at and not re.fullmatch(_USER, user):
         return False

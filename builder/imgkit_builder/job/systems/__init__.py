@@ -85,6 +85,21 @@ class System(Protocol):
         """Words that end it."""
         ...
 
+    def alive(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that print something while the job waits or runs, and nothing or an error afterwards.
+
+        Empty: nobody can know, and following its output never ends by itself.
+        """
+        return ()
+
+    def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that print how the job ended; empty if the system forgets that."""
+        return ()
+
+    def succeeded(self, output: str) -> bool | None:
+        """Whether the job ended well, by the output of `outcome`; None if that does not say."""
+        return None
+
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""
         return ()

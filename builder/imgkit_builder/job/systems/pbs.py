@@ -80,6 +80,10 @@ class Pbs(System):
         """Words that end the job."""
         return ("qdel", record.id)
 
+    def alive(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that show the job while it waits or runs, and fail afterwards."""
+        return ("qstat", record.id)
+
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""
         return (("qstat", "-Q"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,19 @@ class Slurm(System):
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that end the job."""
         return ("scancel", record.id)
+
+    def alive(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that print the job's state while it waits or runs."""
+        return ("squeue", "--noheader", f"--jobs={record.id}", "--format=%T")
+
+    def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that print how the job ended; Slurm knows that for some minutes."""
+        return ("scontrol", "--oneliner", "show", "job", record.id)
+
+    def succeeded(self, output: str) -> bool | None:
+        """Whether the job ended well, by the output of `outcome`."""
+        found = re.search(r"\bJobState=([A-Z_]+)", output)
+        return found[1] == "COMPLETED" if found else None
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""

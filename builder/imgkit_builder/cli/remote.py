@@ -1,0 +1,195 @@
+"""``imgkit remote``: the clusters that ``imgkit run`` reaches over ssh."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from imgkit_builder.cli.common import RESULT_JSON, show
+
+if TYPE_CHECKING:
+    from imgkit_builder.job.request import SubmittedJob
+    from imgkit_builder.remote.connection import Connection
+
+SCHEMA = 1
+
+_group = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Name a cluster that ssh reaches, and see what it has.",
+)
+GROUPS = {"remote": _group}
+"""Verbs that are groups of verbs."""
+
+NAME: str = typer.Argument(metavar="NAME", help="A name that imgkit remote add gave.")
+
+
+@_group.command("add")
+def add(
+    name: str = typer.Argument(metavar="NAME", help="Your word for it, for example mn5."),
+    address: str = typer.Argument(
+        metavar="USER@HOST[:DIR]",
+        help="A login node, or a Host of ~/.ssh/config, and imgkit's folder there (default: imgkit in your "
+        "home).",
+    ),
+    recipe: str = typer.Option("", metavar="RECIPE", help="The recipe of imgkit run without one."),
+    transfer: str = typer.Option(
+        "", metavar="USER@HOST2", help="Send files through this host, which has the same folders."
+    ),
+    keep: str = typer.Option(
+        "10m",
+        metavar="TIME",
+        help="Keep an unused connection open so long; 0: each command logs in by itself.",
+    ),
+    replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
+    as_json: bool = RESULT_JSON,
+) -> None:
+    """Name a cluster; nothing is contacted.
+
+    All connections go through your own ssh: its configuration, keys, agents, jumps
+    and second factors work as you set them up. The list is
+    ~/.config/imgkit/remotes.toml, which holds no secret.
+
+    \b
+    Examples:
+      imgkit remote add mn5 me@glogin1.bsc.es:/gpfs/scratch/bsc98/me --recipe mn5
+      imgkit remote add mn5 mn5-login --recipe mn5 --transfer me@transfer1.bsc.es
+    """
+    from imgkit_builder.job import fields
+    from imgkit_builder.job.ssh import hostlist
+    from imgkit_builder.remote import config
+    from imgkit_entrypoints.errors import UsageError
+
+    host, folder = config.parse(address)
+    if transfer and not hostlist.is_host(transfer):
+        raise UsageError(f"{transfer!r} is not an address", where="--transfer", hint="USER@HOST")
+    if recipe:
+        _target(recipe)
+    keep_s = 0 if keep == "0" else fields.seconds(keep, where="--keep")
+    made = config.Remote(
+        name=config.check_name(name),
+        address=host,
+        folder=folder,
+        recipe=recipe,
+        transfer=transfer,
+        keep_s=keep_s,
+    )
+    config.add(made, replace=replace)
+    show(_data(made), f"{name}  {host}:{folder}\nnext: imgkit remote check {name}", as_json=as_json)
+
+
+@_group.command("list")
+def list_remotes(as_json: bool = RESULT_JSON) -> None:
+    """List the remotes."""
+    from imgkit_builder.remote import config
+
+    found = tuple(config.remotes().values())
+    rows = [
+        f"{one.name:12}  {one.address}:{one.folder}{f'  {one.recipe}' if one.recipe else ''}" for one in found
+    ]
+    text = "\n".join(rows) or "no remotes; imgkit remote add NAME USER@HOST:DIR"
+    show({"schema": SCHEMA, "remotes": [dataclasses.asdict(one) for one in found]}, text, as_json=as_json)
+
+
+@_group.command("remove")
+def remove(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
+    """Forget a remote; its files and jobs there stay."""
+    from imgkit_builder.remote import config, connection
+
+    found = config.remove(name)
+    connection.connect(found).close()
+    kept = f"its folder {found.folder} on {found.address} stays as it is"
+    show(_data(found), kept, as_json=as_json)
+
+
+@_group.command("check")
+def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
+    """Log in once, and report what a job needs there; exit code 1 if something is missing.
+
+    Scheduler, runtime, folder with its free space and quota, and what is useful:
+    Python, mksquashfs, modules, internet, the clock.
+
+    \b
+    Examples:
+      imgkit remote check mn5
+    """
+    from imgkit_builder.base import checks
+    from imgkit_builder.remote import check as examined
+    from imgkit_builder.remote import config, connection
+
+    remote = config.find(name)
+    target = _target(remote.recipe) if remote.recipe else None
+    found = examined.examine(connection.connect(remote, ask=may_ask()), target)
+    show(checks.to_dict(found, remote=name), checks.table(found), as_json=as_json)
+    raise typer.Exit(0 if checks.passed(found) else 1)
+
+
+@_group.command("disconnect")
+def disconnect(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
+    """End the shared connection; the next command logs in again."""
+    from imgkit_builder.remote import config, connection
+
+    ended = connection.connect(config.find(name)).close()
+    text = f"the connection to {name} has ended" if ended else f"no connection to {name} was open"
+    show({"schema": SCHEMA, "remote": name, "ended": ended}, text, as_json=as_json)
+
+
+def may_ask() -> bool:
+    """Whether there is a person whom ssh can ask for a password or a second factor."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def connected(name: str) -> Connection:
+    """How to reach the remote `name`."""
+    from imgkit_builder.remote import config, connection
+
+    return connection.connect(config.find(name), ask=may_ask())
+
+
+def follow(far: Connection, record: SubmittedJob) -> int:
+    """Show the job's output until it ends; the result is imgkit's exit code."""
+    from imgkit_builder.job import systems
+    from imgkit_builder.remote import jobs
+    from imgkit_builder.remote.connection import Cut
+
+    def say(text: str) -> None:
+        print(f"imgkit: {text}", file=sys.stderr, flush=True)
+
+    def write(chunk: bytes) -> None:
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+
+    say(f"job {record.handle}; Ctrl-C stops following, and the job goes on")
+    back = f"imgkit logs {record.handle}; imgkit status|cancel|fetch {record.handle}"
+    try:
+        jobs.follow(far, record, write, say)
+    except KeyboardInterrupt:
+        say(f"the job goes on; {back}")
+        return 130
+    except Cut as error:
+        raise Cut(
+            error.what, where=error.where, hint=f"the job goes on; {back}\n     {error.hint}"
+        ) from error
+    system = systems.named(record.system)
+    if not (words := system.outcome(record)):
+        return 0
+    well = system.succeeded(jobs.finished(far, words).output)
+    if well is None:
+        say(f"{record.handle} has ended, and the scheduler no longer knows how")
+        return 0
+    say(f"{record.handle} has ended {'well' if well else 'with an error'}; imgkit fetch {record.handle}")
+    return 0 if well else 1
+
+
+def _target(recipe: str) -> Any:
+    from imgkit_builder.recipe import targets
+
+    return targets.find(recipe)
+
+
+def _data(remote: Any) -> dict[str, Any]:
+    return {"schema": SCHEMA, **dataclasses.asdict(remote)}

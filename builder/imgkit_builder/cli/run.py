@@ -1,0 +1,293 @@
+"""``imgkit run`` and ``fetch``: from here to a job on a remote, and its results back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from imgkit_builder.cli.common import JSON, complete_names, show, stem
+from imgkit_builder.cli.job_flags import JobCommand
+from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.remote import connected, follow, may_ask
+from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.job.request import Job, Request, SubmittedJob
+    from imgkit_builder.recipe.targets import Target
+    from imgkit_builder.remote.connection import Connection
+    from imgkit_builder.remote.store import Store
+
+SCHEMA = 1
+_COMMAND = "imgkit.command"
+_WATCH_S = 30
+_EARLY = "/imgkit"
+"""Stands for the folder on the remote before imgkit has looked there."""
+
+
+class RunOptions(JobCommand):
+    """A verb whose RECIPE may be left out: what stands behind ``--`` is the command alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the words before ``--``, and keep the others for the verb."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_COMMAND] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+COMMAND_CLASSES = {"run": RunOptions}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What runs, before anything is built or moved."""
+
+    target: Target
+    recipe: str
+    """The user's word for the recipe; empty for a .sif."""
+    sif: Path
+    """The .sif here, which may have to be made."""
+    request: Request
+
+
+def verb_run(
+    flags: typer.Context,
+    recipe: str = typer.Argument(
+        "",
+        metavar="[RECIPE|X.sif] -- COMMAND...",
+        autocompletion=complete_names,
+        help="What to run (default: the remote's recipe).",
+    ),
+    on: str = typer.Option(..., "--on", metavar="NAME", help="The remote (imgkit remote add)."),
+    detach: bool = typer.Option(
+        False, "--detach", help="Submit, print the job's id, and do not follow its output."
+    ),
+    bwlimit: float | None = typer.Option(
+        None, metavar="MB/s", min=0.01, help="Send at most so many MB in a second."
+    ),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
+    ),
+) -> None:
+    """Build, send what the cluster lacks, submit, and follow the output.
+
+    The build is cached. A .sif that the cluster has is not sent again; a transfer
+    that was cut goes on where it ended. Ctrl-C stops following; the job goes on.
+    The exit code is 1 if the job failed.
+
+    \b
+    Examples:
+      imgkit run mn5 --on mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-train
+      imgkit run --on mn5 --time 10m -- dist-hello
+      imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
+    """
+    from imgkit_builder.job import check, systems
+    from imgkit_builder.remote import config, connection, jobs
+
+    remote = config.find(on)
+    plan = _planned(recipe or remote.recipe, flags.obj, flags.meta[_COMMAND])
+    early = _resolved(plan, _EARLY, "image.sif")
+    script = systems.named(early.system).script(early)
+    jobs.refuse_here(script, early)
+    check.check_environment(early)
+    for warning in early.warnings:
+        print(f"imgkit: {warning}", file=sys.stderr)
+    far = connection.connect(remote, ask=may_ask())
+    if far.why_alone:
+        print(f"imgkit: each ssh command connects alone: {far.why_alone}", file=sys.stderr)
+    far.login()
+    with reporter(as_json=as_json) as report:
+        there, name = _brought(
+            plan, far, script.submit[0], report, None if bwlimit is None else bwlimit * 1e6
+        )
+        report.stage(f"submit to {remote.name}")
+        job = _resolved(plan, there.home, f"images/{name}")
+        record = jobs.submit(far, job, systems.named(job.system).script(job))
+    _kept(record)
+    if as_json:
+        data = {
+            "schema": SCHEMA,
+            "id": record.handle,
+            "image": job.image,
+            "folder": there.home,
+            "name": job.name,
+        }
+        print(json.dumps(data, indent=2))
+        return
+    if detach:
+        print(record.handle)
+        print(f"imgkit: imgkit logs {record.handle}", file=sys.stderr)
+        return
+    raise typer.Exit(follow(far, record))
+
+
+def _kept(record: SubmittedJob) -> None:
+    from imgkit_builder.job import submit
+
+    try:
+        submit.keep(record)
+    except OSError as error:
+        print(
+            f"imgkit: the job {record.id} is submitted, but its record cannot be saved "
+            f"({error.filename}: {error.strerror})\n"
+            "  -> next time: export XDG_STATE_HOME=FOLDER",
+            file=sys.stderr,
+        )
+
+
+def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
+    from imgkit_builder.job import baked
+    from imgkit_builder.recipe import targets
+    from imgkit_builder.sif import image
+
+    if not word:
+        raise UsageError(
+            "no recipe was given, and the remote has none",
+            where="RECIPE",
+            hint="imgkit run RECIPE --on NAME ...",
+        )
+    for name, flag in (
+        ("image", "--image"),
+        ("delta", "--delta"),
+        ("archive", "--sif"),
+        ("interactive", "--interactive"),
+    ):
+        if getattr(request, name):
+            raise UsageError(
+                f"{flag} has no meaning for a run on a remote",
+                where=flag,
+                hint="name the recipe or the .sif as the first word",
+            )
+    if request.directory != Path():
+        raise UsageError(
+            "a run on a remote takes place in the remote's folder",
+            where="--directory",
+            hint="imgkit remote add NAME USER@HOST:DIR --replace",
+        )
+    file = Path(word)
+    if image.is_sif(file):
+        target, recipe, sif = baked.target(file), "", file
+    else:
+        target, recipe, sif = targets.find(word), word, Path(f"{stem(word)}.sif")
+    return _Plan(target=target, recipe=recipe, sif=sif, request=dataclasses.replace(request, command=command))
+
+
+def _resolved(plan: _Plan, home: str, image: str) -> Job:
+    from imgkit_builder.job.resolve import resolve
+
+    return resolve(
+        plan.target, dataclasses.replace(plan.request, directory=Path(home), image=f"{home}/{image}")
+    )
+
+
+def _brought(
+    plan: _Plan, far: Connection, program: str, report: Reporter, most_per_s: float | None
+) -> tuple[Store, str]:
+    """Build where needed, and let the remote have the image; returns its store and the image's name in it."""
+    from imgkit_builder.remote import store, transfer
+    from imgkit_builder.sif import image
+
+    name = ""
+    if plan.recipe:
+        image_id = _built(plan.recipe, report)
+    else:
+        record = image.read(plan.sif).record
+        if record is None:
+            raise UsageError(
+                "imgkit has not made this .sif",
+                where=str(plan.sif),
+                hint="imgkit sif makes one of an archive or image",
+            )
+        image_id, name = record.image_id, store.name_of(record)
+    report.stage(f"look at {far.remote.name}")
+    there = store.look(far, image_id=image_id, program=program, wanted=name)
+    if not there.has_program:
+        raise UsageError(
+            f"{far.remote.address} has no {program}",
+            where="--on",
+            hint=f"imgkit remote check {far.remote.name}",
+        )
+    if there.images:
+        report.note(f"to send: nothing; {far.remote.name} has the image")
+        return there, there.images[0]
+    if plan.recipe:
+        name = _converted(plan, report)
+    size = plan.sif.stat().st_size
+    report.note(f"to send: {plan.sif}, {size / 1e6:.1f} MB")
+    transfer.upload(
+        far, plan.sif, home=there.home, target=f"images/{name}", report=report, most_per_s=most_per_s
+    )
+    return there, name
+
+
+def _built(recipe: str, report: Reporter) -> str:
+    """The id of the image of `recipe`, which is built if it is not up to date."""
+    from imgkit_builder.cli.build import BuildOptions, make
+    from imgkit_builder.recipe.load import load
+
+    options = BuildOptions(tag=None, base=None, platform=None, pull=False, no_cache=False, no_test=False)
+    found: str = make(load(recipe), recipe, options, report).data["id"]
+    return found
+
+
+def _converted(plan: _Plan, report: Reporter) -> str:
+    """Make the .sif here; the result is its name in the store."""
+    from imgkit_builder.cli.conversion import engine_image, terminable
+    from imgkit_builder.remote import store
+    from imgkit_builder.sif import convert
+    from imgkit_builder.sif.options import Options
+
+    with terminable(), engine_image(plan.recipe) as source:
+        return store.name_of(convert.convert(source, plan.sif, Options(), report).record)
+
+
+def verb_fetch(
+    job_id: str = typer.Argument(metavar="ID"),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="DIR", help="Folder for the run's files (default: runs/NAME-ID here)."
+    ),
+    snapshots: bool = typer.Option(False, "--snapshots", help="Bring the saved states of a training, too."),
+    watch: bool = typer.Option(False, "--watch", help="Do so every 30 s, until Ctrl-C."),
+    as_json: bool = JSON,
+) -> None:
+    """Bring the run folder of a job on a remote here: curves, metrics and its output.
+
+    Only new and changed files are sent. Nothing is removed, here or there.
+
+    \b
+    Examples:
+      imgkit fetch 4711@mn5
+      imgkit fetch 4711@mn5 --watch
+    """
+    import time
+
+    from imgkit_builder.job import submit
+    from imgkit_builder.remote import fetch
+
+    record = submit.record_of(job_id)
+    if not record.remote:
+        raise UsageError(f"the job {job_id} ran here", where="ID", hint=f"its files: {record.directory}/runs")
+    folder = output or Path("runs", f"{record.name}-{record.id}")
+    far = connected(record.remote)
+    far.login()
+    while True:
+        with reporter(as_json=as_json) as report:
+            done = fetch.fetch(far, record, folder, snapshots=snapshots, report=report)
+        text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
+        data = {
+            "schema": SCHEMA,
+            "folder": str(folder),
+            "files": done.files,
+            "new": [str(path) for path in done.new],
+            "bytes": done.bytes,
+        }
+        show(data, text, as_json=as_json)
+        if not watch:
+            return
+        sys.stdout.flush()
+        time.sleep(_WATCH_S)

@@ -1,0 +1,239 @@
+"""Report what a remote has: one script in one round trip, and a verdict for each line of its answer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from imgkit_builder.base.checks import Check
+from imgkit_builder.job.ssh.doctor import CLOCKS_S
+from imgkit_builder.remote import store
+from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe.targets import Target
+
+_ROOM_BYTES = 20e9
+"""Free space below which a warning comes: an image of a few GB, its part file and the runs."""
+_SUBMITS: Mapping[str, str] = {"slurm": "sbatch", "pbs": "qsub"}
+
+# Each line of the answer is a name, a blank and a value.
+_PROBE = (
+    """\
+echo "clock $(date +%s)"
+echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
+for tool in dd head tail wc sort df mv sha256sum tar timeout; do
+    command -v "$tool" > /dev/null 2>&1 || echo "lacks $tool"
+done
+"""
+    + FIND_PROGRAM
+    + """\
+for tool in sbatch qsub; do
+    if command -v "$tool" > /dev/null 2>&1; then
+        echo "$tool $("$tool" --version 2>&1 < /dev/null | head -n 1)"
+    fi
+done
+if why=$(mkdir -p -- "$folder" 2>&1) && why=$(cd -- "$folder" 2>&1); then
+    cd -- "$folder"
+    echo "home $(pwd -P)"
+    probe=.imgkit-probe.$$
+    if why=$( (: > "$probe") 2>&1); then rm -f "$probe"; else echo "closed $why"; fi
+    echo "disk $(df -Pk . | tail -n 1)"
+else
+    echo "closed $why"
+fi
+if command -v quota > /dev/null 2>&1; then
+    echo "quota $(timeout 5 quota -s 2> /dev/null < /dev/null | tail -n 1)"
+fi
+runtime='
+for module; do module load "$module" || exit 1; done > /dev/null 2>&1
+for one in singularity apptainer; do
+    if command -v "$one" > /dev/null 2>&1; then echo "$("$one" --version) ($(command -v "$one"))"; exit 0; fi
+done
+exit 1'
+if found=$(sh -c "$runtime" 2> /dev/null < /dev/null); then
+    echo "runtime $found"
+elif [ $# -gt 0 ] && found=$(bash -lc "$runtime" imgkit "$@" 2> /dev/null < /dev/null); then
+    echo "runtime $(echo "$found" | tail -n 1), after module load $*"
+fi
+if bash -lc 'type module' > /dev/null 2>&1 < /dev/null; then echo "modules there"; fi
+for one in python3 python3.13 python3.12 python3.11 python3.10; do
+    if found=$("$one" -c 'import sys; v = sys.version_info; print("%d %d.%d" % ((v >= (3, 10),) + v[:2]))' \\
+        2> /dev/null < /dev/null); then
+        echo "python $found $(command -v "$one")"
+    fi
+done
+if command -v mksquashfs > /dev/null 2>&1; then echo "mksquashfs $(mksquashfs -version 2>&1 | head -n 1)"; fi
+if command -v curl > /dev/null 2>&1; then
+    internet=no
+    if curl -sI -m 4 https://example.com > /dev/null 2>&1 < /dev/null; then internet=yes; fi
+    echo "internet $internet"
+fi
+echo end
+"""
+)
+
+
+def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
+    """One check for each thing that a job or a transfer needs there, or can use.
+
+    Parameters
+    ----------
+    target : the recipe of the remote; its scheduler and modules are those that are needed.
+
+    Raises
+    ------
+    Cut : ssh cannot log in.
+    """
+    modules = target.system.runtime.modules if target else ()
+    wanted = _SUBMITS.get(target.system.scheduler, "") if target else ""
+    values = {"folder": connection.remote.folder, "program": wanted or "sbatch"}
+    began = time.time()
+    output = b"".join(connection.stream(_PROBE, values, words=modules)).decode(errors="replace")
+    middle = (began + time.time()) / 2
+    answer: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        name, _, value = line.partition(" ")
+        answer.setdefault(name, []).append(value.strip())
+    return (
+        *_login(answer, connection),
+        _scheduler(answer, target, wanted),
+        _runtime(answer, modules),
+        *_folder(answer, connection.remote.folder),
+        *_programs(answer),
+        _clock(answer, middle, time.time() - began),
+    )
+
+
+def _login(answer: Mapping[str, list[str]], connection: Connection) -> Iterator[Check]:
+    shared = connection.control is not None
+    found = answer.get("login", ["?"])[0]
+    yield Check(
+        name="login", verdict="ok", found=f"{found}; one connection for all commands" if shared else found
+    )
+    if connection.why_alone:
+        yield Check(
+            name="sharing",
+            verdict="warn",
+            found=f"each command connects alone: {connection.why_alone}",
+            hint="export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700",
+        )
+    if lacks := answer.get("lacks"):
+        yield Check(
+            name="tools",
+            verdict="fail",
+            found=f"no {', '.join(lacks)}",
+            hint="GNU coreutils and tar have them; the PATH of plain ssh commands must have them",
+        )
+
+
+def _scheduler(answer: Mapping[str, list[str]], target: Target | None, wanted: str) -> Check:
+    there = {name: answer[program][0] for name, program in _SUBMITS.items() if program in answer}
+    system = target.system.scheduler if target else ""
+    if target and not wanted:
+        return Check(
+            name="scheduler",
+            verdict="fail",
+            found=f"the recipe {target.name} runs by {system}, which imgkit run does not reach",
+            hint="a recipe with scheduler: slurm or pbs; imgkit list",
+        )
+    if (system or next(iter(there), "")) in there:
+        name = system or next(iter(there))
+        return Check(name="scheduler", verdict="ok", found=f"{name}: {there[name]}")
+    found = f"{wanted} is not on the PATH" if wanted else "neither sbatch nor qsub is on the PATH"
+    return Check(
+        name="scheduler",
+        verdict="fail",
+        found=found + (f", but {', '.join(there)} is there" if there else ""),
+        hint="name a login node of the cluster: imgkit remote add NAME USER@HOST --replace",
+    )
+
+
+def _runtime(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Check:
+    if found := answer.get("runtime"):
+        return Check(name="runtime", verdict="ok", found=found[0])
+    wanted = f"module load {' '.join(modules)} gives none" if modules else "no singularity or apptainer here"
+    has_modules = "modules" in answer
+    # Some sites have it on the compute nodes only.
+    return Check(
+        name="runtime",
+        verdict="fail" if modules and has_modules else "warn",
+        found=wanted,
+        hint="module avail singularity, then system.runtime.modules of the recipe"
+        if has_modules
+        else "look on a compute node: srun -N1 singularity --version",
+    )
+
+
+def _folder(answer: Mapping[str, list[str]], folder: str) -> Iterator[Check]:
+    closed, home = answer.get("closed"), answer.get("home", [""])[0]
+    if closed or not home:
+        yield Check(
+            name="folder",
+            verdict="fail",
+            found=f"{folder} cannot be used: {closed[0] if closed else 'no answer'}",
+            hint="another folder: imgkit remote add NAME USER@HOST:/PATH --replace",
+        )
+        return
+    fault = store.fault_of_home(home)
+    free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
+    shown = f"{home}, {free / 1e9:.0f} GB free" if free is not None else home
+    if quota := answer.get("quota", [""])[0]:
+        shown += f"; quota: {' '.join(quota.split())}"
+    if fault:
+        yield Check(name="folder", verdict="fail", found=fault.what, hint=fault.hint or "")
+    elif free is not None and free < _ROOM_BYTES:
+        yield Check(
+            name="folder",
+            verdict="warn",
+            found=shown,
+            hint="an image takes several GB: a folder on a larger file system",
+        )
+    else:
+        yield Check(name="folder", verdict="ok", found=shown)
+
+
+def _programs(answer: Mapping[str, list[str]]) -> Iterator[Check]:
+    pythons = [row.split(" ", 2) for row in answer.get("python", [])]
+    new = next((row for row in pythons if row[0] == "1"), None)
+    if new:
+        yield Check(name="python", verdict="ok", found=f"{new[1]} ({new[2]})")
+    else:
+        old = f"{pythons[0][1]}, older than 3.10" if pythons else "none"
+        yield Check(name="python", verdict="skip", found=f"{old}; imgkit run does not need it")
+    squash = answer.get("mksquashfs")
+    yield Check(
+        name="mksquashfs",
+        verdict="ok" if squash else "skip",
+        found=squash[0] if squash else "none; imgkit run does not need it",
+    )
+    internet = answer.get("internet", ["unknown: there is no curl"])[0]
+    yield Check(
+        name="internet",
+        verdict="ok" if internet == "yes" else "skip",
+        found="from the login node" if internet == "yes" else f"{internet}; images and data come from here",
+    )
+    yield Check(
+        name="modules",
+        verdict="ok" if "modules" in answer else "skip",
+        found="module works" if "modules" in answer else "no module command",
+    )
+
+
+def _clock(answer: Mapping[str, list[str]], here_s: float, took_s: float) -> Check:
+    there = answer.get("clock", [""])[0]
+    if not re.fullmatch(r"\d+", there):
+        return Check(name="clock", verdict="warn", found="date does not answer", hint="date +%s there")
+    ahead_s = int(there) - here_s
+    apart = max(0.0, abs(ahead_s) - took_s)
+    late = apart > CLOCKS_S
+    return Check(
+        name="clock",
+        verdict="warn" if late else "ok",
+        found=f"{abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}"
+        if late
+        else f"within {CLOCKS_S:.0f} s of this machine's",
+        hint="times in logs mislead; here: timedatectl set-ntp true" if late else "",
+    )

@@ -1,0 +1,163 @@
+"""Submit a job on a remote, look at it, and follow its output through lost connections."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
+
+from imgkit_builder.base.process import Finished
+from imgkit_builder.job import systems
+from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
+from imgkit_entrypoints.errors import ToolFailed, UsageError
+
+ATTEMPTS = 5
+"""Connections in a row that show nothing before following gives up."""
+_POLL_S = 3
+_QUIET_S = 10
+"""Pauses between two questions to the scheduler: in the first minute, and later."""
+
+_SUBMIT = FIND_PROGRAM + 'cd -- "$folder" && exec "$@"\n'
+_RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
+# The subshell ends tail when the connection ends: its input, which nobody writes to, ends then.
+_FOLLOW = (
+    FIND_PROGRAM
+    + """\
+exec 3<&0 < /dev/null
+tail -c "+$from" -F -- "$log" 2> /dev/null 3<&- &
+tail=$!
+(cat <&3 > /dev/null; kill "$tail") > /dev/null 2>&1 &
+exec 3<&-
+asked=0
+while [ $# -gt 0 ] && kill -0 "$tail" 2> /dev/null; do
+    if found=$("$@" 2>&1); then
+        if [ -z "$found" ]; then break; fi
+    else
+        case $found in *[Ii]nvalid\\ job*|*[Uu]nknown\\ [Jj]ob*|*has\\ finished*) break ;; esac
+    fi
+    asked=$((asked + 1))
+    if [ "$asked" -gt 20 ]; then pause=$quiet; fi
+    sleep "$pause"
+done
+if [ $# -gt 0 ]; then
+    late=0 # PBS copies the output when the job has ended
+    while [ ! -e "$log" ] && [ "$late" -lt 10 ]; do sleep 1; late=$((late + 1)); done
+    sleep 1
+    kill "$tail" 2> /dev/null
+fi
+wait "$tail" 2> /dev/null
+exit 0
+"""
+)
+
+
+def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
+    """Submit `script` in the job's folder on the remote; returns the record to follow it by.
+
+    Raises
+    ------
+    ToolFailed : the scheduler refused; quotes its message. Or the connection was cut, and the job may wait.
+    """
+    remote = connection.remote
+    # In the script, which goes through standard input: no argument list holds a value.
+    values = {name: os.environ[name] for name in job.names}
+    export = f"export {' '.join(job.names)}\n" if job.names else ""
+    try:
+        output = b"".join(
+            connection.stream(
+                export + _SUBMIT,
+                {**values, "folder": str(job.directory), "program": script.submit[0]},
+                words=script.submit,
+                data=[script.text.encode()] if script.on_stdin else [],
+            )
+        )
+    except ScriptFailed as error:
+        raise ToolFailed(
+            f"{script.submit[0]} on {remote.name} failed with exit code {error.code}: {error.said}"
+        ) from error
+    except Cut as error:
+        raise ToolFailed(
+            f"the connection was cut while the job was submitted: {error.what}",
+            where=remote.name,
+            hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
+        ) from error
+    system = systems.named(job.system)
+    return SubmittedJob(
+        id=system.job_id(output.decode(errors="replace")) or job.name,
+        system=job.system,
+        name=job.name,
+        recipe=job.recipe.name,
+        directory=job.directory,
+        queue=job.queue,
+        remote=remote.name,
+    )
+
+
+def refuse_here(script: Script, job: Job) -> None:
+    """Raise UsageError for a job that no scheduler on the remote takes."""
+    if script.foreground or script.remote or not script.on_stdin or job.run_by != "singularity":
+        title = job.recipe.system.title or job.recipe.name
+        raise UsageError(
+            f"{title} ({job.system}, {job.run_by}) has no queue that takes a .sif over ssh",
+            where="--on",
+            hint="a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there",
+        )
+
+
+def finished(connection: Connection, words: Sequence[str]) -> Finished:
+    """Run a command of the scheduler there, to its end.
+
+    Raises
+    ------
+    Cut : the remote cannot be reached.
+    """
+    parts: list[bytes] = []
+    code = 0
+    try:
+        parts.extend(connection.stream(_RUN, {"program": words[0]}, words=words))
+    except ScriptFailed as error:
+        code = error.code
+    return Finished(argv=tuple(words), returncode=code, output=b"".join(parts).decode(errors="replace"))
+
+
+def follow(
+    connection: Connection, record: SubmittedJob, write: Callable[[bytes], None], say: Callable[[str], None]
+) -> None:
+    """Hand the job's output to `write` until the job has ended; a lost connection is made again.
+
+    Raises
+    ------
+    Cut : the remote cannot be reached for some minutes.
+    """
+    system = systems.named(record.system)
+    words = system.alive(record)
+    log = log_file(record)
+    shown, failures = 0, 0
+    while True:
+        values = {
+            "program": words[0] if words else "tail",
+            "log": str(log),
+            "from": str(shown + 1),
+            "pause": str(_POLL_S),
+            "quiet": str(_QUIET_S),
+        }
+        before = shown
+        try:
+            for chunk in connection.stream(_FOLLOW, values, words=words, hold=True):
+                write(chunk)
+                shown += len(chunk)
+        except Cut as error:
+            failures = 1 if shown > before else failures + 1
+            if failures >= ATTEMPTS:
+                raise
+            say(f"the connection was cut, and imgkit connects again: {error.what}")
+            time.sleep(2**failures)
+        else:
+            return
+
+
+def log_file(record: SubmittedJob) -> PurePosixPath:
+    """The file of the job's output: the last word of what follows it."""
+    return PurePosixPath(systems.named(record.system).logs(record)[-1])

@@ -1,0 +1,196 @@
+"""Bring a file into the store, whole or not at all, through connections that may be cut.
+
+The bytes go into a part file whose name follows from the content. A later attempt goes on at its end. Two
+attempts at once write the same bytes to the same places, so neither harms the other. The part file gets its
+name when its sha256 there is that of the file here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.remote.connection import Connection, Cut, ScriptFailed
+from imgkit_builder.remote.store import free_bytes
+from imgkit_entrypoints.errors import CheckFailed
+
+BLOCK_BYTES = 1 << 20
+"""An attempt goes on at a multiple of it."""
+ATTEMPTS = 4
+"""Attempts in a row that bring nothing before the transfer gives up."""
+_KEY_BYTES = 1 << 16
+
+_STATE = """\
+cd -- "$home" || exit 1
+echo "disk $(df -Pk . | tail -n 1)"
+size=0
+if [ -f "$part" ]; then size=$(wc -c < "$part") || exit 1; fi
+echo "part $((size))"
+"""
+_SEND = """\
+cd -- "$home" && exec dd of="$part" bs="$block" seek="$blocks" conv=notrunc,fsync > /dev/null
+"""
+_KEEP = """\
+cd -- "$home" || exit 1
+if [ ! -f "$part" ]; then
+    if [ -f "$target" ]; then echo kept; else echo lost; fi
+    exit 0
+fi
+set -- $(sha256sum < "$part")
+if [ "$1" = "$sum" ]; then
+    mv -f -- "$part" "$target" && echo kept
+else
+    rm -f -- "$part" && echo "other $1"
+fi
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sum:
+    """The sha256 of what has been read of the file."""
+
+    digest: str = ""
+
+
+def upload(
+    connection: Connection,
+    source: Path,
+    *,
+    home: str,
+    target: str,
+    report: Reporter,
+    most_per_s: float | None = None,
+) -> None:
+    """Make the file `source` appear as `target` in the folder `home` of the remote.
+
+    Parameters
+    ----------
+    most_per_s : most bytes per second; None: as many as there can be.
+
+    Raises
+    ------
+    Cut : the connection was lost too often; the same call goes on later where it ended.
+    CheckFailed : the disk there is too full, or the file changes while it is read.
+    ScriptFailed : a command there failed.
+    """
+    size = source.stat().st_size
+    folder, _, name = target.rpartition("/")
+    part = f"{folder}/.{name}.{_key(source)}.part"
+    reached, failures, wrong = -1, 0, 0
+    while True:
+        try:
+            at = _state(connection, home, part, size, source)
+            failures = 0 if at > reached else failures + 1
+            reached = max(reached, at)
+            if reached:
+                report.note(f"{at / 1e6:.1f} of {size / 1e6:.1f} MB are there already")
+            report.stage(f"send {source.name} to {connection.remote.name}")
+            whole = _send(connection, source, home, part, at, size, report, most_per_s)
+            report.stage(f"check it on {connection.remote.name}")
+            answer = _keep(connection, home, part, target, whole.digest)
+        except Cut as error:
+            failures += 1
+            if reached < 0 or failures >= ATTEMPTS:
+                more = f"{error.hint}; the same command goes on at its end" if reached > 0 else error.hint
+                raise Cut(error.what, where=error.where, hint=more) from error
+            report.note(f"the connection was cut, and imgkit connects again: {error.what}")
+            time.sleep(failures)
+            continue
+        if answer == "kept":
+            return
+        wrong += 1
+        if wrong > 1 or source.stat().st_size != size:
+            raise CheckFailed(
+                f"what arrived on {connection.remote.name} differs from the file here",
+                where=str(source),
+                hint=f"does something write to it? Else: imgkit verify {source}",
+            )
+        report.note("what was there differs from the file here: imgkit sends all of it")
+        reached = -1
+
+
+def _key(source: Path) -> str:
+    """Text that differs for files of one name with other content."""
+    with source.open("rb") as stream:
+        start = stream.read(_KEY_BYTES)
+    return hashlib.sha256(start + str(source.stat().st_size).encode()).hexdigest()[:12]
+
+
+def _state(connection: Connection, home: str, part: str, size: int, source: Path) -> int:
+    """Bytes of the part file that count: whole blocks."""
+    rows = dict(
+        line.split(" ", 1)
+        for line in connection.run(_STATE, by_transfer=True, home=home, part=part)
+        .decode(errors="replace")
+        .splitlines()
+        if " " in line
+    )
+    found = int(rows.get("part", "0"))
+    at = min(found, size) // BLOCK_BYTES * BLOCK_BYTES
+    free = free_bytes(rows.get("disk", ""))
+    if free is not None and free < size - found:
+        raise CheckFailed(
+            f"{size / 1e9:.1f} GB have to go to {connection.remote.name}, where {free / 1e9:.1f} GB are free",
+            where=home,
+            hint="remove what you do not need there, or choose another folder: imgkit remote add NAME "
+            f"USER@HOST:/PATH --replace (to send: {source})",
+        )
+    return at
+
+
+def _send(
+    connection: Connection,
+    source: Path,
+    home: str,
+    part: str,
+    at: int,
+    size: int,
+    report: Reporter,
+    most_per_s: float | None,
+) -> _Sum:
+    """Send the file from byte `at` on; the sum is that of all of it."""
+    whole = _Sum()
+    values = {"home": home, "part": part, "block": str(BLOCK_BYTES), "blocks": str(at // BLOCK_BYTES)}
+    with source.open("rb", buffering=0) as stream:
+        data = _data(stream, at, size, whole, report, most_per_s)
+        try:
+            for _ in connection.stream(_SEND, values, data=data, by_transfer=True):
+                pass
+        except ScriptFailed as error:
+            if "space" in error.said or "quota" in error.said.lower():
+                raise CheckFailed(
+                    f"the disk of {connection.remote.name} is full", where=f"{home}/{part}", hint=error.hint
+                ) from error
+            raise
+        for _ in data:  # dd may end first: the sum needs the rest
+            pass
+    return whole
+
+
+def _data(
+    stream: BinaryIO, at: int, size: int, whole: _Sum, report: Reporter, most_per_s: float | None
+) -> Iterator[bytes]:
+    digest, done, began = hashlib.sha256(), 0, time.monotonic()
+    while chunk := stream.read(BLOCK_BYTES):
+        digest.update(chunk)
+        done += len(chunk)
+        if done <= at:
+            continue
+        # Offsets of both sides are multiples of a block, and reads of a file are whole.
+        yield chunk
+        report.advance(done, size)
+        if most_per_s:
+            time.sleep(max(0.0, (done - at) / most_per_s - (time.monotonic() - began)))
+    whole.digest = digest.hexdigest()
+
+
+def _keep(connection: Connection, home: str, part: str, target: str, digest: str) -> str:
+    values = {"home": home, "part": part, "target": target, "sum": digest}
+    return (
+        connection.run(_KEEP, by_transfer=True, **values).decode(errors="replace").strip().partition(" ")[0]
+    )

@@ -1,0 +1,147 @@
+"""A real sshd for tests of remotes, with keys, a configuration and a count of ssh's calls of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit import IMGKIT, Done, output, run, until
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "sshd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarHost:
+    """An account that ssh reaches by the name ``far``, and a person's home here."""
+
+    folder: Path
+    """Short, since sockets lie in it."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "XDG_CONFIG_HOME": f"{self.folder}/config",
+            "XDG_STATE_HOME": f"{self.folder}/state",
+            "XDG_RUNTIME_DIR": f"{self.folder}/run",
+        }
+
+    def imgkit(self, *words: object, **options: Any) -> Done:
+        """Run imgkit without a terminal, so that ssh cannot ask this test's person."""
+        return run("setsid", "--wait", *IMGKIT, *words, env={**self.env, **options.pop("env", {})}, **options)
+
+    def calls(self) -> list[str]:
+        """The words of each call of ssh so far, without those that only look at the shared connection."""
+        log = self.folder / "calls"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [line for line in lines if " -O " not in line]
+
+    def configure(self, *lines: str) -> None:
+        """Write ssh's configuration: how ``far`` is reached."""
+        common = (
+            f"IdentityFile {self.folder}/id",
+            "IdentitiesOnly yes",
+            f"UserKnownHostsFile {self.folder}/known_hosts",
+            "GlobalKnownHostsFile /dev/null",
+            "StrictHostKeyChecking yes",
+            "HostKeyAlias far",
+        )
+        (self.folder / "ssh_config").write_text(
+            "Host far\n" + "".join(f"  {row}\n" for row in (*common, *lines))
+        )
+
+    def know(self, key: Path) -> None:
+        """Make the public key `key` the one that ssh expects of ``far``."""
+        kind, text, *_ = key.read_text().split()
+        (self.folder / "known_hosts").write_text(f"far {kind} {text}\n")
+
+    def disconnect(self) -> None:
+        """End the shared connection of ``far``."""
+        run(self.folder / "bin/ssh", "-O", "exit", "-o", f"ControlPath={self.folder}/run/imgkit/%C", "far")
+
+
+@contextlib.contextmanager
+def far_host(folder: Path) -> Iterator[FarHost]:
+    """A home without a way to ``far``; `folder` must be new and short."""
+    for part in (folder, folder / "bin", folder / "run"):
+        part.mkdir(mode=0o700)
+    wrapper = folder / "bin/ssh"
+    real = shutil.which("ssh") or "ssh"
+    wrapper.write_text(
+        f'#!/bin/sh\necho "ssh $*" >> {folder}/calls\nexec {real} -F {folder}/ssh_config "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "id")
+    host = FarHost(folder=folder)
+    try:
+        yield host
+    finally:
+        if (folder / "ssh_config").exists():
+            host.disconnect()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sshd(host: FarHost, *options: str, forced: Sequence[str] = ()) -> Iterator[int]:
+    """A real sshd on a port of its own, which `host` is configured for; yields its process id.
+
+    Parameters
+    ----------
+    options : lines of sshd_config.
+    forced : a command that runs instead of each command, which is in ``$SSH_ORIGINAL_COMMAND``.
+    """
+    folder = host.folder
+    key = folder / "hostkey"
+    if not key.exists():
+        output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
+    shutil.copy(folder / "id.pub", folder / "authorized")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lines = (
+        f"Port {port}",
+        "ListenAddress 127.0.0.1",
+        f"HostKey {key}",
+        f"AuthorizedKeysFile {folder}/authorized",
+        f"PidFile {folder}/sshd.pid",
+        "StrictModes no",
+        "UsePAM no",
+        "PasswordAuthentication no",
+        "KbdInteractiveAuthentication no",
+        *([f"ForceCommand {shlex.join(forced)}"] if forced else []),
+        *options,
+    )
+    (folder / "sshd_config").write_text("".join(f"{row}\n" for row in lines))
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen(
+        [SSHD, "-D", "-e", "-f", folder / "sshd_config"],
+        stdin=subprocess.DEVNULL,
+        stderr=(folder / "sshd.log").open("ab"),
+        start_new_session=True,
+    )
+    host.know(folder / "hostkey.pub")
+    host.configure("HostName 127.0.0.1", f"Port {port}", f"User {getpass.getuser()}")
+    try:
+        until(lambda: _listens(port), within_s=20)
+        yield server.pid
+    finally:
+        host.disconnect()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,115 @@
+"""The list of remotes: addresses, the file that a person may edit, and its faults with their lines."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.remote import config
+from imgkit_builder.remote.config import Remote
+from imgkit_entrypoints.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "imgkit/remotes.toml"
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "folder"),
+    [
+        ("me@host", "me@host", "imgkit"),
+        ("alias", "alias", "imgkit"),
+        ("me@host:", "me@host", "imgkit"),
+        ("me@host:/scratch/a b", "me@host", "/scratch/a b"),
+        ("me@host:~/runs", "me@host", "runs"),
+        ("me@[2001:db8::1]:/x", "me@2001:db8::1", "/x"),
+    ],
+)
+def test_address_has_a_host_and_a_folder(text: str, address: str, folder: str) -> None:
+    assert config.parse(text) == (address, folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        "-oProxyCommand=x",
+        "me@-x",
+        "a b",
+        "me@host:/a'b",
+        "me@host:$HOME",
+        "me@host:/a\nb",
+        "me@host:-x",
+    ],
+)
+def test_wrong_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        config.parse(text)
+
+
+def test_remote_comes_back_as_it_was_added(home: Path) -> None:
+    one = Remote(name="mn5", address="me@host", folder="/a b/ü", recipe="mn5", transfer="me@t", keep_s=60)
+    config.add(one)
+    config.add(Remote(name="two", address="other"))
+    assert config.remotes() == {"mn5": one, "two": Remote(name="two", address="other")}
+    assert stat.S_IMODE(home.stat().st_mode) == 0o600
+
+
+def test_other_lines_of_the_file_stay(home: Path) -> None:
+    home.parent.mkdir()
+    home.write_text(
+        "# mine\n[a]\naddress = 'x' # why\n\n[ \"b\" ]\naddress = 'y'\n# of b\n[c]\naddress='z'\n"
+    )
+    config.remove("b")
+    assert home.read_text() == "# mine\n[a]\naddress = 'x' # why\n\n[c]\naddress='z'\n"
+    config.add(Remote(name="c", address="new"), replace=True)
+    assert config.find("c").address == "new"
+    assert "# why" in home.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("[a]\naddress = 'x'\nkeep_s = 'soon'\n", 3, "a.keep_s"),
+        ("[a]\naddress = 'x'\n[b]\naddress = 'y'\nport = 22\n", 5, "b.port"),
+        ("[a]\nfolder = 'x'\n", 1, "a.address"),
+        ("# no\n\n[a]\naddress = '-oProxyCommand=x'\n", 4, "is not an address"),
+        ("[a]\naddress = 'x'\nfolder = \"/a'b\"\n", 3, "cannot be the folder"),
+    ],
+)
+def test_fault_of_the_file_names_its_line(home: Path, text: str, line: int, what: str) -> None:
+    home.parent.mkdir()
+    home.write_text(text)
+    with pytest.raises(UsageError, match=what) as caught:
+        config.remotes()
+    assert caught.value.where == f"{home}:{line}"
+
+
+@pytest.mark.parametrize("text", ["[a\n", "a = [[[[", "\0", "[a]\n[a]\n"])
+def test_no_toml_is_no_traceback(home: Path, text: str) -> None:
+    home.parent.mkdir()
+    home.write_text(text)
+    with pytest.raises(UsageError, match="no TOML"):
+        config.remotes()
+
+
+def test_unknown_remote_names_the_nearest() -> None:
+    with pytest.raises(UsageError) as none:
+        config.find("mn5")
+    assert none.value.hint == "imgkit remote add mn5 USER@HOST:DIR"
+    config.add(Remote(name="mn5", address="x"))
+    with pytest.raises(UsageError) as near:
+        config.find("mn4")
+    assert "did you mean mn5?" in str(near.value)
+
+
+def test_name_is_not_taken_twice() -> None:
+    config.add(Remote(name="mn5", address="x"))
+    with pytest.raises(UsageError, match="already"):
+        config.add(Remote(name="mn5", address="y"))
+    assert config.find("mn5").address == "x"
