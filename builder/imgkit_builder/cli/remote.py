@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -68,7 +69,7 @@ def add(
     if transfer and not hostlist.is_host(transfer):
         raise UsageError(f"{transfer!r} is not an address", where="--transfer", hint="USER@HOST")
     if recipe:
-        _target(recipe)
+        recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
     keep_s = 0 if keep == "0" else fields.seconds(keep, where="--keep")
     made = config.Remote(
         name=config.check_name(name),

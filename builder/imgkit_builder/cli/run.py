@@ -52,6 +52,8 @@ class _Plan:
     """The user's word for the recipe; empty for a .sif."""
     sif: Path
     """The .sif here, which may have to be made."""
+    base: str | None
+    """Another base than the recipe's."""
     request: Request
 
 
@@ -64,6 +66,7 @@ def verb_run(
         help="What to run (default: the remote's recipe).",
     ),
     on: str = typer.Option(..., "--on", metavar="NAME", help="The remote (imgkit remote add)."),
+    base: str | None = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
     detach: bool = typer.Option(
         False, "--detach", help="Submit, print the job's id, and do not follow its output."
     ),
@@ -90,7 +93,7 @@ def verb_run(
     from imgkit_builder.remote import config, connection, jobs
 
     remote = config.find(on)
-    plan = _planned(recipe or remote.recipe, flags.obj, flags.meta[_COMMAND])
+    plan = _planned(recipe or remote.recipe, base, flags.obj, flags.meta[_COMMAND])
     early = _resolved(plan, _EARLY, "image.sif")
     script = systems.named(early.system).script(early)
     jobs.refuse_here(script, early)
@@ -140,7 +143,7 @@ def _kept(record: SubmittedJob) -> None:
         )
 
 
-def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
+def _planned(word: str, base: str | None, request: Request, command: tuple[str, ...]) -> _Plan:
     from imgkit_builder.job import baked
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
@@ -174,7 +177,13 @@ def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
         target, recipe, sif = baked.target(file), "", file
     else:
         target, recipe, sif = targets.find(word), word, Path(f"{stem(word)}.sif")
-    return _Plan(target=target, recipe=recipe, sif=sif, request=dataclasses.replace(request, command=command))
+    return _Plan(
+        target=target,
+        recipe=recipe,
+        sif=sif,
+        base=base,
+        request=dataclasses.replace(request, command=command),
+    )
 
 
 def _resolved(plan: _Plan, home: str, image: str) -> Job:
@@ -194,7 +203,7 @@ def _brought(
 
     name = ""
     if plan.recipe:
-        image_id = _built(plan.recipe, report)
+        image_id = _built(plan, report)
     else:
         record = image.read(plan.sif).record
         if record is None:
@@ -225,13 +234,13 @@ def _brought(
     return there, name
 
 
-def _built(recipe: str, report: Reporter) -> str:
-    """The id of the image of `recipe`, which is built if it is not up to date."""
+def _built(plan: _Plan, report: Reporter) -> str:
+    """The id of the recipe's image, which is built if it is not up to date."""
     from imgkit_builder.cli.build import BuildOptions, make
     from imgkit_builder.recipe.load import load
 
-    options = BuildOptions(tag=None, base=None, platform=None, pull=False, no_cache=False, no_test=False)
-    found: str = make(load(recipe), recipe, options, report).data["id"]
+    options = BuildOptions(tag=None, base=plan.base, platform=None, pull=False, no_cache=False, no_test=False)
+    found: str = make(load(plan.recipe), plan.recipe, options, report).data["id"]
     return found
 
 

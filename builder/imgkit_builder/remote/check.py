@@ -102,7 +102,7 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
         _scheduler(answer, target, wanted),
         _runtime(answer, modules),
         *_folder(answer, connection.remote.folder),
-        *_programs(answer),
+        *_programs(answer, modules),
         _clock(answer, middle, time.time() - began),
     )
 
@@ -195,7 +195,7 @@ def _folder(answer: Mapping[str, list[str]], folder: str) -> Iterator[Check]:
         yield Check(name="folder", verdict="ok", found=shown)
 
 
-def _programs(answer: Mapping[str, list[str]]) -> Iterator[Check]:
+def _programs(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Iterator[Check]:
     pythons = [row.split(" ", 2) for row in answer.get("python", [])]
     new = next((row for row in pythons if row[0] == "1"), None)
     if new:
@@ -215,7 +215,18 @@ def _programs(answer: Mapping[str, list[str]]) -> Iterator[Check]:
         verdict="ok" if internet == "yes" else "skip",
         found="from the login node" if internet == "yes" else f"{internet}; images and data come from here",
     )
-    yield Check(
+    yield _modules(answer, modules)
+
+
+def _modules(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Check:
+    if modules and "modules" not in answer:
+        return Check(
+            name="modules",
+            verdict="fail",
+            found=f"the recipe's jobs load {', '.join(modules)}, and there is no module command",
+            hint="a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE",
+        )
+    return Check(
         name="modules",
         verdict="ok" if "modules" in answer else "skip",
         found="module works" if "modules" in answer else "no module command",
