@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -112,23 +113,38 @@ class Gunzip:
     def __init__(self, name: str) -> None:
         self._name = name
         self._inflate = zlib.decompressobj(wbits=31)
+        self._waiting = b""
+
+    @property
+    def is_hungry(self) -> bool:
+        """Whether everything that it was given is unpacked."""
+        return not self._waiting
+
+    def give(self, data: bytes | memoryview) -> None:
+        """Take `data` after what came before is unpacked."""
+        self._waiting = bytes(data)
+
+    def take(self) -> bytes:
+        """Unpack at most 1 MiB of what was given; may be empty."""
+        try:
+            if self._inflate.eof:
+                # pigz and concatenated files have several members; zeros after the last are padding.
+                self._waiting = self._waiting.lstrip(b"\0")
+                if not self._waiting:
+                    return b""
+                self._inflate = zlib.decompressobj(wbits=31)
+            plain = self._inflate.decompress(self._waiting, CHUNK_BYTES)
+        except zlib.error as error:
+            raise self._damaged(error) from error
+        self._waiting = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+        return plain
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield what `data` unpacks to, at most 1 MiB at a time."""
-        waiting = bytes(data)
-        try:
-            while waiting:
-                if self._inflate.eof:
-                    # pigz and concatenated files have several members; zeros after the last are padding.
-                    waiting = waiting.lstrip(b"\0")
-                    if not waiting:
-                        return
-                    self._inflate = zlib.decompressobj(wbits=31)
-                if plain := self._inflate.decompress(waiting, CHUNK_BYTES):
-                    yield plain
-                waiting = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
-        except zlib.error as error:
-            raise self._damaged(error) from error
+        self.give(data)
+        while not self.is_hungry:
+            if plain := self.take():
+                yield plain
 
     def _damaged(self, error: zlib.error) -> CheckFailed:
         what = f"the gzip data is damaged: {error}"
@@ -155,9 +171,25 @@ def _raw(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def _gunzipped(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
-    gunzip = Gunzip(name)
-    for piece in raw:
-        yield from gunzip.feed(piece)
+    """Unpack in a thread while the caller works on what came before; `raw` is read by the caller's thread.
+
+    zlib lets other threads run, and so do writes and digests. A read may wait for ever, as from a pipe, and
+    a thread that waits cannot be interrupted.
+    """
+    gunzip, pieces, before = Gunzip(name), iter(raw), b""
+    with ThreadPoolExecutor(1) as pool:
+        while True:
+            if gunzip.is_hungry:
+                piece = next(pieces, None)
+                if piece is None:
+                    break
+                gunzip.give(piece)
+            coming = pool.submit(gunzip.take)
+            if before:
+                yield before
+            before = coming.result()
+    if before:
+        yield before
     if rest := gunzip.finish():
         yield rest
 

@@ -8,11 +8,13 @@ copy on disk, and no space.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import Allowance
@@ -68,6 +70,8 @@ class StoredLayer:
     """What messages call it."""
     compress: compressed.Compress
     limits: TarLimits
+    stored_sha256: str = ""
+    """Digest of its bytes as they lie in the file, where `spool` has seen them; else empty."""
 
     @contextlib.contextmanager
     def open(self, *, bodies: bool, digest: _Digest | None = None) -> Iterator[TarStream]:
@@ -131,11 +135,14 @@ class StoredImage:
         """
         allowance = Allowance(self.stored_bytes, self.where, unpack_limit_bytes)
         with ThreadPoolExecutor(1) as pool:
-            plain: dict[str, Future[str]] = {}
+            plain: dict[str, Callable[[], str]] = {}
             for layer in self.layers:
                 # Equal layers are one file.
                 if layer.compress == "none" and layer.diff_id not in plain:
-                    plain[layer.diff_id] = pool.submit(_sha256, layer.region)
+                    known = layer.stored_sha256
+                    plain[layer.diff_id] = (
+                        functools.partial(str, known) if known else pool.submit(_sha256, layer.region).result
+                    )
             try:
                 for number, layer in enumerate(self.layers, 1):
                     digest = _Digest(allowance)
@@ -150,10 +157,10 @@ class StoredImage:
                 raise
             self._compare_all(plain)
 
-    def _compare_all(self, found: dict[str, Future[str]]) -> None:
+    def _compare_all(self, found: dict[str, Callable[[], str]]) -> None:
         for number, layer in enumerate(self.layers, 1):
             if layer.diff_id in found:
-                self._compare(number, layer, found[layer.diff_id].result())
+                self._compare(number, layer, found[layer.diff_id]())
 
     def _compare(self, number: int, layer: StoredLayer, found: str) -> None:
         wanted = layer.diff_id.removeprefix("sha256:")
@@ -165,8 +172,48 @@ class StoredImage:
             )
 
 
-def open_image(path: Path, *, limits: TarLimits | None = None, where: str = "") -> StoredImage:
-    """Find the image of the plain archive or OCI folder `path`; reads no layer.
+def spool(
+    chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
+) -> dict[int, str]:
+    """Write the plain archive that comes in `chunks` to `path`, and hash every file in it on the way.
+
+    The result has the sha256 of each by the byte at which it begins. `open_image` then reads no layer once
+    more to compare it. `advance` gets the number of bytes so far.
+
+    Raises
+    ------
+    CheckFailed : damaged or cut short.
+    """
+    found: dict[int, str] = {}
+    with path.open("wb") as out:
+
+        def written() -> Iterator[bytes]:
+            done = 0
+            for chunk in chunks:
+                out.write(chunk)
+                done += len(chunk)
+                advance(done)
+                yield chunk
+
+        stream = TarStream(written(), name=where, limits=TarLimits(entries=read.MAX_MEMBERS))
+        for member in stream:
+            if member.kind == REGULAR:
+                digest = hashlib.sha256()
+                for piece in stream.body():
+                    digest.update(piece)
+                found[member.place] = digest.hexdigest()
+        stream.drain()
+    return found
+
+
+def open_image(
+    path: Path,
+    *,
+    limits: TarLimits | None = None,
+    where: str = "",
+    digests: Mapping[int, str] = MappingProxyType({}),
+) -> StoredImage:
+    """Find the image of the plain archive or OCI folder `path`; reads no layer. `digests` comes from `spool`.
 
     Raises
     ------
@@ -183,6 +230,7 @@ def open_image(path: Path, *, limits: TarLimits | None = None, where: str = "") 
             name=f"{where}: layer {number}",
             compress=compressed.kind_of(next(region.chunks(8), b"")),
             limits=limits,
+            stored_sha256=digests.get(region.start, ""),
         )
         for number, ((_, region), diff_id) in enumerate(
             zip(selected.layers, selected.config.diff_ids, strict=True), 1

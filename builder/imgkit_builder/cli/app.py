@@ -118,7 +118,7 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
     # Words behind "--" belong to the user's program.
     as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:
-        code = build_app(verbs)(standalone_mode=False)
+        code = build_app(_needed(words, verbs))(standalone_mode=False)
     except ImgkitError as error:
         _end(error, as_json=as_json)
     except OSError as error:
@@ -138,6 +138,11 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
     if code == Interrupted.exit_code:
         _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _needed(words: Sequence[str], verbs: Sequence[str]) -> Sequence[str]:
+    """The verb that begins the command line, whose module alone is loaded; all where none does."""
+    return words[:1] if words[:1] and words[0] in verbs else verbs
 
 
 _WRONG_COMMAND_LINE: type[Exception] = typer.BadParameter.__mro__[1]

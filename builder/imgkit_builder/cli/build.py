@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,16 @@ import typer
 
 from imgkit_builder.cli.common import JSON, LARGE, VERBOSE, complete_names, show, with_leave
 from imgkit_builder.cli.progress import reporter
+from imgkit_entrypoints import json_text
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.engine import Builder, Built, Engine, ImageInfo
+    from imgkit_builder.engine.unchanged import Asked
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.manifest import BaseImage
+    from imgkit_builder.image.members import Packed
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
@@ -92,9 +96,6 @@ def verb_build(
       imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
       imgkit build olivia --dry-run                        (needs no Docker)
     """
-    from imgkit_builder.recipe.load import load
-
-    loaded = load(recipe)
     options = BuildOptions(
         tag=tag,
         base=base,
@@ -104,16 +105,55 @@ def verb_build(
         no_test=no_test,
         builder=builder.value,
     )
+    fresh = dry_run or pull or no_cache
+    if not fresh and (done := up_to_date(recipe, options, as_json=as_json, verbose=verbose)):
+        show(done.data, done.text, as_json=as_json)
+        return
+    from imgkit_builder.recipe.load import load
+
+    loaded = load(recipe)
 
     def run(large: bool) -> Outcome:
         asked = dataclasses.replace(options, large=large)
         with reporter(as_json=as_json, verbose=verbose) as report:
-            for problem in loaded.warnings:
-                report.note(f"warning: {problem}")
+            for note in _warnings(loaded):
+                report.note(note)
             return plan(loaded, asked, report) if dry_run else make(loaded, recipe, asked, report)
 
     outcome = with_leave(run, large=large, may_ask=not as_json)
     show(outcome.data, outcome.text, as_json=as_json)
+
+
+def up_to_date(typed: str, options: BuildOptions, *, as_json: bool, verbose: bool) -> Outcome | None:
+    """The outcome of the last build, if another one would change nothing; loads next to nothing."""
+    from imgkit_builder.engine import unchanged
+
+    found = unchanged.find(_asked(typed, options))
+    if found is None:
+        return None
+    with reporter(as_json=as_json, verbose=verbose, waits=False) as report:
+        for note in found.answer.notes:
+            report.note(note)
+        _tell_left_out(found.code, report)
+        report.note(
+            f"{found.tag} is up to date: recipe, files, base and imgkit are those of its build (to build "
+            "it anyway: --no-cache)"
+        )
+    data: dict[str, Any] = {**json_text.parse(found.answer.data), "up_to_date": True, "checks": []}
+    return Outcome(text=found.answer.text, data=data)
+
+
+def _asked(typed: str, options: BuildOptions) -> Asked:
+    from imgkit_builder.engine.unchanged import Asked
+
+    return Asked(
+        recipe=typed,
+        tag=options.tag,
+        base=options.base,
+        platform=options.platform,
+        builder=options.builder,
+        no_test=options.no_test,
+    )
 
 
 def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
@@ -136,7 +176,7 @@ def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
         large=options.large,
         report=report,
     )
-    _tell_left_out(context, report)
+    _tell_left_out(context.code, report)
     rows = {
         "recipe": f"{recipe.name} ({recipe.file})",
         "base": base,
@@ -161,6 +201,7 @@ def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
 def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) -> Outcome:
     """Build and test the image of `recipe`; `typed` is the user's word for it."""
     from imgkit_builder import engine as engines
+    from imgkit_builder.engine import unchanged
     from imgkit_builder.image import context as contexts
     from imgkit_builder.image import secret_values
 
@@ -170,7 +211,9 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), options.builder, secrets_at=secrets_at)
-        report.stage(f"base {options.base or recipe.image.base}")
+        name = options.base or recipe.image.base
+        watched = unchanged.watch(_asked(typed, options), engine.endpoint, base=name)
+        report.stage(f"base {name}")
         base = engines.resolve_base(
             engine, recipe, override=options.base, platform=options.platform, pull=options.pull, report=report
         )
@@ -187,8 +230,9 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
             large=options.large,
             report=report,
         )
-        _tell_left_out(context, report)
+        _tell_left_out(context.code, report)
         secret_values.refuse_in(context, values)
+        code_sha256 = unchanged.code_sha256(context)
         tested: list[Check] = []
 
         def accept(image: ImageInfo) -> None:
@@ -206,16 +250,23 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
             accept=accept,
         )
     # The next command takes the same word, unless --tag gave the image another name.
-    return _outcome(built, base, tested, again=options.tag or typed)
+    outcome = _outcome(built, base, tested, again=options.tag or typed)
+    answer = unchanged.Answer(notes=_warnings(recipe), text=outcome.text, data=json.dumps(outcome.data))
+    unchanged.remember(watched, recipe, context, built, code_sha256=code_sha256, answer=answer)
+    return outcome
 
 
-def _tell_left_out(context: BuildContext, report: Reporter) -> None:
-    if context.secret:
+def _warnings(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(f"warning: {problem}" for problem in recipe.warnings)
+
+
+def _tell_left_out(code: Packed, report: Reporter) -> None:
+    if code.secret:
         report.note(
-            f"not in the image, as they usually hold secrets: {', '.join(context.secret)}; a step can use "
+            f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
             'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
         )
-    names = context.left_out
+    names = code.left_out
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         report.note(
@@ -263,6 +314,7 @@ def _outcome(built: Built, base: BaseImage, tested: Sequence[Check], *, again: s
         "schema": SCHEMA,
         "id": image.id,
         "tag": built.tag,
+        "up_to_date": False,
         "platform": image.platform,
         "size_bytes": image.size_bytes,
         "standin": base.standin,

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 
 
-def reporter(*, as_json: bool = False, verbose: bool = False) -> _ContextReporter:
-    """Choose the reporter for stderr and the flags; use it as a context manager."""
+def reporter(*, as_json: bool = False, verbose: bool = False, waits: bool = True) -> _ContextReporter:
+    """Choose the reporter for stderr and the flags; use it as a context manager.
+
+    Without `waits` there is nothing to wait for, and the live display, which loads slowly, is not needed.
+    """
     if as_json:
         return JsonReporter()
-    if sys.stderr.isatty() and not verbose:
+    if waits and sys.stderr.isatty() and not verbose:
         return LiveReporter()
     return PlainReporter(verbose=verbose)
 

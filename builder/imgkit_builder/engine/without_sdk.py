@@ -1,4 +1,4 @@
-"""The Docker engine over plain HTTP: the one-file tool has no docker SDK."""
+"""The Docker engine over plain HTTP: the one-file tool has no docker SDK, and loading it takes long."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 import ssl
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from imgkit_builder.engine.address import endpoint, unreachable
 from imgkit_builder.engine.contexts import Endpoint, Tls
 from imgkit_builder.engine.facts import EngineFacts, engine_facts
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 TIMEOUT_S = 10.0
 
@@ -49,6 +49,30 @@ def query(place: Endpoint | None = None) -> EngineAnswer:
             where=place.source or None,
             hint="correct the address; see what answers: docker version",
         ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageState:
+    """Which image an engine keeps under a name."""
+
+    ref: str
+    """The engine's own name for it, ``sha256:...``."""
+    platform: str
+    digests: tuple[str, ...]
+    """``repo@sha256:...`` of each registry that it is known from, sorted."""
+
+
+def image_state(place: Endpoint, name: str) -> ImageState | None:
+    """Ask the engine at `place` what it keeps under `name`; None: nothing, or it cannot be asked."""
+    try:
+        data: dict[str, Any] = _get(place, f"/images/{quote(name, safe='/:@')}/json")
+        return ImageState(
+            ref=str(data["Id"]),
+            platform=f"{data['Os']}/{data['Architecture']}",
+            digests=tuple(sorted(map(str, data.get("RepoDigests") or ()))),
+        )
+    except (ImgkitError, OSError, http.client.HTTPException, KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _free(facts: EngineFacts) -> int | None:

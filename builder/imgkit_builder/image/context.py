@@ -15,8 +15,8 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +26,7 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.image import layers, members, render
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import BaseImage, Manifest
-from imgkit_builder.image.members import CHUNK_BYTES, Code, TarMember
+from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.model import Recipe
@@ -48,10 +48,8 @@ class BuildContext:
     sha256: str
     """Digest of the whole tar."""
     size_bytes: int
-    left_out: tuple[str, ...] = ()
-    """Names in folders of code that stay out although the recipe's `ignore` does not list them."""
-    secret: tuple[str, ...] = ()
-    """Names in folders of code that stay out because they usually hold secrets."""
+    code: Packed = field(default_factory=Packed)
+    """The user's code among `members`."""
 
     def open(self, report: Reporter | None = None) -> BinaryIO:
         """Open the tar as a stream; read it to its end, then close it.
@@ -118,16 +116,13 @@ def pack(
     ]
     if recipe.image.used_secrets:
         packed.append(members.file(layers.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes()))
-    left_out: list[str] = []
-    secret: list[str] = []
-    hidden = _hidden(recipe)
-    parts = {code: tuple(members.of_code(code, hidden, left_out, secret)) for code in _code(recipe)}
+    code = members.pack(_code(recipe), _hidden(recipe))
     if not large:
-        _refuse_large(parts)
+        _refuse_large(code)
     packed += [
-        members.folder(name) for name in dict.fromkeys(posixpath.dirname(code.member) for code in parts)
+        members.folder(name) for name in dict.fromkeys(posixpath.dirname(one.member) for one in code.parts)
     ]
-    packed += [member for part in parts.values() for member in part]
+    packed += [member for part in code.parts.values() for member in part]
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
     packed.sort(key=lambda member: os.fsencode(member.name))
     digest, size_bytes = hashlib.sha256(), 0
@@ -140,8 +135,7 @@ def pack(
         members=tuple(packed),
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
-        left_out=tuple(dict.fromkeys(left_out)),
-        secret=tuple(dict.fromkeys(secret)),
+        code=code,
     )
 
 
@@ -152,9 +146,7 @@ def check_code(recipe: Recipe) -> None:
     ------
     UsageError : as `pack` does.
     """
-    for code in _code(recipe):
-        for _ in members.of_code(code, _hidden(recipe), [], []):
-            pass
+    members.pack(_code(recipe), _hidden(recipe))
 
 
 def _reported(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
@@ -184,15 +176,15 @@ def _code(recipe: Recipe) -> Iterator[Code]:
         yield Code(source=copy.source, member=layers.copy_member(number), where=where, ignore=copy.ignore)
 
 
-def _refuse_large(parts: Mapping[Code, tuple[TarMember, ...]]) -> None:
+def _refuse_large(packed: Packed) -> None:
     """Name the largest folders and files of code that is larger than `LARGE_BYTES` as a whole."""
+    if packed.size_bytes <= LARGE_BYTES:
+        return
     sizes: collections.Counter[tuple[str, str]] = collections.Counter()
-    for code, part in parts.items():
+    for code, part in packed.parts.items():
         for member in part:
             name = member.name.removeprefix(f"{code.member}/").partition("/")[0]
             sizes[code.where, name] += member.size_bytes
-    if sizes.total() <= LARGE_BYTES:
-        return
     largest = [one for one in sizes.most_common(3) if one[1] > sizes.total() / 100]
     shown = ", ".join(f"{name} {size_bytes / 1e9:.1f} GB" for (_, name), size_bytes in largest)
     raise LargeContext(

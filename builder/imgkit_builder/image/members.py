@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from imgkit_builder.recipe import sources
@@ -82,6 +83,44 @@ def of_code(
                 yield _link(path, name, root)
             else:
                 yield _entry(path, name, path.lstat(), code.where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """What goes into the context of the user's code."""
+
+    parts: Mapping[Code, tuple[TarMember, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Names that stay out although the recipe's `ignore` does not list them."""
+    secret: tuple[str, ...] = ()
+    """Names that stay out because they usually hold secrets."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(member.size_bytes for part in self.parts.values() for member in part)
+
+    def sha256(self) -> str:
+        """Digest of the code as the context has it; reads every file.
+
+        Raises
+        ------
+        UsageError : a file changed its size since, or cannot be read.
+        """
+        found = hashlib.sha256()
+        for code, part in self.parts.items():
+            found.update(f"{code.member}\0{len(part)}\0".encode())
+            for chunk in tar(part):
+                found.update(chunk)
+        return found.hexdigest()
+
+
+def pack(codes: Iterable[Code], hidden: Collection[Path] = ()) -> Packed:
+    """Look at all files of `codes` without `hidden` ones, and read none. Raises as `of_code` does."""
+    left_out: list[str] = []
+    secret: list[str] = []
+    parts = {code: tuple(of_code(code, hidden, left_out, secret)) for code in codes}
+    return Packed(parts=parts, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret)))
 
 
 def _entry(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:

@@ -13,6 +13,7 @@ from imgkit_builder.recipe.check import check, check_system, normalise, walk
 from imgkit_builder.recipe.extends import locate, resolve
 from imgkit_builder.recipe.model import Image, PipStep, Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, Problem, RecipeErrors
+from imgkit_builder.recipe.requirements import PYPROJECT
 from imgkit_builder.recipe.typecheck import Document, typecheck
 
 
@@ -45,8 +46,9 @@ def load(ref: str | Path) -> Recipe:
         image=image,
         system=document.system,
         file=file,
-        sha256=_sha256(file.stem, dataclasses.replace(document, description=description), image),
+        sha256=_sha256(file.stem, dataclasses.replace(document, description=description), image, found),
         positions=positions,
+        sources=dict(found.digests),
         warnings=tuple(found.warnings),
     )
 
@@ -93,10 +95,19 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
     return dataclasses.replace(image, ca=ca, secrets=secrets, pip=pip, copy=copy)
 
 
-def _sha256(name: str, document: Document, image: Image) -> str:
-    """Digest of the recipe's content: paths as written, the bytes of requirements files and certificates."""
+def _sha256(name: str, document: Document, image: Image, found: Collector) -> str:
+    """Digest of the recipe's content: paths as written, the bytes of requirements files and certificates.
+
+    `found` receives the digests of these files, and of what projects state.
+    """
     content = {"name": name, **dataclasses.asdict(document)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     for file in (*image.ca, *(step.requirements for step in image.pip if step.requirements is not None)):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+        one = hashlib.sha256(file.read_bytes())
+        found.digests[file] = one.hexdigest()
+        digest.update(one.digest())
+    for step in image.pip:
+        if step.project is not None:
+            stated = step.project / PYPROJECT
+            found.digests[stated] = hashlib.sha256(stated.read_bytes()).hexdigest()
     return digest.hexdigest()

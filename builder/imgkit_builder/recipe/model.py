@@ -163,6 +163,8 @@ class Recipe:
     """Digest of the resolved content: canonical JSON and requirements files, no positions or comments."""
     positions: Mapping[KeyPath, Position]
     """Position of every value that a file states; defaults have none."""
+    sources: Mapping[Path, str] = field(default_factory=dict)
+    """The sha256 of every file that decided on these values, as it was read."""
     warnings: tuple[Problem, ...] = ()
     """Problems that do not stop a build but deserve a look, for example a secret in ``env``."""
 

@@ -82,6 +82,8 @@ class Collector:
     warnings: list[Problem] = field(default_factory=list)
     lines: dict[Path, list[str]] = field(default_factory=dict)
     """Source lines of the files read so far."""
+    digests: dict[Path, str] = field(default_factory=dict)
+    """The sha256 of each file read so far."""
 
     def error(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
         """Add a problem that makes the recipe unusable."""

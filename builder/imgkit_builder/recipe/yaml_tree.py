@@ -6,6 +6,7 @@ code, and a scalar keeps its text: a constructor would turn ``24.10`` into the n
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -166,6 +167,7 @@ def _read(file: Path, start: Position, found: Collector) -> str | None:
             found.error(start, (), f"larger than {MAX_BYTES >> 20} MiB", "is this a recipe?")
             return None
         data = file.read_bytes()
+        found.digests[file] = hashlib.sha256(data).hexdigest()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         found.error(start, (), f"cannot be read: {reason}")

@@ -16,6 +16,8 @@ from imgkit_entrypoints.arguments import digits
 _UNLIMITED_V1 = 1 << 60
 """cgroup v1 writes a huge page-rounded number where there is no limit."""
 _LEAST_MEMORY_BYTES = 128 << 20
+_MOST_MEMORY_BYTES = 512 << 20
+"""More makes no difference to its speed, and imgkit and mksquashfs together stay below 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +29,14 @@ class Limits:
     """Limit of the control group; None if it sets none."""
 
     @property
-    def mksquashfs_memory_mib(self) -> int | None:
-        """A quarter of the limit, in MiB: the share of a machine that mksquashfs takes by default."""
-        if self.memory_bytes is None:
-            return None
-        return max(self.memory_bytes // 4, _LEAST_MEMORY_BYTES) >> 20
+    def mksquashfs_memory_mib(self) -> int:
+        """What its buffers may take, in MiB: a quarter of the limit, and no more than is of use."""
+        share = _MOST_MEMORY_BYTES if self.memory_bytes is None else self.memory_bytes // 4
+        return min(max(share, _LEAST_MEMORY_BYTES), _MOST_MEMORY_BYTES) >> 20
 
     def mksquashfs_options(self) -> tuple[str, ...]:
-        """``-processors N [-mem MM]``."""
-        options = ["-processors", str(self.processors)]
-        if self.mksquashfs_memory_mib is not None:
-            options += ["-mem", f"{self.mksquashfs_memory_mib}M"]
-        return tuple(options)
+        """``-processors N -mem MM``."""
+        return ("-processors", str(self.processors), "-mem", f"{self.mksquashfs_memory_mib}M")
 
 
 def gather(root: Path = Path("/")) -> Limits:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 from imgkit_builder.archive import compressed, stored, tar_entry
 from imgkit_builder.archive.compressed import Allowance
@@ -58,31 +57,32 @@ def stored_image(job: ConversionJob, source: Source) -> Iterator[StoredImage]:
     if isinstance(source, OciFolder) or (isinstance(source, Archive) and not is_spooled(source, "stream")):
         yield stored.open_image(source.path, limits=job.options.limits)
         return
-    spool = job.work.folder / "spool.tar"
+    path, where = job.work.folder / "spool.tar", name_of(source)
+    expected = source.size_bytes if isinstance(source, EngineImage) else None
+    with _plain(job, source) as chunks:
+        digests = stored.spool(
+            chunks, path, where=where, advance=lambda done: job.clock.advance(done, expected)
+        )
+    yield stored.open_image(path, limits=job.options.limits, where=where, digests=digests)
+    path.unlink()
+
+
+@contextlib.contextmanager
+def _plain(job: ConversionJob, source: Source) -> Iterator[Iterator[bytes]]:
+    """Yield the plain bytes of what has to be spooled."""
     if isinstance(source, EngineImage):
         job.clock.stage(f"save {source.name} from the engine")
-        with source.save() as chunks, spool.open("wb") as out:
-            _copy(job, chunks, out, source.size_bytes)
+        with source.save() as chunks:
+            yield chunks
     elif isinstance(source, Piped):
         job.clock.stage("read standard input")
-        with contextlib.closing(source.chunks()) as plain, spool.open("wb") as out:
-            _copy(job, plain, out, None)
+        with contextlib.closing(source.chunks()) as plain:
+            yield plain
     elif isinstance(source, Archive):
         job.clock.stage(f"decompress {source.path.name}")
         allowance = Allowance(source.path.stat().st_size, str(source.path), job.options.unpack_limit_bytes)
-        plain = compressed.chunks(source.path, allowance=allowance)
-        with contextlib.closing(plain), spool.open("wb") as out:
-            _copy(job, plain, out, None)
-    yield stored.open_image(spool, limits=job.options.limits, where=name_of(source))
-    spool.unlink()
-
-
-def _copy(job: ConversionJob, chunks: Iterator[bytes], out: IO[bytes], expected_bytes: int | None) -> None:
-    done = 0
-    for chunk in chunks:
-        out.write(chunk)
-        done += len(chunk)
-        job.clock.advance(done, expected_bytes)
+        with contextlib.closing(compressed.chunks(source.path, allowance=allowance)) as plain:
+            yield plain
 
 
 def make(job: ConversionJob, image: StoredImage) -> None:

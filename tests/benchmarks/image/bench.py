@@ -1,14 +1,15 @@
 """Speed of the image line against what a user would type by hand; prints tables for docs/benchmarks.md.
 
-    python tests/benchmarks/image/bench.py [--base REF] [--repeat N] [--work DIR] [PART ...]
+    python tests/benchmarks/image/bench.py [--base REF] [--repeat N] [--work DIR] [--json FILE] [PART ...]
 
-Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif archive
-squash build rebuild save startup.
+Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif archive memory
+files squash build rebuild save startup. All of them take about 40 minutes with --repeat 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -17,16 +18,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from archives import many_files, with_packed_layers
 from measure import Side, alternate, ratio, spread
 
-PARTS = ("sif", "archive", "squash", "build", "rebuild", "save", "startup")
+PARTS = ("sif", "archive", "memory", "files", "squash", "build", "rebuild", "save", "startup")
 RECIPE = "mn5"
 TAG = "imgkit-bench:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
 ZSTD3 = ("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K")
+MANY_FILES = 1_000_000
+
+PEAKS = """
+import atexit, json, resource, sys
+def tell(name):
+    both = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    json.dump([resource.getrusage(who).ru_maxrss / 1024 for who in both], open(name, "w"))
+atexit.register(tell, sys.argv.pop(1))
+from imgkit_builder.cli.app import main
+main()
+"""
+"""Runs imgkit, and writes the largest sizes in MiB of itself and of a child to a file."""
 
 
 def main() -> None:
@@ -37,17 +53,23 @@ def main() -> None:
     parser.add_argument("--base", default="imgkit.local/standin:24.03")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--work", type=Path, help="scratch folder (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run to FILE")
     parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    print(machine())
+    about = machine()
+    print(about)
     run(*IMGKIT, "build", RECIPE, "--base", options.base, "--tag", TAG, "--no-test")
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         bench = Bench(Path(folder), options.base, options.repeat)
         for part in options.parts or PARTS:
             print(f"\n### {part}\n", flush=True)
-            getattr(bench, part)()
+            bench.found[part] = {}
+            getattr(bench, part)(bench.found[part])
+            if options.json:
+                content = {"schema": 1, "machine": about, "base": options.base, "parts": bench.found}
+                options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def run(*command: str) -> str:
@@ -69,12 +91,13 @@ def machine() -> str:
 
 
 class Bench:
-    """The parts, each printing its own table."""
+    """The parts, each printing its own table; `found` has every run for ``--json``."""
 
     def __init__(self, folder: Path, base: str, repeat: int) -> None:
         self.folder, self.base, self.repeat = folder, base, repeat
+        self.found: dict[str, dict[str, Any]] = {}
 
-    def table(self, sides: list[Side], *, against: int = 0, warmup: int = 0) -> dict[str, list[float]]:
+    def table(self, kept: dict[str, Any], sides: list[Side], *, against: int = 0, warmup: int = 0) -> None:
         """Run `sides` in alternation; ratios are of the side `against` to each."""
         runs = alternate(sides, self.repeat, warmup=warmup)
         wall = {name: [item.wall_s for item in done] for name, done in runs.items()}
@@ -82,6 +105,7 @@ class Bench:
         print("| way | wall s | CPU s | largest process MiB | times as fast |\n|---|---|---|---|---|")
         for side in sides:
             done = runs[side.name]
+            kept[side.name] = [dataclasses.asdict(item) for item in done]
             cells = (
                 spread(wall[side.name]),
                 spread([item.cpu_s for item in done]),
@@ -89,51 +113,45 @@ class Bench:
                 ratio(first, wall[side.name]),
             )
             print(f"| {side.name} | {' | '.join(cells)} |", flush=True)
-        return {name: [item.cpu_s for item in done] for name, done in runs.items()}
 
     def clean(self) -> None:
         """Empty the scratch folder, so that no side finds another's files."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def sif(self) -> None:
+    def floor(self, before: Callable[[], None]) -> Side:
+        """The engine's export piped into mksquashfs: no check, no record, no .sif."""
+        # The names come from this file: no user text gets into this shell.
+        squashing = f"mksquashfs - {self.folder}/x.sqfs -tar {' '.join(ZSTD3)} -noappend -quiet"
+        command = f"c=$(docker create {TAG} true) && docker export $c | {squashing} && docker rm $c"
+        name = "floor: docker export, mksquashfs -tar"
+        return Side(name=name, commands=(("bash", "-c", f"set -o pipefail; {command}"),), before=before)
+
+    def sif(self, kept: dict[str, Any]) -> None:
         """Image to .sif: the tutorial's two commands, ours by default, the fast path, and its floor."""
-        tar, sif, squash = (str(self.folder / name) for name in ("x.tar", "x.sif", "x.sqfs"))
+        tar, sif = str(self.folder / "x.tar"), str(self.folder / "x.sif")
         env = {"APPTAINER_CACHEDIR": f"{self.folder}/cache", "SINGULARITY_CACHEDIR": f"{self.folder}/cache"}
         env |= {"APPTAINER_TMPDIR": str(self.folder), "SINGULARITY_TMPDIR": str(self.folder)}
-        # The names come from this file: no user text gets into this shell.
-        squashing = f"mksquashfs - {squash} -tar {' '.join(ZSTD3)} -quiet"
-        floor = f"c=$(docker create {TAG} true) && docker export $c | {squashing}"
-        self.table(
-            [
-                Side(
-                    name="docker save + singularity build docker-archive:",
-                    commands=(
-                        ("docker", "save", TAG, "-o", tar),
-                        ("singularity", "build", sif, f"docker-archive:{tar}"),
-                    ),
-                    before=self.clean,
-                    env=env,
-                ),
-                Side(
-                    name="imgkit save + imgkit sif",
-                    commands=((*IMGKIT, "save", TAG, "-o", tar), (*IMGKIT, "sif", tar, "-o", sif)),
-                    before=self.clean,
-                    env=env,
-                ),
-                Side(
-                    name="imgkit sif --from daemon",
-                    commands=((*IMGKIT, "sif", TAG, "--from", "daemon", "-o", sif),),
-                    before=self.clean,
-                    env=env,
-                ),
-                Side(
-                    name="floor: docker export, mksquashfs -tar",
-                    commands=(("bash", "-c", f"set -o pipefail; {floor} && docker rm $c"),),
-                    before=self.clean,
-                ),
-            ]
-        )
+
+        def tutorial(name: str, *options: str) -> Side:
+            save = ("docker", "save", TAG, "-o", tar)
+            convert = ("singularity", "build", *options, sif, f"docker-archive:{tar}")
+            return Side(name=name, commands=(save, convert), before=self.clean, env=env)
+
+        def ours(name: str, *commands: tuple[str, ...]) -> Side:
+            words = tuple((*IMGKIT, *command) for command in commands)
+            return Side(name=name, commands=words, before=self.clean, env=env)
+
+        sides = [
+            tutorial("docker save + singularity build docker-archive:"),
+            ours("imgkit save + imgkit sif", ("save", TAG, "-o", tar), ("sif", tar, "-o", sif)),
+            ours("imgkit sif --from daemon", ("sif", TAG, "--from", "daemon", "-o", sif)),
+            self.floor(self.clean),
+        ]
+        if "--mksquashfs-args" in run("singularity", "build", "--help"):
+            args = ("--mksquashfs-args", " ".join(ZSTD3))
+            sides.insert(1, tutorial("the tutorial's two steps, with zstd level 3", *args))
+        self.table(kept, sides)
         for way, source in (("imgkit sif of an archive", tar), ("imgkit sif --from daemon", TAG)):
             self.clean()
             if source == tar:
@@ -144,31 +162,58 @@ class Bench:
                 f"\nstages of {way}: " + ", ".join(f"{name} {float(s):.2f} s" for name, s in stages.items())
             )
 
-    def archive(self) -> None:
-        """An archive to .sif, plain and with gzip layers, against the floor that has no archive."""
-        tar, packed, sif, squash = (str(self.folder / f"x.{end}") for end in ("tar", "tar.gz", "sif", "sqfs"))
-        run(*IMGKIT, "save", TAG, "-o", tar)
-        run(*IMGKIT, "save", TAG, "-o", packed, "--compress", "gzip")
-        squashing = f"mksquashfs - {squash} -tar {' '.join(ZSTD3)} -noappend -quiet"
-        floor = f"c=$(docker create {TAG} true) && docker export $c | {squashing}"
+    def archives(self) -> dict[str, Path]:
+        """An archive of the image: plain, compressed as a whole, and with compressed layers."""
+        self.clean()
+        found = {"plain": self.folder / "x.tar", "gzip": self.folder / "x.tar.gz"}
+        run(*IMGKIT, "save", TAG, "-o", str(found["plain"]))
+        run(*IMGKIT, "save", TAG, "-o", str(found["gzip"]), "--compress", "gzip")
+        found["gzip layers"] = self.folder / "layers.tar"
+        with_packed_layers(found["plain"], found["gzip layers"])
+        return found
+
+    def archive(self, kept: dict[str, Any]) -> None:
+        """Archives to .sif against the floor, which has no archive."""
+        sif = self.folder / "x.sif"
 
         def fresh() -> None:
-            for path in (sif, squash):
-                Path(path).unlink(missing_ok=True)
+            for path in (sif, self.folder / "x.sqfs"):
+                path.unlink(missing_ok=True)
 
         sides = [
             Side(
-                name="floor: docker export, mksquashfs -tar",
-                commands=(("bash", "-c", f"set -o pipefail; {floor} && docker rm $c"),),
+                name=f"imgkit sif, {name}",
+                commands=((*IMGKIT, "sif", str(path), "-o", str(sif), "--no-test"),),
                 before=fresh,
             )
+            for name, path in self.archives().items()
         ]
-        for name, source in (("imgkit sif of an archive", tar), ("of a gzip archive", packed)):
-            command = (*IMGKIT, "sif", source, "-o", sif, "--no-test")
-            sides.append(Side(name=name, commands=(command,), before=fresh))
-        self.table(sides)
+        self.table(kept, [self.floor(fresh), *sides], warmup=1)
 
-    def squash(self) -> None:
+    def memory(self, kept: dict[str, Any]) -> None:
+        """Largest sizes of imgkit and mksquashfs, each at its own moment: the sum is an upper limit."""
+        print("| source | imgkit MiB | mksquashfs MiB | sum |\n|---|---|---|---|")
+        for name, path in self.archives().items():
+            self.peaks(kept, name, path)
+
+    def files(self, kept: dict[str, Any]) -> None:
+        """The same for an archive of very many small files."""
+        self.clean()
+        path = self.folder / "many.tar"
+        many_files(path, MANY_FILES)
+        print("| source | imgkit MiB | mksquashfs MiB | sum |\n|---|---|---|---|")
+        self.peaks(kept, f"{MANY_FILES} files", path)
+
+    def peaks(self, kept: dict[str, Any], name: str, path: Path) -> None:
+        """Convert `path` once, and print a row."""
+        told = self.folder / "peaks.json"
+        target = ("-o", str(self.folder / "x.sif"), "--no-test", "--force")
+        run(sys.executable, "-c", PEAKS, str(told), "sif", str(path), *target)
+        own, child = json.loads(told.read_text())
+        kept[name] = {"imgkit_MiB": own, "child_MiB": child}
+        print(f"| {name} | {own:.0f} | {child:.0f} | {own + child:.0f} |", flush=True)
+
+    def squash(self, kept: dict[str, Any]) -> None:
         """The squash step alone: the runtime's default against zstd level 3."""
         self.clean()
         root = self.folder / "root"
@@ -200,33 +245,41 @@ class Bench:
             sizes[name] = Path(out).stat().st_size
         print("| compressor | CPU s | MB |\n|---|---|---|")
         for name, seconds in cpu.items():
+            kept[name] = {"cpu_s": seconds, "size_bytes": sizes[name]}
             print(f"| {name} | {spread(seconds)} | {sizes[name] / 1e6:.1f} |")
         first, second = cpu.values()
         print(f"\nCPU ratio {statistics.median(first) / statistics.median(second):.1f}", end="")
         print(f", size ratio {sizes['zstd level 3'] / sizes['default (gzip 9)']:.3f}")
 
-    def build(self) -> None:
-        """A build with everything cached, against the docker client's own build of the same context."""
+    def build(self, kept: dict[str, Any]) -> None:
+        """An unchanged recipe, and the same with the engine asked for each step, against docker build."""
         self.clean()
-        context, tar = self.folder / "context", str(self.folder / "context.tar")
+        context, tar, cache = self.folder / "context", str(self.folder / "context.tar"), self.folder / "cache"
         context.mkdir()
         run(*IMGKIT, "render", RECIPE, "--base", self.base, "--context", tar, "-o", str(self.folder / "x"))
         run("tar", "-x", "-C", str(context), "-f", tar)
         ours = (*IMGKIT, "build", RECIPE, "--base", self.base, "--tag", TAG, "--no-test")
         self.table(
+            kept,
             [
                 Side(
                     name="docker build",
                     commands=(("docker", "build", "-t", "imgkit-bench:cli", str(context)),),
                     env={"DOCKER_BUILDKIT": "0"},
                 ),
-                Side(name="imgkit build", commands=(ours,)),
+                Side(name="imgkit build, nothing changed", commands=(ours,)),
+                Side(
+                    name="imgkit build, every step cached by the engine",
+                    commands=(ours,),
+                    before=lambda: shutil.rmtree(cache / "imgkit" / "unchanged", ignore_errors=True),
+                    env={"XDG_CACHE_HOME": str(cache)},
+                ),
             ],
             warmup=1,
         )
         run("docker", "rmi", "imgkit-bench:cli")
 
-    def rebuild(self) -> None:
+    def rebuild(self, kept: dict[str, Any]) -> None:
         """What a change of entry-point code alone re-runs, in bytes of new layers."""
         history = json.loads(run("docker", "image", "inspect", TAG))[0]["RootFS"]["Layers"]
         self.clean()
@@ -247,15 +300,17 @@ class Bench:
         ).split()
         real = [int(size) for size in sizes if int(size)]
         new = sum(real[: len(edited) - shared])
+        kept.update({"layers_kept": shared, "layers": len(edited), "new_bytes": new})
         print(
             f"{shared} of {len(edited)} layers kept, the other {len(edited) - shared} hold {new / 1e3:.1f} kB"
         )
         run("docker", "rmi", "imgkit-bench:edited")
 
-    def save(self) -> None:
+    def save(self, kept: dict[str, Any]) -> None:
         """The archive, against raw ``docker save``."""
         tar = str(self.folder / "x.tar")
         self.table(
+            kept,
             [
                 Side(name="docker save", commands=(("docker", "save", TAG, "-o", tar),), before=self.clean),
                 Side(name="imgkit save", commands=((*IMGKIT, "save", TAG, "-o", tar),), before=self.clean),
@@ -263,12 +318,13 @@ class Bench:
             warmup=1,
         )
 
-    def startup(self) -> None:
+    def startup(self, kept: dict[str, Any]) -> None:
         """What every command costs before it does anything."""
         many = max(self.repeat, 10)
         for words in (("--help",), ("sif", "--help"), ("render", RECIPE)):
             runs = alternate([Side(name="imgkit " + " ".join(words), commands=((*IMGKIT, *words),))], many)
             for name, done in runs.items():
+                kept[name] = [dataclasses.asdict(item) for item in done]
                 print(f"* `{name}`: CPU {spread([item.cpu_s * 1000 for item in done], 0)} ms", flush=True)
 
 

@@ -185,7 +185,7 @@ def test_project_brings_its_dependencies_first(make_recipe: MakeRecipe, tmp_path
         "project/0/src",
         "project/0/src/mine.py",
     ]
-    assert packed.left_out == ("run.log",)
+    assert packed.code.left_out == ("run.log",)
 
 
 def test_project_without_pyproject_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) 
     assert caught.value.where == "mine.yaml:7"
     (code / ".dockerignore").write_text("weights.bin\n")
     packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", large=False)
-    assert packed.left_out == ("weights.bin",)
+    assert packed.code.left_out == ("weights.bin",)
 
 
 class Bytes(Silent):

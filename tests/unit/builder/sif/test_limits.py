@@ -40,7 +40,7 @@ def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
     )
     limits = gather(root)
     assert limits == Limits(processors=4, memory_bytes=32 << 30)
-    assert limits.mksquashfs_options() == ("-processors", "4", "-mem", "8192M")
+    assert limits.mksquashfs_options() == ("-processors", "4", "-mem", "512M")
 
 
 def test_v1_limits_read(tmp_path: Path) -> None:
@@ -73,6 +73,14 @@ def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
 def test_odd_quota_is_no_limit(tmp_path: Path, text: str) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": text})
     assert gather(root).processors == 64
+
+
+def test_machine_without_limits_keeps_memory_small() -> None:
+    assert Limits(processors=1, memory_bytes=None).mksquashfs_options()[-1] == "512M"
+
+
+def test_job_gives_mksquashfs_a_quarter() -> None:
+    assert Limits(processors=1, memory_bytes=1 << 30).mksquashfs_options()[-1] == "256M"
 
 
 def test_small_memory_has_a_floor() -> None:
