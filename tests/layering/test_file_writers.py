@@ -16,8 +16,8 @@ TEMPLATES = ROOT / "recipes/imgkit_recipes/templates/job"
 PRIVATE = "in a folder that this process has just made with mode 0700"
 REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/archive/oci_folder.py": PRIVATE,
+    "builder/imgkit_builder/archive/stored.py": PRIVATE,
     "builder/imgkit_builder/sif/runtime_build.py": PRIVATE,
-    "builder/imgkit_builder/sif/stream.py": PRIVATE,
     "builder/imgkit_builder/sif/write.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/supervisor.py": PRIVATE,
     "builder/imgkit_builder/signing/keys.py": PRIVATE,

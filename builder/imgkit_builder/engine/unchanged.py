@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import imgkit_builder
 import imgkit_entrypoints
 import imgkit_recipes
 from imgkit_builder.base import files
@@ -227,8 +226,9 @@ def _sha256(path: Path) -> str:
 def _own_state() -> str:
     """Digest of what renders and packs: imgkit's files by size and times, Python, and what is installed."""
     found = hashlib.sha256(sys.version.encode())
-    for package in (imgkit_builder, imgkit_entrypoints, imgkit_recipes):
-        for name, status in sorted(_files(package.__path__[0])):
+    builder = str(Path(__file__).parents[1])
+    for package in (builder, imgkit_entrypoints.__path__[0], imgkit_recipes.__path__[0]):
+        for name, status in sorted(_files(package)):
             found.update(f"{name}\0{status}\0".encode("utf-8", "surrogateescape"))
     for folder in map(Path, sys.path):
         # Installing, upgrading or removing a package changes its time.
