@@ -12,18 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from imgkit_builder.archive.tar_header import (
+    AUFS,
     BLOCK,
     CHARACTER,
     DIRECTORY,
     FIFO,
     HARD_LINK,
+    OPAQUE,
     REGULAR,
     SYMLINK,
+    WHITEOUT,
     Member,
 )
 from imgkit_entrypoints.errors import CheckFailed
 
-_WHITEOUT, _OPAQUE, _AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
 _MOST_HOPS = 255
 _MOST_NAME_BYTES = 255
 _MOST_PATH_BYTES = 4095
@@ -140,11 +142,11 @@ class LayerTree:
     def _add(self, parts: list[str], member: Member, number: int) -> None:
         name = parts[-1]
         found, missing = self._walk(parts[:-1], member.name)
-        if name == _WHITEOUT:
+        if name == WHITEOUT:
             raise self._refused(member, "a whiteout without a name")
-        if name.startswith(_WHITEOUT):
-            if not missing and (name == _OPAQUE or not name.startswith(_AUFS)):
-                self._white_out(found[-1][1], "" if name == _OPAQUE else name.removeprefix(_WHITEOUT))
+        if name.startswith(WHITEOUT):
+            if not missing and (name == OPAQUE or not name.startswith(AUFS)):
+                self._white_out(found[-1][1], "" if name == OPAQUE else name.removeprefix(WHITEOUT))
             return
         node: _Node
         if member.kind == HARD_LINK:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 BLOCK_BYTES = 512
 REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO = (b"%d" % kind for kind in range(7))
 GNU_SPARSE = b"S"
+WHITEOUT, OPAQUE, AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
+"""How the names of layers' marks begin: a deleted path, a folder emptied, something of AUFS's own."""
 XATTR = "SCHILY.xattr."
 """Start of the names of pax records that hold extended attributes."""
 

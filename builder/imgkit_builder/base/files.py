@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from imgkit_entrypoints.files import (
     FULL,
@@ -38,6 +41,7 @@ __all__ = (
     "put",
     "read_own",
     "remove",
+    "sha256",
     "state_dir",
     "sync",
     "temporary_name",
@@ -45,6 +49,25 @@ __all__ = (
     "write_cache",
     "writing",
 )
+
+_CHUNK_BYTES = 1 << 20
+
+
+def sha256(
+    stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
+) -> str:
+    """Hex digest of `size_bytes` of `stream` from byte `start` on, or of fewer where the stream ends before.
+
+    `advance` gets the bytes done and `size_bytes`.
+    """
+    digest, done = hashlib.sha256(), 0
+    stream.seek(start)
+    while chunk := stream.read(max(0, min(_CHUNK_BYTES, size_bytes - done))):
+        digest.update(chunk)
+        done += len(chunk)
+        if advance:
+            advance(done, size_bytes)
+    return digest.hexdigest()
 
 
 def state_dir() -> Path:

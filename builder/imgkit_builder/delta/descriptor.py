@@ -15,7 +15,6 @@ A delta file is a squashfs that a runtime can mount as it is; a mount ignores th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -36,7 +35,6 @@ INSIDE = delta_check.DELTA_JSON.lstrip("/")
 _MARK = b"IMGDELTA"
 _END = struct.Struct("<Q8s")
 _MAX_BYTES = 1 << 20
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +141,8 @@ def sha256(
     path: Path, delta: Delta, *, start: int = 0, advance: Callable[[int, int | None], None] = lambda *_: None
 ) -> str:
     """Hex digest of the squashfs of `delta`, which starts at byte `start` of `path`."""
-    digest, done = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(start)
-        while chunk := stream.read(min(_CHUNK_BYTES, delta.size_bytes - done)):
-            digest.update(chunk)
-            done += len(chunk)
-            advance(done, delta.size_bytes)
-    return digest.hexdigest()
+    with path.open("rb") as stream:
+        return files.sha256(stream, start, delta.size_bytes, advance=advance)
 
 
 def stack(path: Path) -> Stack:

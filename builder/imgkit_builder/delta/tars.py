@@ -10,13 +10,16 @@ from pathlib import Path
 
 from imgkit_builder.archive import tarstream
 from imgkit_builder.archive.tar_header import (
+    AUFS,
     BLOCK,
     CHARACTER,
     DIRECTORY,
     FIFO,
     HARD_LINK,
+    OPAQUE,
     REGULAR,
     SYMLINK,
+    WHITEOUT,
     Member,
     Sparse,
 )
@@ -25,7 +28,6 @@ from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
 from imgkit_entrypoints.errors import CheckFailed
 
 CHUNK_BYTES = 1 << 20
-_WHITEOUT, _OPAQUE, _AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
 _IMPLIED_MODE = 0o755
 _MOST_LINKS = 40
 """Hard links that lead from one to the next; a circle of them has no end."""
@@ -85,11 +87,11 @@ class Tar:
         for member in tarstream.headers(self.path):
             path = self._inside(member.name)
             folder, _, name = path.rpartition("/")
-            if name == _OPAQUE:
+            if name == OPAQUE:
                 opaque.add(folder)
-            elif name.startswith(_AUFS):
+            elif name.startswith(AUFS):
                 continue
-            elif name.startswith(_WHITEOUT):
+            elif name.startswith(WHITEOUT):
                 gone.add(join(folder, self._deleted(name)))
             elif path:
                 members[path] = member
@@ -113,7 +115,7 @@ class Tar:
         return path
 
     def _deleted(self, name: str) -> str:
-        deleted = name.removeprefix(_WHITEOUT)
+        deleted = name.removeprefix(WHITEOUT)
         if deleted in ("", ".", ".."):
             raise CheckFailed(f"the whiteout {name!r} deletes no file", where=str(self.path))
         return deleted

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from imgkit_builder.base import files
 from imgkit_builder.sif import image, table
 from imgkit_builder.sif.image import IMGKIT_OBJECT, DataType, Descriptor, ImgkitRecord
 from imgkit_builder.sif.table import DESCRIPTOR, GROUP, HEADER, Entry, NewObject, SifTable
@@ -38,7 +39,6 @@ NAME = "imgkit-coverage"
 SCHEMA = 1
 _UNCOVERED_VERSION = "0.1."
 _HEX = "0" * 64
-_CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 4 << 20
 _PAGE_BYTES = 4096
 
@@ -273,7 +273,7 @@ def _header(found: SifTable) -> str:
 
 
 def _data(stream: BinaryIO, one: Entry, known: Mapping[int, str]) -> str:
-    return known.get(one.id) or _range(stream, one.offset, one.end)
+    return known.get(one.id) or files.sha256(stream, one.offset, one.end - one.offset)
 
 
 def _gaps(stream: BinaryIO, found: SifTable, objects: Iterable[Entry], end: int) -> str:
@@ -286,17 +286,8 @@ def _gaps(stream: BinaryIO, found: SifTable, objects: Iterable[Entry], end: int)
     digest, at = hashlib.sha256(), 0
     for start, stop in sorted([*taken, *((one.offset, one.end) for one in objects), (end, end)]):
         if at < start:
-            digest.update(f"{at} {start} {_range(stream, at, start)}\n".encode())
+            digest.update(f"{at} {start} {files.sha256(stream, at, start - at)}\n".encode())
         at = max(at, stop)
-    return digest.hexdigest()
-
-
-def _range(stream: BinaryIO, start: int, end: int) -> str:
-    digest = hashlib.sha256()
-    stream.seek(start)
-    while start < end and (chunk := stream.read(min(_CHUNK_BYTES, end - start))):
-        digest.update(chunk)
-        start += len(chunk)
     return digest.hexdigest()
 
 

@@ -19,7 +19,6 @@ The format is that of https://github.com/apptainer/sif (pkg/sif). All integers a
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
+from imgkit_builder.base import files
 from imgkit_builder.sif import table
 from imgkit_builder.sif.table import MAGIC, MAGIC_OFFSET, Entry
 from imgkit_entrypoints import json_text
@@ -43,7 +43,6 @@ PARTITION_ALIGN_BYTES = 4096
 """A runtime mounts a partition only at such a place."""
 _SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
 _SQUASHFS_MAGIC = b"hsqs"
-_CHUNK_BYTES = 1 << 20
 _MAX_JSON_BYTES = 4 << 20
 
 ARCHS: tuple[str, ...] = (
@@ -308,15 +307,7 @@ def root_sha256(path: Path, *, advance: Callable[[int, int | None], None] | None
     root = read(path).root
     if root is None:
         raise CheckFailed("the .sif has no root partition", where=str(path))
-    digest, done = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(root.offset)
-        while done < root.size_bytes:
-            chunk = stream.read(min(_CHUNK_BYTES, root.size_bytes - done))
-            if not chunk:
-                raise CheckFailed("cut short within its root partition", where=str(path))
-            digest.update(chunk)
-            done += len(chunk)
-            if advance:
-                advance(done, root.size_bytes)
-    return digest.hexdigest()
+    if path.stat().st_size < root.offset + root.size_bytes:
+        raise CheckFailed("cut short within its root partition", where=str(path))
+    with path.open("rb") as stream:
+        return files.sha256(stream, root.offset, root.size_bytes, advance=advance)

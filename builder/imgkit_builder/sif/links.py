@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from imgkit_builder.archive import tarstream
-from imgkit_builder.archive.tar_header import HARD_LINK, SYMLINK, Member
+from imgkit_builder.archive.tar_header import AUFS, HARD_LINK, OPAQUE, SYMLINK, WHITEOUT, Member
 from imgkit_builder.sif.own_files import META
 from imgkit_entrypoints.errors import CheckFailed
 
 _FOLDERS = ("dev", "etc", "proc", "sys", "var")
 _FILES = ("etc/hosts", "etc/resolv.conf")
 _SPECIAL = {b"3": "a device", b"4": "a device", b"6": "a FIFO"}
-_WHITEOUT, _OPAQUE, _AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
 _MOST_HOPS = 255
 
 
@@ -66,11 +65,11 @@ class ImageLinks:
         folder, _, name = path.rpartition("/")
         folder = self._within(folder)
         path = f"{folder}/{name}" if folder else name
-        if name == _OPAQUE:
+        if name == OPAQUE:
             self._remove(folder, below=self._layer)
-        elif name.startswith(_WHITEOUT):
-            if not name.startswith(_AUFS):
-                self._remove(path.removesuffix(name) + name.removeprefix(_WHITEOUT))
+        elif name.startswith(WHITEOUT):
+            if not name.startswith(AUFS):
+                self._remove(path.removesuffix(name) + name.removeprefix(WHITEOUT))
         elif member.kind == HARD_LINK:
             target = posixpath.normpath(f"/{member.link}").lstrip("/")
             above, _, last = target.rpartition("/")

@@ -25,7 +25,7 @@ def variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
-    folder = _folder(env)
+    folder = None if any(name in env for name in PLACES) else _folder(env)
     place = str(folder / f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-") if folder else ""
     version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
     found = {
@@ -37,7 +37,7 @@ def variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]
         found[PLACES[0]] = place
     else:
         found |= {PLACES[1]: place, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    if not place or any(name in env for name in PLACES):
+    if not place:
         found = {name: value for name, value in found.items() if name not in PLACES}
     return {name: value for name, value in found.items() if name not in env}
 

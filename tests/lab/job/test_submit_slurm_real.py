@@ -292,7 +292,7 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     assert f"imgkit: squeue --jobs={job}" in shown.stderr
     assert site.imgkit("cancel", job).returncode == 0
     site.until(lambda: not site.queued(job), job)
-    site.until(lambda: not site.processes("node1", "node2"), job)
+    until(lambda: not site.processes("node1", "node2"), told=lambda: str(site.processes("node1", "node2")))
     assert "requeued" not in site.told(job)
 
 

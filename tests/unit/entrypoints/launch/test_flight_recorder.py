@@ -6,6 +6,7 @@ The workers are fakes that leave a file as torch does when a collective has time
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def test_older_torch_has_the_older_names() -> None:
     assert not [name for name in new if "TRACE" in name or "DEBUG" in name]  # new versions warn of these
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = {
         "IMGKIT_DEVICE": "cuda",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     assert flight_recorder.variables(own, "2.13", "7") == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert list(tmp_path.iterdir()) == []  # no folder is made for files that go elsewhere

@@ -38,10 +38,7 @@ roll.close()
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "RETRY_S", 0.02)
     monkeypatch.setattr(probe, "STEP_S", 0.3)
-    for module in (session, gather):
-        monkeypatch.setattr(module, "LINGER_S", 0.1)
 
 
 @pytest.fixture

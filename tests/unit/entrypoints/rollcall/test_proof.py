@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
+from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, stranger
 
-from imgkit_entrypoints.rollcall import gather, session
+from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.messages import AllDone, Lost, StopAsked
 from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
@@ -22,19 +22,6 @@ from imgkit_entrypoints.schedulers.placement import Placement, job_port
 SECRET, OTHER = os.urandom(32), os.urandom(32)
 CALL = b"imgkit-call 1 " + b"00" * 16 + b"\n"
 ANSWER = re.compile(rb"imgkit-head [0-9a-f]{32} [0-9a-f]{64}\n")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "RETRY_S", 0.02)
-    monkeypatch.setattr(session, "BEAT_S", 0.1)
-    for module in (session, gather):
-        monkeypatch.setattr(module, "LINGER_S", 0.1)
-
-
-@pytest.fixture
-def place() -> Placement:
-    return placement()
 
 
 class Relay(threading.Thread):

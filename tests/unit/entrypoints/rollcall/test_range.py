@@ -9,7 +9,7 @@ import pytest
 from rollcall_nodes import CallThread, close, hear, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import gather, messages, probe, session
+from imgkit_entrypoints.rollcall import gather, messages, probe
 from imgkit_entrypoints.rollcall.messages import AllDone, Call, Caller, Failed, Lost, Offer
 from imgkit_entrypoints.rollcall.session import Roll
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -19,11 +19,7 @@ NEVER_S = 3600.0
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "RETRY_S", 0.02)
     monkeypatch.setattr(gather, "LAST_CALL_S", 0.5)
-    monkeypatch.setattr(session, "BEAT_S", 0.1)
-    for module in (session, gather):
-        monkeypatch.setattr(module, "LINGER_S", 0.1)
 
 
 @pytest.fixture

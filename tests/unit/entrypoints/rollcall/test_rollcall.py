@@ -11,26 +11,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, hear, meet, placement
+from rollcall_nodes import CallThread, close, hear, meet
 
-from imgkit_entrypoints.rollcall import gather, messages, ports, session
+from imgkit_entrypoints.rollcall import messages, ports, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.messages import AllDone, Failed, Identity, Lost, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, Roll
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "RETRY_S", 0.02)
-    monkeypatch.setattr(session, "BEAT_S", 0.1)
-    for module in (session, gather):
-        monkeypatch.setattr(module, "LINGER_S", 0.1)
-
-
-@pytest.fixture
-def place() -> Placement:
-    return placement()
 
 
 def quiet(rolls: list[Roll], seconds: float) -> list[list[Event]]:

@@ -48,14 +48,7 @@ PAYLOADS = (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "RETRY_S", 0.02)
-    monkeypatch.setattr(session, "BEAT_S", 0.1)
     monkeypatch.setattr(strangers, "PATIENCE_S", 1.0)
-
-
-@pytest.fixture
-def place() -> Placement:
-    return placement()
 
 
 @pytest.fixture(params=[None, SECRET], ids=["open", "secret"])

@@ -1,0 +1,22 @@
+"""A roll call between threads of one process, with short waits."""
+
+from __future__ import annotations
+
+import pytest
+from rollcall_nodes import placement
+
+from imgkit_entrypoints.rollcall import gather, session
+from imgkit_entrypoints.schedulers.placement import Placement
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "RETRY_S", 0.02)
+    monkeypatch.setattr(session, "BEAT_S", 0.1)
+    for module in (session, gather):
+        monkeypatch.setattr(module, "LINGER_S", 0.1)
+
+
+@pytest.fixture
+def place() -> Placement:
+    return placement()
