@@ -192,7 +192,7 @@ def shown(site: Site, job: str) -> str:
 
 
 def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
-    job = site.submit("--nodes", "2", "--", *COUNT, "100")
+    job = site.submit("--nodes", "2", "--", *COUNT, "200")
     stop = site.folder / f"runs/mn5-{job}/stop"
     site.until(lambda: "starts at 0" in site.told(job), job)
     stop.touch()
@@ -216,7 +216,7 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     start_again(site, job)
     site.until(lambda: not site.queued(job), job)
     assert f"starts at {saved[1]}\n" in site.told(job)
-    assert "finished at 100" in site.told(job)
+    assert "finished at 200" in site.told(job)
 
 
 def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
