@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import layer_reference
 from labkit import output
@@ -22,6 +22,8 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.config import parse_config
 from imgkit_builder.sif import convert, image, own_files
 from imgkit_builder.sif.options import Archive, Options
+
+Way = Literal["new", "tar2sqfs", "old", "runtime"]
 
 
 def archive(
@@ -47,14 +49,25 @@ def archive(
     return _tar([(_info(path, len(data)), data) for path, data in files.items()])
 
 
-def old_mksquashfs(folder: Path) -> dict[str, str]:
-    """Variables under which imgkit finds a mksquashfs that reads no tar, so that the runtime builds."""
-    program = folder / "old/mksquashfs"
-    program.parent.mkdir(exist_ok=True)
-    real = shutil.which("mksquashfs")
-    program.write_text(f'#!/bin/sh\ncase "$1" in -help*) exit 1; esac\nexec {real} "$@"\n')
-    program.chmod(0o755)
-    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+def only(way: Way, folder: Path) -> dict[str, str]:
+    """Variables under which imgkit finds no better way to a squashfs than this one, and no engine.
+
+    `old` stands in for mksquashfs 4.4: the one of this machine, whose help does not list ``-tar``.
+    """
+    programs = folder / f"only-{way}"
+    programs.mkdir(exist_ok=True)
+    real, useless = shutil.which("mksquashfs"), "#!/bin/sh\nexit 1\n"
+    shown = f'{real} "$1" 2>&1 | grep -v -e "^ *-tar";' if way == "old" else ""
+    # The runtime that builds runs it, too.
+    mksquashfs = f'#!/bin/sh\ncase "$1" in -help*) {shown} exit 1;; esac\nexec {real} "$@"\n'
+    scripts = {"mksquashfs": mksquashfs}
+    if way != "tar2sqfs":
+        scripts["tar2sqfs"] = useless
+    for name, text in scripts.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    programs.chmod(0o755)
+    return {"PATH": f"{programs}:{os.environ['PATH']}", "DOCKER_HOST": f"unix://{programs}/no.sock"}
 
 
 @functools.cache
@@ -67,7 +80,9 @@ def _warm() -> None:
         )
 
 
-def convert_as(uid: int, source: Path, target: Path, **options: Any) -> str:
+def convert_as(
+    uid: int, source: Path, target: Path, *, env: Mapping[str, str] | None = None, **options: Any
+) -> str:
     """Convert as another user, without running the result; returns an empty text or the error."""
     _warm()
     reading, writing = os.pipe()
@@ -78,6 +93,7 @@ def convert_as(uid: int, source: Path, target: Path, **options: Any) -> str:
                 os.setgroups([])
                 os.setgid(uid)
                 os.setuid(uid)
+            os.environ.update(env or {})
             os.environ["XDG_STATE_HOME"] = str(target.parent / "state")
             convert.convert(Archive(path=source), target, Options(test=False, **options), Silent())
             os._exit(0)

@@ -17,6 +17,7 @@ PRIVATE = "in a folder that this process has just made with mode 0700"
 REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/archive/oci_folder.py": PRIVATE,
     "builder/imgkit_builder/archive/stored.py": PRIVATE,
+    "builder/imgkit_builder/sif/plain_tree.py": PRIVATE,
     "builder/imgkit_builder/sif/runtime_build.py": PRIVATE,
     "builder/imgkit_builder/sif/write.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/supervisor.py": PRIVATE,

@@ -21,6 +21,7 @@ from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
 from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import CheckFailed
 
 _HEADER_BYTES = 64 << 10
@@ -190,7 +191,11 @@ def spool(
         def written() -> Iterator[bytes]:
             done = 0
             for chunk in chunks:
-                out.write(chunk)
+                try:
+                    out.write(chunk)
+                except OSError as error:
+                    said = f"{error.strerror}, after {size_text(done)} of the image, which is put there first"
+                    raise OSError(error.errno, said) from error
                 done += len(chunk)
                 advance(done)
                 yield chunk

@@ -25,6 +25,7 @@ from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 SUFFIXES: dict[Compress, str] = {"none": ".tar", "gzip": ".tar.gz", "zstd": ".tar.zst"}
@@ -114,7 +115,7 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise UsageError(
-            f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free",
+            f"{size_text(needed)} are needed and {size_text(free)} are free",
             where=str(target.parent),
             hint="give another place with -o" + (", or --compress zstd" if compress == "none" else ""),
         )

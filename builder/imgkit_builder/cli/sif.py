@@ -200,9 +200,10 @@ def _refuse_sif(path: Path) -> None:
 
 
 def _planned(source: Source, target: Path, options: Options) -> tuple[str, dict[str, Any]]:
-    from imgkit_builder.sif import convert
+    from imgkit_builder.sif import convert, plan
 
-    commands = convert.plan(source, target, options)
+    convert.check_target(target.absolute(), force=options.force)
+    commands = plan.commands(source, target.absolute(), options)
     data = {"schema": SCHEMA, "dry_run": True, "sif": str(target), "commands": list(commands)}
     return "\n".join(commands), data
 

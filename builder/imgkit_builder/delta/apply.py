@@ -51,7 +51,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     UsageError : the .sif already has the delta, or the target is another kind of file.
     CheckFailed : the delta has another base or is damaged; `base` is damaged; the runtime ignores
         the delta in the new file.
-    ToolMissing, ToolFailed : the new file does not run; for a merge, no mksquashfs that reads a tar.
+    ToolMissing, ToolFailed : the new file does not run; for a merge, nothing here squashes.
     """
     base, target = base.absolute(), target.absolute()
     convert.check_target(target, force=options.force)

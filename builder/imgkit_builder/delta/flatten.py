@@ -39,7 +39,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     ------
     UsageError : the .sif has no delta, or the target is another kind of file.
     CheckFailed : no record in it, or damaged.
-    ToolMissing, ToolFailed : no mksquashfs that reads a tar, or it failed, or the new file does not run.
+    ToolMissing, ToolFailed : nothing here squashes, or it failed, or the new file does not run.
     """
     path, target = path.absolute(), target.absolute()
     convert.check_target(target, force=options.force)

@@ -7,18 +7,15 @@ its size. No table is read as a whole, since its size is a number that anybody c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import lzma
 import os
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.sif.image import COMPRESSORS
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing
+from imgkit_builder.sif import unpack
+from imgkit_entrypoints.errors import CheckFailed
 
 STORED = 1 << 24
 """Bit of a data block's size: it is not compressed."""
@@ -28,8 +25,6 @@ _METADATA_BYTES = 8192
 _CACHED_BLOCKS = 2048
 _BLOCK_SIZES = tuple(1 << bits for bits in range(12, 21))
 """Sizes of a data block that the kernel mounts."""
-_XZ_MEMORY_BYTES = 8 << 20
-"""mksquashfs takes no dictionary larger than a block, which has at most 1 MiB."""
 _FAULTS = (struct.error, IndexError, OverflowError)
 """What Python raises where a damaged number is used as a place, a size or an index."""
 
@@ -54,7 +49,7 @@ class SquashfsFile:
         id_table, xattr_table, self.inodes, self.folders, fragment_table, _ = fields[13:]
         if magic != _MAGIC or major != 4:
             raise CheckFailed("it is no squashfs", where=str(path))
-        self._unpack = _unpacker(COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown", path)
+        self._unpack = unpack.unpacker(number, path)
         if self.block_bytes not in _BLOCK_SIZES or used > self.used_bytes:
             raise self.damaged()
         self.used_bytes = used
@@ -122,7 +117,7 @@ class SquashfsFile:
     def _unpacked(self, data: bytes, most: int) -> bytes:
         try:
             return self._unpack(data, most)
-        except (ValueError, zlib.error, lzma.LZMAError, EOFError) as error:
+        except unpack.FAULTS as error:
             raise self.damaged() from error
 
 
@@ -165,52 +160,3 @@ class MetadataReader:
             if not data or self.offset > len(data):
                 raise self._file.damaged()
             self.place, self.offset = following, 0
-
-
-def _unpacker(name: str, path: Path) -> Callable[[bytes, int], bytes]:
-    if name == "gzip":
-        return _gunzip
-    if name == "xz":
-        return _unxz
-    if name != "zstd":
-        raise ToolMissing(
-            f"the squashfs is compressed with {name}; imgkit reads gzip, xz and zstd",
-            where=str(path),
-            hint="convert the image again: imgkit sif",
-        )
-    try:
-        # The standard library has zstd from Python 3.14 on; the runtimes' tools bring this library.
-        library = ctypes.CDLL("libzstd.so.1")
-    except OSError as error:
-        raise ToolMissing(
-            "the squashfs is compressed with zstd, and libzstd.so.1 is not on this machine",
-            where=str(path),
-            hint="apt install libzstd1, or: imgkit sif --compression gzip",
-        ) from error
-    library.ZSTD_decompress.restype = ctypes.c_size_t
-    library.ZSTD_decompress.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
-
-    def unpack(data: bytes, most: int) -> bytes:
-        room = ctypes.create_string_buffer(most)
-        size = int(library.ZSTD_decompress(room, most, data, len(data)))
-        if size > most:  # an error's number
-            raise ValueError("not zstd")
-        return room.raw[:size]
-
-    return unpack
-
-
-def _gunzip(data: bytes, most: int) -> bytes:
-    inflate = zlib.decompressobj()
-    return _ended(inflate.decompress(data, most + 1), most, eof=inflate.eof)
-
-
-def _unxz(data: bytes, most: int) -> bytes:
-    decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
-    return _ended(decompressor.decompress(data, most + 1), most, eof=decompressor.eof)
-
-
-def _ended(plain: bytes, most: int, *, eof: bool) -> bytes:
-    if len(plain) > most or not eof:
-        raise ValueError("cut short, or more than a block")
-    return plain

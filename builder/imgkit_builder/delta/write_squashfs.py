@@ -16,7 +16,7 @@ from imgkit_builder.archive.tar_header import (
     SYMLINK,
 )
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.sif import compression, image, squash
+from imgkit_builder.sif import compression, image, squash, squash_ways
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image import SifImage
@@ -35,10 +35,15 @@ _TYPES: Mapping[Kind, bytes] = {
 
 
 def compression_of(base: SifImage) -> Compression:
-    """The compression of `base`: a machine that mounts one mounts the other."""
+    """The compression of `base`: a machine that mounts one mounts the other.
+
+    Raises
+    ------
+    ToolMissing : nothing here squashes.
+    """
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
-    return compression.choose(None, wanted)
+    return compression.choose(None, wanted, lacks_zstd=squash_ways.choose().lacks_zstd)
 
 
 def make(

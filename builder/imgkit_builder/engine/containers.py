@@ -45,6 +45,9 @@ def created(
     purpose: str,
     platform: str,
     shown: Mapping[str, str] | None = None,
+    network: bool = False,
+    user: str | None = None,
+    fed: bool = False,
 ) -> Iterator[str]:
     """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
 
@@ -52,10 +55,13 @@ def created(
     ----------
     image : the engine's name for it, `ImageInfo.ref`.
     shown : folders of the engine's machine, and where the container has them, read-only.
+    network : whether it has the engine's usual network; by default it has none.
+    user : who runs in it, instead of the image's user.
+    fed : whether it has a standard input, which ends with the first connection to it.
 
     Notes
     -----
-    It has no network, and `argv` replaces the image's entry point.
+    `argv` replaces the image's entry point.
     """
     import docker.types
 
@@ -69,11 +75,13 @@ def created(
                     command=list(argv[1:]),
                     name=name,
                     labels={"imgkit.purpose": purpose},
+                    user=user,
+                    stdin_open=fed,
                     # An image of several platforms is possible only there.
                     platform=platform if engine.names_manifests else None,
                     # The engine's default log driver may be one that cannot be read back.
                     host_config=engine.api.create_host_config(
-                        network_mode="none",
+                        network_mode=None if network else "none",
                         log_config=docker.types.LogConfig(type="json-file"),
                         mounts=[
                             docker.types.Mount(target, folder, type="bind", read_only=True)

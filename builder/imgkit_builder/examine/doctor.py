@@ -6,6 +6,7 @@ verdict other than ok names a fix.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -15,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from imgkit_builder.base import process
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
+from imgkit_builder.base.sizes import size_text
 from imgkit_builder.engine import builders, without_sdk
 from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.recipe.targets import Target
-from imgkit_builder.sif import mksquashfs, runtime
-from imgkit_builder.sif.convert import SPACE_FACTOR
+from imgkit_builder.sif import mksquashfs, runtime, space, squash_ways
+from imgkit_builder.sif.squasher import PACKED_SHARE
 from imgkit_builder.sif.workspace import tmp_base
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
@@ -32,7 +33,8 @@ NVIDIA_IMAGE_BYTES = 20 * 10**9
 """Rough size of NVIDIA's PyTorch images, uncompressed."""
 BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
 """Space for such an image, and for its archive or the layers of the next one."""
-SIF_SPACE_BYTES = int(SPACE_FACTOR * NVIDIA_IMAGE_BYTES)
+SIF_SPACE_BYTES = int(PACKED_SHARE * NVIDIA_IMAGE_BYTES)
+"""Space for a .sif of such an image."""
 
 _USERNS = "proc/sys/user/max_user_namespaces"
 _CLONE = "proc/sys/kernel/unprivileged_userns_clone"
@@ -112,7 +114,7 @@ def _engine() -> Check:
         _reached(facts.endpoint),
     ]
     if answer.free_bytes is not None:
-        parts.append(f"{answer.free_bytes / 1e9:.0f} GB free for images")
+        parts.append(f"{size_text(answer.free_bytes)} free for images")
     found = ", ".join(parts)
     if answer.free_bytes is None or answer.free_bytes >= BUILD_SPACE_BYTES:
         return Check(name=name, verdict="ok", found=found, hint=builders.choose(facts).note)
@@ -206,26 +208,24 @@ def _fuse(machine: Machine) -> Check:
 
 def _way(tool: Check) -> Check:
     """How `imgkit sif` would write a file: itself, or by the runtime."""
-    name, path = "imgkit sif", mksquashfs.find()
-    hint = "apt-get install squashfs-tools (4.5 or newer)"
-    if obstacle := mksquashfs.obstacle():
-        found = f"{obstacle}{f' (version {_version(path)})' if path else ''}"
+    name, hint = "imgkit sif", "apt-get install squashfs-tools (4.5 or newer)"
+    try:
+        squasher = squash_ways.choose()
+    except ToolMissing as error:
+        path = mksquashfs.find()
+        obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
         if tool.verdict in ("fail", "skip"):
-            found = f"no way: {found}, and no runtime builds"
+            found = f"no way: {obstacle}, and no runtime builds"
             return Check(name=name, verdict=tool.verdict, found=found, hint=hint)
-        found = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {found}"
+        found = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"
         return Check(name=name, verdict="warn", found=found, hint=hint)
-    assert path is not None  # noqa: S101 - for the type checker: there is no obstacle
-    found = f"writes the file itself, with mksquashfs {_version(path)} at {path}"
-    if not mksquashfs.knows(path, r"zstd\b"):
+    found = f"writes the file itself, with {squasher}"
+    if squasher.note:
+        return Check(name=name, verdict="warn", found=f"{found}; {squasher.note}", hint=hint)
+    if squasher.lacks_zstd:
         found += ", which lacks zstd: gzip, slower at every start"
         return Check(name=name, verdict="warn", found=found, hint=hint)
     return Check(name=name, verdict="ok", found=f"{found}; it runs under {runtime.FLOOR}")
-
-
-def _version(program: Path) -> str:
-    words = process.run([program, "-version"], check=False).output.split()
-    return words[2] if len(words) > 2 else "unknown"
 
 
 def _zstd() -> Check:
@@ -237,13 +237,14 @@ def _zstd() -> Check:
 
 
 def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
-    here = Path.cwd()
+    here, sif_bytes = Path.cwd(), 0 if purpose == "build" else SIF_SPACE_BYTES
     try:
         scratch = tmp_base(here / "image.sif", None)
     except UsageError as error:
         yield Check(name="disk tmp", verdict="fail", found=error.what, hint=f"{error.where}: {error.hint}")
     else:
-        check = _space("disk tmp", scratch, SIF_SPACE_BYTES)
+        shared = scratch.stat().st_dev == here.stat().st_dev
+        check = _space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
             hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
             found = f"{check.found}, in memory (tmpfs)"
@@ -251,15 +252,23 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
         yield check
         if scratch == here and purpose != "build":
             return
-    yield _space("disk here", here, BUILD_SPACE_BYTES if purpose == "build" else 0)
+    yield _space("disk here", here, BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+
+
+def _scratch_bytes() -> int:
+    """Size of the temporary files that `imgkit sif` would write for an NVIDIA image."""
+    squasher = None
+    with contextlib.suppress(ToolMissing):
+        squasher = squash_ways.choose()
+    return int(space.temporary_share(squasher) * NVIDIA_IMAGE_BYTES)
 
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:
     free = shutil.disk_usage(folder).free
-    found = f"{free / 1e9:.0f} GB free in {folder}"
+    found = f"{size_text(free)} free in {folder}"
     if free >= wanted_bytes:
         return Check(name=name, verdict="ok", found=found)
-    hint = f"an NVIDIA PyTorch image needs {wanted_bytes / 1e9:.0f} GB: use a folder with more space"
+    hint = f"an NVIDIA PyTorch image needs {size_text(wanted_bytes)}: use a folder with more space"
     return Check(name=name, verdict="warn", found=found, hint=hint)
 
 

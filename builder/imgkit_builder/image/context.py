@@ -23,6 +23,7 @@ from typing import BinaryIO
 from imgkit_builder import __version__
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image import layers, members, render
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import BaseImage, Manifest
@@ -186,9 +187,9 @@ def _refuse_large(packed: Packed) -> None:
             name = member.name.removeprefix(f"{code.member}/").partition("/")[0]
             sizes[code.where, name] += member.size_bytes
     largest = [one for one in sizes.most_common(3) if one[1] > sizes.total() / 100]
-    shown = ", ".join(f"{name} {size_bytes / 1e9:.1f} GB" for (_, name), size_bytes in largest)
+    shown = ", ".join(f"{name} {size_text(size_bytes)}" for (_, name), size_bytes in largest)
     raise LargeContext(
-        f"the code for the image is {sizes.total() / 1e9:.1f} GB: {shown}",
+        f"the code for the image is {size_text(sizes.total())}: {shown}",
         where=largest[0][0][0],
         hint="list what the image does not need under `ignore` or in .dockerignore; bind data when a job "
         "starts; to pack all of it: --large",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from imgkit_builder.sif import mksquashfs
 from imgkit_builder.sif.limits import Limits
 from imgkit_builder.sif.options import CompressionChoice
 from imgkit_builder.sif.runtime import Capabilities
@@ -21,6 +20,7 @@ class Compression:
     level: int = 0
     options: tuple[str, ...] = ()
     """Options of mksquashfs."""
+    block_bytes: int = 128 << 10
     note: str = ""
     """A sentence for the user."""
 
@@ -32,14 +32,22 @@ class Compression:
 # zstd 3 2.9, 198; zstd 15 (the default level) 57, 171. A start reads small pieces, each from a block that is
 # decompressed for it: `import torch` takes 3.6 CPU seconds from blocks of 1 MiB (228 MB), 2.8 from 256 KiB
 # (239 MB), and 2.7 from 128 KiB (251 MB).
-ZSTD = Compression(name="zstd", level=3, options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"))
+ZSTD = Compression(
+    name="zstd",
+    level=3,
+    options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"),
+    block_bytes=256 << 10,
+)
 GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompression-level", "6"))
 
+_OLD_KERNEL = "this kernel ({}) cannot mount zstd squashfs; 4.14 can"
 
-def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Compression:
+
+def choose(capabilities: Capabilities | None, wanted: CompressionChoice, *, lacks_zstd: str) -> Compression:
     """zstd if this machine can write and mount it, else gzip.
 
-    `capabilities` are those of the runtime that compresses; None where imgkit starts mksquashfs itself.
+    `capabilities` are those of the runtime that compresses; None where imgkit squashes. `lacks_zstd` says
+    why the program that squashes cannot compress with zstd; empty where it can.
 
     Raises
     ------
@@ -59,19 +67,10 @@ def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Comp
         )
     if wanted == "gzip":
         return GZIP
-    obstacle = _zstd_obstacle()
+    obstacle = lacks_zstd if kernel_reads_zstd() else _OLD_KERNEL.format(os.uname().release)
     if obstacle and wanted == "zstd":
         raise UsageError(obstacle, where="--compression zstd", hint="--compression gzip")
     return GZIP if obstacle else ZSTD
-
-
-def _zstd_obstacle() -> str:
-    if not kernel_reads_zstd():
-        return f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
-    program = mksquashfs.find()
-    if program is not None and not mksquashfs.knows(program, r"zstd\b"):
-        return f"{program} was built without zstd"
-    return ""
 
 
 def arguments_for_runtime(compression: Compression, limits: Limits) -> str:

@@ -13,6 +13,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.options import Options, Stage
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, run, scratch_env
+from imgkit_builder.sif.squasher import Squasher
 from imgkit_builder.sif.workspace import Workspace
 
 
@@ -61,6 +62,8 @@ class ConversionJob:
     work: Workspace
     clock: Clock
     log: TextIO
+    squasher: Squasher | None = None
+    """None: the first of `squash_ways` that works here."""
 
     def run(
         self, *arguments: str | Path, folder: Path | None = None, on_line: Callable[[str], None] | None = None

@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import disk_usage
-from typing import Literal
 
 from imgkit_builder import __version__
-from imgkit_builder.archive import compressed, oci_folder
+from imgkit_builder.archive import oci_folder
 from imgkit_builder.base import files
 from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif import (
-    check,
-    compression,
-    coverage,
-    export,
-    image,
-    mksquashfs,
-    runtime_build,
-    stream,
-)
-from imgkit_builder.sif.compression import Compression
+from imgkit_builder.sif import check, coverage, export, image, plan, runtime_build, space, stream
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_builder.sif.options import (
     Archive,
     Converted,
     EngineImage,
-    OciFolder,
     Options,
     Registry,
     Source,
     name_of,
 )
-from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
+from imgkit_builder.sif.plan import Means, Way
+from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
-
-SPACE_FACTOR = 3.3
-"""Peak of the temporary files per image byte where a runtime builds: layers, its copy, files and squashfs."""
-PACKED_SHARE = 0.5
-"""Size of a .sif per image byte, with a margin: measured 0.26 to 0.4."""
-_UNPACKED_FACTOR = 3.0
-"""Guessed ratio of a compressed archive."""
-Way = Literal["stream", "export", "layers"]
-"""How the files travel; the record calls it the route."""
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +51,39 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     """
     target = target.absolute()
     check_target(target, force=options.force)
-    way, why = _way(source, options)
-    tool, packing = _tool(way, why, options)
+    means = plan.choose(source, options)
     known = _known_config(source)
-    if known and (done := _up_to_date(target, known, tool, packing, way, options)):
+    if known and (done := _up_to_date(target, known, means, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
         return done
-    for note in (why, packing.note):
-        if note:
-            report.note(note)
+    for note in means.notes:
+        report.note(note)
     base = tmp_base(target, options.tmpdir)
-    _check_space(source, target, base, way=way)
+    space.check(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:
         job = ConversionJob(
-            tool=tool, options=options, compression=packing, work=work, clock=Clock(report), log=log
+            tool=means.tool,
+            options=options,
+            compression=means.packing,
+            work=work,
+            clock=Clock(report),
+            log=log,
+            squasher=means.squasher,
         )
-        if way == "export":
+        if means.way == "export":
             made = _exported(job, source)
-        elif way == "layers":
+        elif means.way == "layers":
             made = _built(job, source)
         else:
             with stream.stored_image(job, source) as image_here:
                 config = image_here.selected.config
-                if not known and (done := _up_to_date(target, config, tool, packing, way, options)):
+                if not known and (done := _up_to_date(target, config, means, options)):
                     return done
                 _tell_arch(config, report)
                 stream.make(job, image_here)
             name = name_of(source, image_here.selected.names)
             made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
-        return _finish(job, made, target, way)
+        return _finish(job, made, target, means.way)
 
 
 def _exported(job: ConversionJob, source: Source) -> _Made:
@@ -125,73 +107,12 @@ def _built(job: ConversionJob, source: Source) -> _Made:
     return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
 
 
-def _way(source: Source, options: Options) -> tuple[Way, str]:
-    """The way that works here, and for people the reason for a slow one."""
-    if isinstance(source, Registry):
-        return "layers", ""
-    if obstacle := mksquashfs.obstacle():
-        if options.direct:
-            mksquashfs.tar_reader()
-        return "layers", f"the runtime builds the .sif from the image's layers (slower): {obstacle}"
-    if isinstance(source, EngineImage) and options.direct is not False:
-        return "export", "the engine's export goes straight into the .sif; --from layers: its layers do"
-    return "stream", ""
-
-
-def _tool(way: Way, why: str, options: Options) -> tuple[RuntimeTool | None, Compression]:
-    """The runtime and the compression; a runtime only checks the result where imgkit writes the file.
-
-    `why` says what keeps imgkit from writing the file; empty where nothing does, or where only a runtime can.
-    """
-    if way == "layers":
-        try:
-            builder = find_runtime(options.runtime, module_hint=options.module_hint)
-        except ToolMissing as error:
-            if not why:
-                raise
-            more = "or without a runtime: apt install squashfs-tools (4.5 or later)"
-            raise ToolMissing(error.what, hint=f"{error.hint}\n     {more}") from error
-        return builder, compression.choose(builder.capabilities, options.compression)
-    tool = runtime_if_any(options.runtime) if options.test else None
-    return tool, compression.choose(None, options.compression)
-
-
-def plan(source: Source, target: Path, options: Options) -> tuple[str, ...]:
-    """The commands that `convert` would run, for people; temporary names are placeholders.
-
-    Raises
-    ------
-    UsageError, ToolMissing : as in `convert`, as far as imgkit can tell before the work.
-    """
-    target = target.absolute()
-    check_target(target, force=options.force)
-    way, why = _way(source, options)
-    tool, packing = _tool(way, why, options)
-    part = target.with_name(f".{target.name}.TOKEN.part")
-    lines = [f"# {why}"] if why else []
-    if way == "layers":
-        assert tool is not None  # noqa: S101 - for the type checker: this way has one
-        words = runtime_build.words(tool, packing, part, runtime_build.source_words(tool, source))
-        lines.append(f"cd {tmp_base(target, options.tmpdir)}/.imgkit-sif.TOKEN")
-        if not isinstance(source, Registry):
-            lines.append("# lay out the image as an OCI folder with uncompressed layers")
-        lines.append(shlex.join([str(tool.path), *words]))
-    else:
-        squashed = shlex.join(mksquashfs.squash_argv(part, packing.options, ""))
-        name = name_of(source)
-        lines.append(f"docker export CONTAINER-OF-{name} | {squashed}" if way == "export" else "")
-        if way == "stream":
-            lines[-1] = f"# merge the layers of {name} into one stream\n... | {squashed}"
-    lines.append("# add the record of the image, and digests of everything in the file")
-    return (*lines, f"mv {part} {target}")
-
-
 def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converted:
     """Check, describe, publish."""
     part, clock = job.work.part, job.clock
     clock.stage("check")
-    # mksquashfs got every byte of a stream, and its names were counted: an image of zeros is whole.
-    expected = None if way == "stream" else made.layer_bytes
+    # What squashes got every byte, and its names were counted: an image of zeros is whole.
+    expected = made.layer_bytes if way == "layers" else None
     sif, _ = check.structure(part, config=made.config, layer_bytes=expected)
     record = _record(job, made, way, image.root_sha256(part, advance=clock.advance))
     coverage.put_record(part, record)
@@ -236,23 +157,16 @@ def _record(job: ConversionJob, made: _Made, way: Way, root_sha256: str) -> Imgk
     )
 
 
-def _up_to_date(
-    target: Path,
-    config: ImageConfig,
-    tool: RuntimeTool | None,
-    packing: Compression,
-    way: Way,
-    options: Options,
-) -> Converted | None:
+def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
     if options.force or not image.is_sif(target):
         return None
     try:
         sif = image.read(target)
         record = sif.record
-        if record is None or record.deltas or not _is_wanted(record, tool, way, options):
+        if record is None or record.deltas or not _is_wanted(record, means, options):
             return None
-        if record.image_id != config.image_id or not _is_packed_well(record, packing, way, options):
+        if record.image_id != config.image_id or not _is_packed_well(record, means, options):
             return None
         root_sha256 = image.root_sha256(target)
         if root_sha256 != record.root_sha256 or coverage.check(target, root_sha256=root_sha256).faults:
@@ -270,20 +184,20 @@ def _up_to_date(
     )
 
 
-def _is_wanted(record: ImgkitRecord, tool: RuntimeTool | None, way: Way, options: Options) -> bool:
+def _is_wanted(record: ImgkitRecord, means: Means, options: Options) -> bool:
     """Whether a file that was made so is as good as what would be made now."""
-    if way == "layers":
-        return record.route != "flatten" and record.runtime == str(tool)
+    if means.way == "layers":
+        return record.route != "flatten" and record.runtime == str(means.tool)
     # All ways give the same files: where the user leaves it open, any will do.
-    return record.route == way if options.direct is not None else record.route != "flatten"
+    return record.route == means.way if options.direct is not None else record.route != "flatten"
 
 
-def _is_packed_well(record: ImgkitRecord, packing: Compression, way: Way, options: Options) -> bool:
+def _is_packed_well(record: ImgkitRecord, means: Means, options: Options) -> bool:
     """Whether the compression is the one wanted; where the user leaves it open, gzip mounts everywhere."""
-    if record.compression == str(packing):
+    if record.compression == str(means.packing):
         return True
     kind = record.compression.split(" ")[0]
-    return way != "layers" and options.compression == "auto" and kind in ("gzip", "runtime")
+    return means.way != "layers" and options.compression == "auto" and kind in ("gzip", "runtime")
 
 
 def _known_config(source: Source) -> ImageConfig | None:
@@ -314,36 +228,3 @@ def _tell_arch(config: ImageConfig, report: Reporter) -> None:
         report.note(
             f"the image is {config.arch}, this machine {host_arch()}: the .sif runs on {config.arch} only"
         )
-
-
-def source_bytes(source: Source) -> int | None:
-    """Size of the uncompressed image, estimated if it is compressed; None if unknown."""
-    if isinstance(source, EngineImage):
-        return source.size_bytes
-    if isinstance(source, OciFolder):
-        return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
-    if isinstance(source, Archive):
-        size = source.path.stat().st_size
-        return size if compressed.kind(source.path) == "none" else int(size * _UNPACKED_FACTOR)
-    return None
-
-
-def _check_space(source: Source, target: Path, base: Path, *, way: Way) -> None:
-    size = source_bytes(source)
-    if size is None:
-        return
-    packed = int(size * PACKED_SHARE)
-    temporary = size * SPACE_FACTOR if way == "layers" else size if stream.is_spooled(source, way) else 0
-    needs = {base: int(temporary)}
-    if base.stat().st_dev == target.parent.stat().st_dev:
-        needs[base] += packed
-    else:
-        needs[target.parent] = packed
-    for folder, needed in needs.items():
-        free = disk_usage(folder).free
-        if free < needed:
-            raise CheckFailed(
-                f"{free / 1e9:.1f} GB are free, an image of {size / 1e9:.1f} GB needs {needed / 1e9:.1f}",
-                where=str(folder),
-                hint="--tmpdir DIR on a larger disk" if folder == base else "-o FILE.sif on a larger disk",
-            )

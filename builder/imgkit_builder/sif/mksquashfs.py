@@ -1,4 +1,4 @@
-"""The mksquashfs of this machine: find it, and feed it a tar."""
+"""The mksquashfs of this machine: find it, and run it."""
 
 from __future__ import annotations
 
@@ -16,53 +16,47 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from imgkit_builder.base.process import run
-from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import limits
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import ToolFailed
 
-_INSTALL = "apt install squashfs-tools (4.5 or later), or a runtime that builds: --from layers"
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where distributions put it and an ordinary user's PATH does not look."""
 _RUNTIMES = ("apptainer", "singularity")
+_SETTING = re.compile(r"^\s*mksquashfs path\s*=\s*(\S.*?)\s*$", re.MULTILINE)
+_MOST_SETTINGS_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
-_HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
+_HARMLESS = re.compile(
+    r"Unrecognised (tar )?xattr prefix |WARNING: squashfs does not support xattr prefix of "
+)
 """An attribute that no squashfs holds, as access lists are."""
 
 
-def tar_reader() -> Path:
-    """The mksquashfs that reads a tar from standard input.
-
-    Raises
-    ------
-    ToolMissing : none, or older than 4.5.
-    """
-    found = candidates()
-    if not found:
-        raise ToolMissing("mksquashfs is not on this machine", hint=_INSTALL)
-    for program in found:
-        if knows(program, r"-tar\b"):
-            return program
-    raise ToolMissing(f"{found[0]} cannot read a tar (no -tar in its -help)", hint=_INSTALL)
+def tar_reader() -> Path | None:
+    """The mksquashfs that reads a tar from standard input (4.5 and later); None if there is none."""
+    return next((program for program in candidates() if knows(program, r"-tar\b")), None)
 
 
 def obstacle() -> str:
-    """Why this machine cannot turn a tar into a squashfs; empty if it can."""
-    try:
-        tar_reader()
-    except ToolMissing as error:
-        return error.what
-    return ""
+    """Why no mksquashfs here reads a tar; empty if one does."""
+    found = candidates()
+    if not found:
+        return "mksquashfs is not on this machine"
+    return "" if tar_reader() else f"{found[0]} cannot read a tar (no -tar in its -help)"
 
 
 def find() -> Path | None:
     """The one that `tar_reader` chooses, else any; None if there is none."""
-    found = candidates()
-    return next((one for one in found if knows(one, r"-tar\b")), found[0] if found else None)
+    return tar_reader() or next(iter(candidates()), None)
+
+
+def lacks_zstd(program: Path | None) -> str:
+    """Why `program` cannot compress with zstd; empty if it can, or if there is none to ask."""
+    lacks = program is not None and not knows(program, r"zstd\b")
+    return f"{program} was built without zstd" if lacks else ""
 
 
 def candidates() -> tuple[Path, ...]:
-    """Every mksquashfs here: on PATH, where an ordinary user's PATH does not look, and beside a runtime."""
-    found = [shutil.which("mksquashfs"), shutil.which("mksquashfs", path=os.pathsep.join(_SBIN))]
+    """Every mksquashfs here: on PATH, where an ordinary user's PATH does not look, and of a runtime."""
+    found = [on_path("mksquashfs")]
     for name in _RUNTIMES:
         if runtime := shutil.which(name):
             prefix = Path(runtime).resolve().parents[1]
@@ -71,7 +65,39 @@ def candidates() -> tuple[Path, ...]:
             bundles = (prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES)
             places = (*bundles, prefix / "utils/bin", *prefix.glob("*/utils/bin"))
             found += [shutil.which("mksquashfs", path=str(place)) for place in places]
+            found += _configured(prefix)
     return tuple(dict.fromkeys(Path(one) for one in found if one))
+
+
+def on_path(program: str) -> str | None:
+    """Where `program` is on PATH, or where an ordinary user's PATH does not look."""
+    return shutil.which(program) or shutil.which(program, path=os.pathsep.join(_SBIN))
+
+
+def _configured(prefix: Path) -> Iterator[str | None]:
+    """What ``mksquashfs path`` of a runtime's configuration names: the program, or its folder.
+
+    The file is read where installations have it: below their prefix, or in /etc if that is /usr.
+    """
+    for folder in (
+        prefix / "etc",
+        *prefix.glob("*/etc"),
+        *((Path("/etc"),) if prefix == Path("/usr") else ()),
+    ):
+        for flavour in _RUNTIMES:
+            try:
+                with (folder / flavour / f"{flavour}.conf").open("rb") as stream:
+                    text = stream.read(_MOST_SETTINGS_BYTES).decode("utf-8", "replace")
+            except OSError:
+                continue
+            for value in _SETTING.findall(text)[-1:]:
+                yield shutil.which(value) or shutil.which("mksquashfs", path=value)
+
+
+def version(program: Path) -> str:
+    """Its version, as its ``-version`` says."""
+    words = run([program, "-version"], check=False).output.split()
+    return words[2] if len(words) > 2 else "unknown"
 
 
 def knows(program: Path, word: str) -> bool:
@@ -85,33 +111,14 @@ def _help(program: Path, _changed_ns: int) -> str:
     return "".join(run([program, option], check=False).output for option in ("-help", "-help-all"))
 
 
-def squash_argv(root: Path, options: Sequence[str], created: str, *, offset: int = 0) -> list[str]:
-    """The words of the mksquashfs that reads the stream and writes to byte `offset` of `root`.
-
-    Raises
-    ------
-    ToolMissing : no mksquashfs here reads a tar.
-    """
-    created_s = str(epoch(created))
-    return [
-        *(str(tar_reader()), "-", str(root), "-tar", "-noappend", "-quiet", "-no-progress"),
-        *options,
-        *limits.gather().mksquashfs_options(),
-        *(("-offset", str(offset)) if offset else ()),
-        # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
-        *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
-        *("-root-time", created_s, "-mkfs-time", created_s),
-        # Uncompressed inodes, for root_inode.set_root; costs 0.3 % of size.
-        "-noI",
-    ]
-
-
 @contextlib.contextmanager
-def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None]) -> Iterator[IO[bytes]]:
-    """Run mksquashfs with its standard input open; on leaving, it has succeeded or was killed.
+def squashing(
+    argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None], only_errors: bool = False
+) -> Iterator[IO[bytes]]:
+    """Run a program that squashes, with its standard input open; on leaving, it has succeeded or was killed.
 
     A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
-    out, and exits 0.
+    out, and exits 0. With `only_errors`, the lines of its standard output do not count.
 
     Raises
     ------
@@ -123,7 +130,7 @@ def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None
         process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
-            stdout=messages,
+            stdout=subprocess.DEVNULL if only_errors else messages,
             stderr=messages,
             bufsize=_BUFFER_BYTES,
             env=env,
@@ -149,6 +156,16 @@ def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None
             raise
         messages.seek(0)
         text = messages.read().decode("utf-8", "replace").strip()
+    judge(Path(argv[0]).name, code, text, broken=broken, log=log, on_line=on_line)
+
+
+def judge(
+    program: str, code: int, text: str, *, broken: bool, log: TextIO, on_line: Callable[[str], None]
+) -> None:
+    """Report what `program` said, and raise ToolFailed if it failed or said something unknown.
+
+    `broken` says that it ended before it had read everything.
+    """
     log.write(text + "\n")
     for line in text.splitlines():
         on_line(line)
@@ -158,6 +175,6 @@ def squashing(argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None
         why = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
         what = f"failed with exit code {code}{why}" if code != 0 or broken else "said something unknown"
         raise ToolFailed(
-            f"mksquashfs {what}",
+            f"{program} {what}",
             hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {log.name}",
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol, runtime_checkable
+from typing import IO, BinaryIO, Literal, Protocol, runtime_checkable
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.tarstream import TarLimits
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord
 
@@ -107,6 +108,24 @@ def name_of(source: Source, tags: Sequence[str] = ()) -> str:
     return tags[0] if tags else source.path.name.split(".tar", 1)[0]
 
 
+class Helper(Protocol):
+    """An engine that squashes in a container; ``engine.EngineHelper`` is one."""
+
+    def __str__(self) -> str:
+        """Product and version of the engine."""
+
+    def prepare(self, report: Reporter) -> None:
+        """Make the image with mksquashfs, unless the engine has it; comes before `feed`."""
+
+    def feed(
+        self, options: Sequence[str], target: Path, offset: int, judge: Callable[[int, bool, str], None]
+    ) -> AbstractContextManager[IO[bytes]]:
+        """Take a whole tar; on leaving, its squashfs lies at byte `offset` of `target`.
+
+        `judge` gets the exit code of mksquashfs, whether it ended early, and what it said.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to convert."""
@@ -127,6 +146,8 @@ class Options:
     """Convert even if the target is up to date; replace a target that is no .sif."""
     test: bool = True
     """Run ``true`` in the new .sif."""
+    helper: Callable[[], Helper | None] = lambda: None
+    """Finds an engine that squashes; asked only where this machine cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

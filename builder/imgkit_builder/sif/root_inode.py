@@ -10,6 +10,8 @@ from typing import BinaryIO
 from imgkit_builder.base import files
 
 _SUPERBLOCK = struct.Struct("<4s22xH4xQ8xQ8xQ")
+_WRITTEN_AT = 8
+"""Place in the superblock of the time at which the squashfs was written."""
 _MAGIC = b"hsqs"
 _BLOCK_BYTES = 8192
 """Size of an uncompressed metadata block; each has a two-byte header."""
@@ -20,23 +22,27 @@ _OWNERS_AT, _TIME_AT = 4, 8
 
 
 def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
-    """Set time and owner (root) of the root folder; return False, unchanged, if its inode is compressed.
+    """Set the time of the squashfs at byte `offset` of `path`, and time and owner (root) of its root folder.
 
-    The squashfs begins at byte `offset` of `path`.
+    Returns False, and leaves the folder alone, if its inode is compressed.
 
     Notes
     -----
     ``mksquashfs -tar`` of 4.5.1 gives the root the current time and the calling user, and ignores
     ``-root-time`` and ``-root-uid``. SOURCE_DATE_EPOCH would also lower the time of every newer file.
-    ``-noI`` stores inodes and owners as they are.
+    ``-noI`` stores inodes and owners as they are. mksquashfs 4.3 has no ``-mkfs-time``.
     """
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
         stream.seek(offset)
         magic, owners, reference, owner_table, table = _SUPERBLOCK.unpack(stream.read(_SUPERBLOCK.size))
+        if magic != _MAGIC:
+            return False
+        stream.seek(offset + _WRITTEN_AT)
+        stream.write(struct.pack("<I", mtime_s))
         start, at = offset + table + (reference >> 16), reference & 0xFFFF
         stream.seek(start)
         (header,) = struct.unpack("<H", stream.read(2))
-        if magic != _MAGIC or not header & _UNCOMPRESSED:
+        if not header & _UNCOMPRESSED:
             return False
 
         def position(offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Feed a tar to mksquashfs entry by entry, and compare what it wrote with what it got."""
+"""Feed a tar entry by entry to what squashes, and compare what that wrote with what it got."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import IO
 from imgkit_builder.archive import tar_entry
 from imgkit_builder.archive.tarstream import END
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import mksquashfs, root_inode, squash_count
+from imgkit_builder.sif import root_inode, squash_count, squash_ways
 from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.squasher import SquashOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +45,23 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
 
     Raises
     ------
-    ToolMissing, ToolFailed : no mksquashfs reads a tar, or it failed or said something.
+    ToolMissing, ToolFailed : nothing here squashes, or it failed or said something unknown.
     CheckFailed : the squashfs has other names than it should have.
     """
-    argv = mksquashfs.squash_argv(target, job.compression.options, created, offset=offset)
-    job.log.write(f"$ ... | {' '.join(argv)}\n")
-    with mksquashfs.squashing(argv, log=job.log, on_line=job.clock.line) as sink:
+    order = SquashOrder(
+        target=target,
+        offset=offset,
+        created_s=epoch(created),
+        compression=job.compression,
+        folder=job.work.folder,
+        log=job.log,
+        on_line=job.clock.line,
+        note=job.clock.note,
+    )
+    squasher = job.squasher or squash_ways.choose(job.options.helper)
+    with squasher.feed(order) as sink:
         made = Squash(sink=sink)
         yield made
         sink.write(END)
     squash_count.compare(target, made.names, offset=offset)
-    root_inode.set_root(target, epoch(created), offset=offset)
+    root_inode.set_root(target, order.created_s, offset=offset)

@@ -42,7 +42,9 @@ def is_spooled(source: Source, way: str) -> bool:
     """Whether the image is first written to disk, as a plain archive: a stream tells the order last."""
     if isinstance(source, EngineImage):
         return way == "stream"
-    return isinstance(source, Archive) and compressed.kind(source.path) != "none"
+    if isinstance(source, Archive):
+        return compressed.kind(source.path) != "none"
+    return isinstance(source, Piped)
 
 
 @contextlib.contextmanager

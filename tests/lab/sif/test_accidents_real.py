@@ -21,7 +21,7 @@ import pytest
 import small_sif
 from labkit import IMGKIT, imgkit, imgkit_json, output, run, until
 from layer_reference import Entry
-from stored_images import archive, convert_as, old_mksquashfs
+from stored_images import archive, convert_as, only
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
@@ -263,7 +263,7 @@ def test_image_of_zeros_is_whole(tmp_path: Path) -> None:
 def built_by_01(folder: Path, layers: list[list[Entry]]) -> Path:
     """A .sif that the runtime built with gzip; imgkit's own way would take zstd."""
     (folder / "old.tar").write_bytes(archive(layers, config={"Env": ["PATH=/bin"]}))
-    done = imgkit("sif", "old.tar", "--no-test", "--json", folder=folder, env=old_mksquashfs(folder))
+    done = imgkit("sif", "old.tar", "--no-test", "--json", folder=folder, env=only("runtime", folder))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["record"]["compression"] == "gzip 6"
     return small_sif.of_imgkit_01(folder / "old.sif")

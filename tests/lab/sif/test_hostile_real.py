@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from labkit import imgkit
-from stored_images import old_mksquashfs
+from stored_images import only
 
 pytestmark = [pytest.mark.singularity]
 
@@ -49,7 +49,7 @@ def test_links_to_this_machine_write_nothing(tmp_path: Path) -> None:
     """A runtime that builds writes hosts, resolv.conf and scripts there; imgkit itself follows no link."""
     host = tmp_path / "host"
     host.mkdir()
-    target, old = str(host).encode(), old_mksquashfs(tmp_path)
+    target, old = str(host).encode(), only("runtime", tmp_path)
     for name in ("etc", ".singularity.d"):
         archive(tmp_path / "hostile.tar", (name, tarfile.SYMTYPE, target))
         done = imgkit("sif", "hostile.tar", "--no-test", folder=tmp_path, env=old)

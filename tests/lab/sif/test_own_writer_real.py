@@ -16,7 +16,7 @@ from hypothesis import find, settings
 from hypothesis import strategies as some
 from labkit import IMGKIT, imgkit, output, public_folder, run
 from layer_reference import Entry
-from stored_images import archive, old_mksquashfs
+from stored_images import archive, only
 
 BUSYBOX = Path("/bin/busybox")
 PROGRAMS = ("sh", "cat", "env", "echo", "ls", "sleep")
@@ -77,7 +77,7 @@ def folder() -> Iterator[Path]:
 def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: object) -> Path:
     """An image with `config` as a .sif; `by_runtime` hides mksquashfs, so that the runtime builds."""
     (folder / f"{name}.tar").write_bytes(archive([layer()], config=config))
-    env = old_mksquashfs(folder) if by_runtime else {}
+    env = only("runtime", folder) if by_runtime else {}
     target = folder / f"{name}{'-built' if by_runtime else ''}.sif"
     done = imgkit("sif", folder / f"{name}.tar", "-o", target, "--no-test", "--json", env=env)
     assert done.returncode == 0, done.stderr

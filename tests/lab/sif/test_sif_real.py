@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from labkit import imgkit, imgkit_json, ordinary_user, output
+from stored_images import only
 
 from imgkit_builder.sif import coverage, image
 from imgkit_builder.sif.image import SifImage
@@ -192,12 +193,8 @@ def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_machine_that_cannot_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
-    """PATH begins with a mksquashfs that knows no option."""
-    old = tmp_path / "bin/mksquashfs"
-    old.parent.mkdir()
-    old.write_text("#!/bin/sh\n")
-    old.chmod(0o755)
-    env = {"PATH": f"{old.parent}:{os.environ['PATH']}"}
+    """PATH begins with programs that know no option."""
+    env = {"PATH": only("runtime", tmp_path)["PATH"]}
     done = imgkit("sif", lab.name, "--dry-run", folder=tmp_path, env=env)
     assert "slower" in done.stdout
     assert "cannot read a tar" in done.stdout

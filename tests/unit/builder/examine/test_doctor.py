@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +163,8 @@ def test_missing_fuse_warns(runtime: Path, root: Callable[..., Machine]) -> None
     assert look(machine=root(fuse=""))["fuse"].verdict == "ok"
 
 
-OLD = 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "  gzip xz zstd"; exit 1'
+OLD = 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "-pf <file>"; echo "  gzip xz zstd"; exit 1'
+BROKEN = 'echo "mksquashfs version 4.4 (2019/08/29)"; exit 1'
 NEW = 'echo "mksquashfs version 4.6.1 (2023/03/25)"; echo "-tar read a tar"; echo "  zstd"'
 
 
@@ -187,8 +189,47 @@ def test_mksquashfs_of_a_runtime_comes_before_an_old_one_of_the_path(runtime: Pa
     assert f"4.6.1 at {beside}" in look(machine=Machine(uid=0))["imgkit sif"].found
 
 
-def test_runtime_builds_where_mksquashfs_is_old(runtime: Path) -> None:
+def test_old_mksquashfs_squashes_plain_files(runtime: Path) -> None:
     script(runtime.parent / "mksquashfs", OLD)
+    found = look(machine=Machine(uid=0))["imgkit sif"]
+    assert found.verdict == "warn"
+    assert f"itself, with mksquashfs 4.4 at {runtime.parent}/mksquashfs; the files are written" in found.found
+    assert "no -tar" in found.found
+
+
+def test_tar2sqfs_comes_before_an_old_mksquashfs(programs: Path) -> None:
+    script(programs / "mksquashfs", OLD)
+    script(programs / "tar2sqfs", 'echo "  --defaults, -d <options>"; echo "  zstd"')
+    found = look(purpose="sif", machine=Machine(uid=0))["imgkit sif"]
+    assert (found.verdict, f"tar2sqfs at {programs}/tar2sqfs" in found.found) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("place", "flavour"), [("etc", "singularity"), ("etc", "apptainer"), ("x86_64/etc", "apptainer")]
+)
+@pytest.mark.parametrize("folder_only", [True, False])
+def test_mksquashfs_of_the_configuration_is_found(
+    runtime: Path, tmp_path: Path, place: str, flavour: str, folder_only: bool
+) -> None:
+    configuration = runtime.parent.parent / place / flavour / f"{flavour}.conf"
+    configuration.parent.mkdir(parents=True)
+    (tmp_path / "own tools").mkdir()
+    program = tmp_path / "own tools/mksquashfs"
+    script(program, NEW)
+    value = program.parent if folder_only else program
+    configuration.write_text(f"# mksquashfs path = /commented\nmksquashfs path = {value}\n")
+    assert f"mksquashfs 4.6.1 at {program}" in look(machine=Machine(uid=0))["imgkit sif"].found
+
+
+def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> None:
+    configuration = runtime.parent.parent / "etc/singularity/singularity.conf"
+    configuration.parent.mkdir(parents=True)
+    configuration.write_bytes(b"mksquashfs path = /absent\nmksquashfs path =\n\xff\0")
+    assert "mksquashfs is not on this machine" in look(machine=Machine(uid=0))["imgkit sif"].found
+
+
+def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
+    script(runtime.parent / "mksquashfs", BROKEN)
     found = look(machine=Machine(uid=0))["imgkit sif"]
     assert found.verdict == "warn"
     assert found.found.startswith("singularity-ce 4.1.0 builds the file")
@@ -196,8 +237,8 @@ def test_runtime_builds_where_mksquashfs_is_old(runtime: Path) -> None:
     assert "version 4.4" in found.found
 
 
-def test_old_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None:
-    script(programs / "mksquashfs", OLD)
+def test_broken_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None:
+    script(programs / "mksquashfs", BROKEN)
     assert look(purpose="sif")["imgkit sif"].verdict == "fail"
 
 
@@ -243,9 +284,17 @@ def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "TMPDIR" in found.hint
 
 
-def test_small_disk_warns(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SIF_SPACE_BYTES", 10**18)
-    assert look()["disk tmp"].verdict == "warn"
+@pytest.mark.parametrize(("squashes", "enough"), [(NEW, 10), (OLD, 40), (BROKEN, 76)])
+def test_disk_that_the_way_fills_warns(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, squashes: str, enough: int
+) -> None:
+    """The stream needs room for the .sif alone, plain files for the image, a runtime for three of them."""
+    script(runtime.parent / "mksquashfs", squashes)
+    for free, verdict in ((enough, "ok"), (enough - 1, "warn")):
+        usage = type("usage", (), {"free": free * 10**9})
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        found = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
+        assert found.verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.sif import compression, mksquashfs
+from imgkit_builder.sif.compression import Compression
+from imgkit_builder.sif.options import CompressionChoice
 from imgkit_builder.sif.runtime import Capabilities
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True)
 OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True)
@@ -20,6 +22,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{text}\nEOF\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Compression:
+    lacks = mksquashfs.lacks_zstd(mksquashfs.find())
+    return compression.choose(capabilities, wanted, lacks_zstd=lacks)
 
 
 FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd"
@@ -41,41 +48,27 @@ def test_kernel_release_understood(release: str, reads: bool) -> None:
 
 def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
-    assert compression.choose(NEW, "auto") == compression.ZSTD
-    assert compression.choose(None, "auto") == compression.ZSTD
-    assert compression.choose(NEW, "gzip") == compression.GZIP
+    assert choose(NEW, "auto") == compression.ZSTD
+    assert choose(None, "auto") == compression.ZSTD
+    assert choose(NEW, "gzip") == compression.GZIP
 
 
 def test_gzip_without_zstd_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
-    assert compression.choose(NEW, "auto") == compression.GZIP
+    assert choose(NEW, "auto") == compression.GZIP
     with pytest.raises(UsageError, match="built without zstd"):
-        compression.choose(NEW, "zstd")
+        choose(NEW, "zstd")
 
 
 def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
     monkeypatch.setattr(compression, "kernel_reads_zstd", lambda: False)
-    assert compression.choose(None, "auto") == compression.GZIP
+    assert choose(None, "auto") == compression.GZIP
     with pytest.raises(UsageError, match="cannot mount zstd"):
-        compression.choose(None, "zstd")
-
-
-def test_old_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "\t\tgzip (default)\n\t\tzstd")
-    with pytest.raises(ToolMissing, match="cannot read a tar") as caught:
-        mksquashfs.tar_reader()
-    assert "--from layers" in str(caught.value.hint)
-
-
-def test_missing_mksquashfs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(mksquashfs, "_SBIN", (str(tmp_path),))
-    with pytest.raises(ToolMissing, match="mksquashfs is not on this machine"):
-        mksquashfs.tar_reader()
+        choose(None, "zstd")
 
 
 def test_runtime_that_takes_no_options_says_so() -> None:
-    chosen = compression.choose(OLD, "auto")
+    chosen = choose(OLD, "auto")
     assert chosen.options == ()
     assert "gzip 9 by default" in chosen.note
