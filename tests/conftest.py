@@ -55,7 +55,7 @@ def _podman() -> str | None:
 
 def _buildx() -> str | None:
     reason = _docker() or probe(["docker", "buildx", "version"])
-    return reason and f"the docker program has no buildx ({reason}); as root: apt-get install docker-buildx"
+    return reason and f"the docker program has no buildx ({reason}); as root: ci/lab/engine buildx"
 
 
 def _singularity() -> str | None:
@@ -177,7 +177,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shared = Path(os.environ["IMGKIT_TEST_SHARED"])
     if _is_worker(config) or not shared.exists():
         return
-    for tags in shared.glob("tags"):
+    for tags in shared.glob("tags*"):
         subprocess.run(["docker", "rmi", "--force", *tags.read_text().split()], capture_output=True)
     for folder in (shared, *(_mark_folders() - _mark_folders_before)):
         shutil.rmtree(folder, ignore_errors=True)

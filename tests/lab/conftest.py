@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pwd
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import PrivateEngine, imgkit_json, locked, ordinary_user, shared_folder
+from labkit import PrivateEngine, imgkit_json, locked, ordinary_user, private_engine, shared_folder
 
 LONGEST_FIRST = (
     "test_elastic_pod",
@@ -79,14 +80,28 @@ def mn5_sif(mn5_image: str) -> Path:
     return sif
 
 
-@pytest.fixture(scope="session", params=["sid", pytest.param("trixie", marks=pytest.mark.soak)])
-def containerd_engine(request: pytest.FixtureRequest) -> Iterator[PrivateEngine]:
-    """Debian's newest engine with containerd's store; tests that use it are in the group "containerd"."""
+@pytest.fixture(scope="session")
+def started() -> Iterator[Callable[[str], PrivateEngine]]:
+    """Gives an engine of `labkit.PRIVATE_ENGINES`; a worker starts each once, so its tests are one group."""
     if os.geteuid() != 0:
         pytest.skip("starting an engine needs root")
-    # Short: a socket's path is limited.
-    with PrivateEngine(folder=Path(f"/tmp/imgkit-containerd-{os.getpid()}"), suite=request.param) as found:
-        yield found
+    found: dict[str, PrivateEngine] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(kind: str) -> PrivateEngine:
+            if kind not in found:
+                found[kind] = stack.enter_context(private_engine(kind))
+            return found[kind]
+
+        yield get
+
+
+@pytest.fixture(scope="session", params=["sid", pytest.param("trixie", marks=pytest.mark.soak)])
+def containerd_engine(
+    request: pytest.FixtureRequest, started: Callable[[str], PrivateEngine]
+) -> PrivateEngine:
+    """Debian's newest engine with containerd's store; tests that use it are in the group "containerd"."""
+    return started(request.param)
 
 
 @pytest.fixture(scope="session")

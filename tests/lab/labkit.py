@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -125,14 +126,26 @@ def locked(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def afterwards(script: str, *words: object) -> Iterator[None]:
+    """Run a shell script with `words` at the end, also where the tests are killed before."""
+    waiting = f'trap "" HUP INT TERM; cat >/dev/null; {script}'
+    with subprocess.Popen(
+        ["sh", "-c", waiting, "sh", *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def ordinary_user() -> Iterator[str]:
     """A new user of this machine with a home folder; needs root."""
     name = f"imgkit-{secrets.token_hex(4)}"
-    output("useradd", "--create-home", "--shell", "/bin/sh", name)
-    try:
+    with afterwards('userdel --remove "$1"', name):
+        output("useradd", "--create-home", "--shell", "/bin/sh", name)
         yield name
-    finally:
-        run("userdel", "--remove", name)
 
 
 def public_folder(name: str) -> Path:
@@ -142,27 +155,73 @@ def public_folder(name: str) -> Path:
     return folder
 
 
+NEW_STORE = ("--store", "containerd", "--debian")
+PRIVATE_ENGINES: Mapping[str, Sequence[str]] = {
+    "sid": (*NEW_STORE, "sid"),
+    "trixie": (*NEW_STORE, "trixie"),
+    "podman": ("--podman",),
+    "rootless": ("--rootless",),
+    "rootless-podman": ("--podman", "--rootless"),
+}
+"""Engines beside the machine's own, and what ``ci/lab/engine`` makes of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrivateEngine:
-    """A second engine with the store of containerd; a ``with`` statement ends it."""
+    """A second engine; `private_engine` starts it."""
 
+    kind: str
     folder: Path
-    suite: str
-    """The Debian release that it comes from."""
 
     @property
     def env(self) -> dict[str, str]:
-        """What makes programs use it."""
-        return {"DOCKER_HOST": f"unix://{self.folder}/docker.sock"}
+        """What makes programs use it. The program podman shares the storage where root runs it."""
+        rows = (self.folder / "env").read_text().splitlines() if self.kind == "podman" else ()
+        socket = {"DOCKER_HOST": f"unix://{self.folder}/docker.sock"}
+        return {**socket, **dict(row.split("=", 1) for row in rows)}
 
-    def __enter__(self) -> PrivateEngine:
-        words = ("start", "--private", self.folder, "--debian", self.suite, "--store", "containerd")
-        output(LAB / "engine", *words)
-        return self
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """Words before a command that shall run in its network."""
+        if "podman" in self.kind:
+            return ()
+        return ("nsenter", "--net", "--target", (self.folder / "docker.pid").read_text().strip())
 
-    def __exit__(self, *error: object) -> None:
-        run(LAB / "engine", "stop", "--private", self.folder)
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+@contextlib.contextmanager
+def private_engine(kind: str) -> Iterator[PrivateEngine]:
+    """Start an engine of `PRIVATE_ENGINES`; needs root."""
+    # Short: a socket's path is limited.
+    folder = Path(f"/tmp/imgkit-{kind}-{os.getpid()}")
+    with contextlib.ExitStack() as stack:
+        owner = (stack.enter_context(ordinary_user()),) if "rootless" in kind else ()
+        stack.enter_context(afterwards('"$1" stop --private "$2"; rm -rf "$2"', LAB / "engine", folder))
+        output(LAB / "engine", "start", "--private", folder, *PRIVATE_ENGINES[kind], *owner)
+        yield PrivateEngine(kind=kind, folder=folder)
+
+
+@contextlib.contextmanager
+def registry(folder: Path, enter: Sequence[str] = (), *, port: int = 0) -> Iterator[str]:
+    """A registry at the yielded address with its files in `folder`; `enter` chooses its network."""
+    if shutil.which("docker-registry") is None:
+        pytest.skip("docker-registry is not installed: apt-get install docker-registry")
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{port or reserved.getsockname()[1]}"
+    config = folder / "registry.yml"
+    config.write_text(
+        "version: 0.1\nlog: {level: error}\n"
+        f"storage: {{filesystem: {{rootdirectory: {folder}/registry}}}}\nhttp: {{addr: '{address}'}}\n"
+    )
+    listens = f":{int(address.partition(':')[2]):04X} .* 0A "
+    with subprocess.Popen(
+        [*enter, "docker-registry", "serve", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            until(lambda: run(*enter, "grep", "-q", listens, "/proc/net/tcp").returncode == 0)
+            yield address
+        finally:
+            server.terminate()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,19 +29,25 @@ OCI = "application/vnd.oci.image"
 
 
 def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[str, str]:
-    """Write an OCI archive of the image `name`; returns the digest of each architecture's configuration."""
+    """Write an archive of the image `name`; returns the digest of each architecture's configuration.
+
+    It has OCI's layout and, for engines before release 25, the first architecture in Docker's.
+    """
     if not BUSYBOX.exists():
         pytest.skip("busybox is missing: apt-get install busybox-static")
     blobs: dict[str, bytes] = {}
-    entries, configs = [], {}
+    entries, layers, configs = [], [], {}
     for arch in archs:
         layer = _kept(blobs, _layer(arch, name), f"{OCI}.layer.v1.tar")
+        layers.append(str(layer["digest"]))
         about = {
             "created": "2024-01-01T00:00:00Z",
             "architecture": arch,
             "os": "linux",
             "config": {"Env": ["PATH=/bin"], "Cmd": ["sh"]},
             "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
+            # Podman counts a base's layers in its history.
+            "history": [{"created": "2024-01-01T00:00:00Z", "created_by": "busybox"}],
         }
         config = _kept(blobs, _json(about), f"{OCI}.config.v1+json")
         configs[arch] = str(config["digest"])
@@ -57,9 +63,15 @@ def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[st
     if len(entries) > 1:
         index = {"schemaVersion": 2, "mediaType": f"{OCI}.index.v1+json", "manifests": entries}
         top = _kept(blobs, _json(index), f"{OCI}.index.v1+json")
+    docker = {
+        "Config": f"blobs/{configs[archs[0]].replace(':', '/')}",
+        "RepoTags": [name],
+        "Layers": [f"blobs/{layers[0].replace(':', '/')}"],
+    }
     named = {**top, "annotations": {"io.containerd.image.name": name}}
     with tarfile.open(target, "w") as tar:
         _add(tar, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+        _add(tar, "manifest.json", _json([docker]))
         _add(tar, "index.json", _json({"schemaVersion": 2, "manifests": [named]}))
         for digest, data in blobs.items():
             _add(tar, f"blobs/sha256/{digest}", data)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.engine import contexts
@@ -14,8 +16,21 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, Usag
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 
 
+ANSWER_S = 1.0
+"""Limit for a socket to accept a connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualSocket:
+    """A place where engines listen unless they are told otherwise."""
+
+    path: Path
+    start: str
+    """The command that starts the engine there."""
+
+
 def endpoint() -> Endpoint:
-    """The engine to use: ``DOCKER_HOST``, the chosen context, else the first usual socket that can be opened.
+    """The engine to use: ``DOCKER_HOST``, the chosen context, else the first usual socket that answers.
 
     Raises
     ------
@@ -26,19 +41,54 @@ def endpoint() -> Endpoint:
     name, source = contexts.chosen()
     if name:
         return contexts.endpoint(name, source)
-    usable = (path for path in _usual_sockets() if os.access(path, os.R_OK | os.W_OK))
-    path = next(usable, None)
-    return Endpoint(host=f"unix://{path}" if path else DEFAULT_HOST, tls=contexts.stated_tls())
+    return next(_answering(), Endpoint(host=DEFAULT_HOST, tls=contexts.stated_tls()))
 
 
-def _usual_sockets() -> Iterator[Path]:
-    """Sockets of Docker and Podman, of the whole machine and of this user."""
+def others(used: Endpoint) -> tuple[Endpoint, ...]:
+    """Engines beside `used` that a variable or a context could choose: contexts, then sockets that answer."""
+    found = {place.host: place for place in (*_answering(), *contexts.readable())}
+    found.pop(used.host, None)
+    return tuple(found.values())
+
+
+def _answering() -> Iterator[Endpoint]:
+    places = (usual.path for usual in _usual_sockets() if _accepts(usual.path))
+    return (Endpoint(host=f"unix://{path}", tls=contexts.stated_tls()) for path in places)
+
+
+def _usual_sockets() -> Iterator[UsualSocket]:
+    """Sockets of the whole machine and of this user."""
     own = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    yield Path(DEFAULT_HOST.removeprefix("unix://"))
-    yield own / "docker.sock"
-    yield own / "podman/podman.sock"
-    if os.getuid() == 0:
-        yield Path("/run/podman/podman.sock")
+    home = Path.home()
+    settings = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    colima = Path(os.environ.get("COLIMA_HOME") or home / ".colima")
+    docker = "systemctl start docker"
+    for path, start in (
+        (Path(DEFAULT_HOST.removeprefix("unix://")), f"sudo {docker}"),
+        (own / "docker.sock", docker.replace(" ", " --user ", 1)),
+        (own / "podman/podman.sock", "systemctl --user start podman.socket"),
+        *([(Path("/run/podman/podman.sock"), "systemctl start podman.socket")] if os.getuid() == 0 else []),
+        # Docker Desktop on macOS and on Linux
+        (home / ".docker/run/docker.sock", "docker desktop start"),
+        (home / ".docker/desktop/docker.sock", "docker desktop start"),
+        (colima / "default/docker.sock", "colima start"),
+        (settings / "colima/default/docker.sock", "colima start"),
+        (home / ".rd/docker.sock", "rdctl start"),
+    ):
+        yield UsualSocket(path=path, start=start)
+
+
+def _accepts(path: Path) -> bool:
+    """Whether an engine listens at `path` and this user may speak to it; a stopped one leaves its file."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(ANSWER_S)
+        try:
+            client.connect(str(path))
+        except BlockingIOError:
+            return True  # more clients wait than it has taken so far
+        except OSError:
+            return False
+    return True
 
 
 def unreachable(place: Endpoint, error: Exception) -> ImgkitError:
@@ -100,10 +150,14 @@ def _leave(place: Endpoint) -> str:
 
 def _start_hint(place: Endpoint) -> str:
     if place.source:
-        others = (path for path in _usual_sockets() if os.access(path, os.R_OK | os.W_OK))
-        other = next((path for path in others if place.host != f"unix://{path}"), None)
-        leads = f", which leads to {other}" if other else ""
+        other = next((one.host for one in _answering() if one.host != place.host), "")
+        leads = f", which leads to {other.removeprefix('unix://')}" if other else ""
         return f"start the engine there, or: {_leave(place)}{leads}"
+    # A stopped engine leaves its socket, and that tells which one this machine has.
+    stopped = (usual for usual in _usual_sockets() if usual.path.exists() and not _accepts(usual.path))
+    known = dict.fromkeys(usual.start for usual in stopped)
+    if known:
+        return f"start it: {'; or: '.join(known)}"
     return (
         "start it: sudo systemctl start docker (or systemctl --user start podman.socket); "
         "or install it: sudo apt-get install docker.io"

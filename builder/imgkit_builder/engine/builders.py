@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ Builder = Literal["auto", "classic", "buildx", "podman"]
 PODMAN = ("podman", "--remote=false")
 """The program on the user's own storage, without a connection to a service."""
 
+BUILDX_PACKAGE = "sudo apt-get install docker-buildx-plugin (or docker-buildx)"
+
 _STORE = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
 
 
@@ -33,6 +36,8 @@ class Choice:
     """The folder in which podman keeps its containers."""
     options: tuple[str, ...] = ()
     """Further words for its program."""
+    may_change: bool = False
+    """Whether buildx builds instead where the engine refuses the classic builder."""
 
 
 def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = "") -> Choice:
@@ -50,13 +55,12 @@ def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = ""
         return choice
     if wanted == "auto" and not facts.is_podman:
         try:
-            _need_buildx(facts)
+            _need_buildx()
         except ToolMissing as error:
-            hint = "sudo apt-get install docker-buildx-plugin (or docker-buildx)"
             what = (
                 f"the build needs secrets, which Docker keeps out of an image only with buildx: {error.what}"
             )
-            raise ToolMissing(what, where=secrets_at, hint=hint) from error
+            raise ToolMissing(what, where=secrets_at, hint=BUILDX_PACKAGE) from error
         return Choice(name="buildx")
     raise UsageError(
         "the classic builder has no build secrets: they would stay in the image",
@@ -69,7 +73,11 @@ def _choose(facts: EngineFacts, wanted: Builder) -> Choice:
     if wanted == "classic":
         return Choice(name="classic")
     if wanted == "buildx":
-        _need_buildx(facts)
+        if facts.is_podman:
+            raise UsageError(
+                "Podman has no BuildKit, which buildx needs", where="--builder", hint="use --builder podman"
+            )
+        _need_buildx()
         return Choice(name="buildx")
     if wanted == "podman" or facts.is_podman:
         try:
@@ -79,17 +87,65 @@ def _choose(facts: EngineFacts, wanted: Builder) -> Choice:
                 raise
             lacks = "an interrupted build goes on in Podman, and nothing is taken from its cache"
             return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {lacks}")
-    return Choice(name="classic")
+    return Choice(name="classic", may_change=True)
 
 
-def _need_buildx(facts: EngineFacts) -> None:
-    if facts.is_podman:
-        raise UsageError(
-            "Podman has no BuildKit, which buildx needs", where="--builder", hint="use --builder podman"
-        )
-    install = "sudo apt-get install docker-buildx-plugin (or docker-buildx); or use --builder classic"
+_REFUSED = re.compile(
+    r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
+    re.IGNORECASE,
+)
+_REFUSED_STATUS = (405, 410, 501)
+
+
+def after_refusal(choice: Choice, error: ImgkitError) -> Choice | None:
+    """Buildx, where `error` says that the engine of `choice` has no classic builder; else None.
+
+    Notes
+    -----
+    Docker calls the classic builder deprecated since release 23 and names no release without it, so its words
+    will be new.
+
+    Raises
+    ------
+    ToolMissing : there is no buildx either.
+    """
+    status = _status(error)
+    if not choice.may_change or status is None:
+        return None
+    if status not in _REFUSED_STATUS and not _REFUSED.search(error.what):
+        return None
+    try:
+        _need_buildx()
+    except ToolMissing as missing:
+        what = f"the engine refuses its classic builder ({error.what}), and {missing.what}"
+        raise ToolMissing(what, hint=BUILDX_PACKAGE) from error
+    return dataclasses.replace(choice, name="buildx", may_change=False)
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The status of the engine's answer that `error` comes from; None for an error inside a build."""
+    while error is not None:
+        status = getattr(error, "status_code", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return None
+
+
+def buildx_version() -> str:
+    """The version of ``docker buildx``; empty where there is none."""
+    if shutil.which("docker") is None:
+        return ""
+    done = process.run(["docker", "buildx", "version"], check=False)
+    # "github.com/docker/buildx v0.29.1 COMMIT"
+    words = done.output.split()
+    return "" if done.returncode else words[1].removeprefix("v") if len(words) > 1 else "unknown"
+
+
+def _need_buildx() -> None:
+    install = f"{BUILDX_PACKAGE}; or use --builder classic"
     process.need("docker", install)
-    if process.run(["docker", "buildx", "version"], check=False).returncode:
+    if not buildx_version():
         raise ToolMissing("the docker program has no buildx", where="--builder", hint=install)
 
 

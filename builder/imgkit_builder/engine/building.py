@@ -15,7 +15,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import build_program, containers
 from imgkit_builder.engine import labels as marks
-from imgkit_builder.engine.builders import Choice
+from imgkit_builder.engine.builders import Choice, after_refusal
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
@@ -77,14 +77,25 @@ def build(
     builder = builder or Choice(name="classic")
     if builder.note:
         report.note(builder.note)
-    follower = BuildKitFollower if builder.name == "buildx" else BuildFollower
-    run = _run if builder.name == "classic" else build_program.run
-    with log.open("w", encoding="utf-8") as stream:
-        watch = follower(
-            stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
-        )
-        report.stage("send the context")
-        ref = run(engine, context, dockerfile, watch, builder=builder, no_cache=no_cache)
+
+    def run(choice: Choice) -> str:
+        follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
+        start = _run if choice.name == "classic" else build_program.run
+        with log.open("w", encoding="utf-8") as stream:
+            watch = follower(
+                stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
+            )
+            report.stage("send the context")
+            return start(engine, context, dockerfile, watch, builder=choice, no_cache=no_cache)
+
+    try:
+        ref = run(builder)
+    except ImgkitError as error:
+        other = after_refusal(builder, error)
+        if other is None:
+            raise
+        report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
+        ref = run(other)
     image = inspect(engine, ref)
     if image.platform != context.manifest.platform:
         raise ToolFailed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
@@ -93,6 +94,16 @@ def endpoint(name: str, source: str) -> Endpoint:
         context=name,
         tls=_context_tls(folder() / "contexts/tls" / key / "docker", verify=not engine.get("SkipTLSVerify")),
     )
+
+
+def readable() -> tuple[Endpoint, ...]:
+    """The engines of all contexts whose files can be read, in the order of their names."""
+    found = []
+    for path in folder().glob("contexts/meta/*/meta.json"):
+        with contextlib.suppress(OSError, UsageError):
+            name = str(_json(path).get("Name") or "")
+            found.append(endpoint(name, str(path)))
+    return tuple(sorted(found, key=lambda place: place.context))
 
 
 def stated_tls() -> Tls | None:

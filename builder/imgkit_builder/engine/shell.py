@@ -15,10 +15,12 @@ def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint) -> list[s
     """The command that opens bash in `image` of the engine at `place`; `host` shares network and IPC.
 
     NCCL and data loader workers use shared memory, and Docker's default of 64 MB is too small. RDMA needs
-    unlimited locked memory (NVIDIA's advice for its PyTorch containers).
+    unlimited locked memory (NVIDIA's advice for its PyTorch containers). Docker 29 lowers open files to
+    1,024.
     """
     shared = ["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"]
-    words = [*_program(place), "run", *shared, "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+    limits = ("memlock=-1", "stack=67108864", "nofile=16384")
+    words = [*_program(place), "run", *shared, *(word for limit in limits for word in ("--ulimit", limit))]
     return [*words, "-it", "--rm", *(["--gpus", "all"] if gpus else []), image, "bash"]
 
 

@@ -28,7 +28,7 @@ class EngineAnswer:
     """Free space where images are kept; None for an engine on another machine."""
 
 
-def query(place: Endpoint | None = None) -> EngineAnswer:
+def query(place: Endpoint | None = None, *, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
     """Ask the engine at `place` (default: the one that every verb uses) about itself.
 
     Raises
@@ -39,7 +39,9 @@ def query(place: Endpoint | None = None) -> EngineAnswer:
     """
     place = place or endpoint()
     try:
-        facts = engine_facts(place, version=_get(place, "/version"), info=_get(place, "/info"))
+        facts = engine_facts(
+            place, version=_get(place, "/version", timeout_s), info=_get(place, "/info", timeout_s)
+        )
         return EngineAnswer(facts=facts, free_bytes=_free(facts) if facts.is_here else None)
     except (OSError, http.client.HTTPException) as error:
         raise unreachable(place, error) from error
@@ -65,7 +67,7 @@ class ImageState:
 def image_state(place: Endpoint, name: str) -> ImageState | None:
     """Ask the engine at `place` what it keeps under `name`; None: nothing, or it cannot be asked."""
     try:
-        data: dict[str, Any] = _get(place, f"/images/{quote(name, safe='/:@')}/json")
+        data: dict[str, Any] = _get(place, f"/images/{quote(name, safe='/:@')}/json", TIMEOUT_S)
         return ImageState(
             ref=str(data["Id"]),
             platform=f"{data['Os']}/{data['Architecture']}",
@@ -82,8 +84,8 @@ def _free(facts: EngineFacts) -> int | None:
         return None  # Docker Desktop keeps it inside a virtual machine; or this user may not read it
 
 
-def _get(place: Endpoint, path: str) -> Any:
-    connection = _connection(place)
+def _get(place: Endpoint, path: str, timeout_s: float) -> Any:
+    connection = _connection(place, timeout_s)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -95,16 +97,16 @@ def _get(place: Endpoint, path: str) -> Any:
         connection.close()
 
 
-def _connection(place: Endpoint) -> http.client.HTTPConnection:
+def _connection(place: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
     parts = urlsplit(place.host)
     if parts.scheme == "unix":
-        return _UnixConnection(parts.path)
+        return _UnixConnection(parts.path, timeout_s)
     if parts.scheme in ("tcp", "http", "https") and parts.hostname:
         if parts.scheme == "https" or place.tls:
             return http.client.HTTPSConnection(
-                parts.hostname, parts.port or 2376, timeout=TIMEOUT_S, context=_tls(place.tls)
+                parts.hostname, parts.port or 2376, timeout=timeout_s, context=_tls(place.tls)
             )
-        return http.client.HTTPConnection(parts.hostname, parts.port or 2375, timeout=TIMEOUT_S)
+        return http.client.HTTPConnection(parts.hostname, parts.port or 2375, timeout=timeout_s)
     raise ToolFailed(
         f"imgkit doctor cannot ask an engine at {place.host}",
         where=place.source or None,
@@ -122,8 +124,8 @@ def _tls(tls: Tls | None) -> ssl.SSLContext:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:

@@ -19,21 +19,16 @@ from typing import Literal
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.engine import builders, without_sdk
-from imgkit_builder.engine.contexts import Endpoint
+from imgkit_builder.examine import engines
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import mksquashfs, runtime, space, squash_ways
 from imgkit_builder.sif.squasher import PACKED_SHARE
 from imgkit_builder.sif.workspace import tmp_base
-from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
 
-NVIDIA_IMAGE_BYTES = 20 * 10**9
-"""Rough size of NVIDIA's PyTorch images, uncompressed."""
-BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
-"""Space for such an image, and for its archive or the layers of the next one."""
-SIF_SPACE_BYTES = int(PACKED_SHARE * NVIDIA_IMAGE_BYTES)
+SIF_SPACE_BYTES = int(PACKED_SHARE * engines.NVIDIA_IMAGE_BYTES)
 """Space for a .sif of such an image."""
 
 _USERNS = "proc/sys/user/max_user_namespaces"
@@ -66,7 +61,7 @@ def examine(
     ``any`` either of the two. Where only the other purpose needs it, the check warns.
     """
     machine = machine or Machine()
-    engine, tool = _engine(), _runtime(target)
+    (engine, *more), tool = engines.checks(), _runtime(target)
     way = _way(tool)
     others = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
@@ -84,7 +79,7 @@ def examine(
         others = tuple(_softer(check) for check in others)
     if purpose == "sif" or (purpose == "any" and can_convert):
         engine = _softer(engine)
-    return (_python(), engine, *_emulation(machine, target), *others)
+    return (_python(), engine, *more, *_emulation(machine, target), *others)
 
 
 def _softer(check: Check) -> Check:
@@ -95,37 +90,6 @@ def _softer(check: Check) -> Check:
 
 def _python() -> Check:
     return Check(name="python", verdict="ok", found=f"{platform.python_version()} at {sys.executable}")
-
-
-def _engine() -> Check:
-    name = "docker"
-    try:
-        answer = without_sdk.query()
-    except ImgkitError as error:
-        found = f"{error.where}: {error.what}" if error.where else error.what
-        return Check(name=name, verdict="fail", found=found, hint=error.hint or "")
-    facts = answer.facts
-    parts = [
-        f"{facts.product} {facts.version}",
-        f"API {facts.api}",
-        facts.arch,
-        f"store {facts.store}",
-        f"builder {builders.choose(facts).name}",
-        _reached(facts.endpoint),
-    ]
-    if answer.free_bytes is not None:
-        parts.append(f"{size_text(answer.free_bytes)} free for images")
-    found = ", ".join(parts)
-    if answer.free_bytes is None or answer.free_bytes >= BUILD_SPACE_BYTES:
-        return Check(name=name, verdict="ok", found=found, hint=builders.choose(facts).note)
-    hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
-    return Check(name=name, verdict="warn", found=found, hint=hint)
-
-
-def _reached(place: Endpoint) -> str:
-    if place.context:
-        return f"context {place.context} at {place.host}"
-    return f"at {place.host}" + (f" ({place.source})" if place.source else "")
 
 
 def _runtime(target: Target | None) -> Check:
@@ -252,7 +216,7 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
         yield check
         if scratch == here and purpose != "build":
             return
-    yield _space("disk here", here, BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+    yield _space("disk here", here, engines.BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
 def _scratch_bytes() -> int:
@@ -260,7 +224,7 @@ def _scratch_bytes() -> int:
     squasher = None
     with contextlib.suppress(ToolMissing):
         squasher = squash_ways.choose()
-    return int(space.temporary_share(squasher) * NVIDIA_IMAGE_BYTES)
+    return int(space.temporary_share(squasher) * engines.NVIDIA_IMAGE_BYTES)
 
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:

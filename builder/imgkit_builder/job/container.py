@@ -20,6 +20,11 @@ DOCKER_OPTIONS = (
 )
 """Docker's options if the recipe's runtime is another: NVIDIA's page of the image asks for them."""
 
+OPEN_FILES = "--ulimit=nofile=16384"
+"""Docker's option for every job: Docker 29 lowers the limit to 1,024, too few for data workers and a head.
+
+A larger one would keep a container from starting where the engine's own limit is lower (rootless, sandboxes).
+"""
 
 _READ_ENV = (
     'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
@@ -68,6 +73,8 @@ def options(job: Job) -> tuple[str, ...]:
     runtime = job.recipe.system.runtime
     usual = ("--nv",) if job.run_by == "singularity" else DOCKER_OPTIONS
     words = runtime.options if runtime.kind == job.run_by else usual
+    if job.run_by == "docker" and not any("nofile" in word for word in (*words, *job.request.options)):
+        words = (*words, OPEN_FILES)
     return words if job.gpus else tuple(word for word in words if word not in GPU_OPTIONS)
 
 

@@ -12,8 +12,9 @@ import pytest
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
+from imgkit_builder.engine.builders import Choice
 from imgkit_builder.image.context import BuildContext
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 TAG = "small:latest"
 
@@ -137,6 +138,42 @@ def test_engine_500_is_quoted(fake: Any, engine: Engine, context: BuildContext) 
     fake.on("POST", "/build", fake.refused(500, "Cannot locate specified Dockerfile: Dockerfile"))
     with pytest.raises(ToolFailed, match="Cannot locate specified Dockerfile"):
         build(engine, context)
+
+
+MAY_CHANGE = Choice(name="classic", may_change=True)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(501, "gone"), (404, "page not found"), (400, "the legacy builder is no longer supported")],
+)
+def test_refused_classic_builder_asks_for_buildx(
+    fake: Any,
+    engine: Engine,
+    context: BuildContext,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    message: str,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    fake.on("POST", "/build", fake.refused(status, message))
+    with pytest.raises(ToolMissing, match=f"refuses its classic builder .*{message}") as caught:
+        build(engine, context, builder=MAY_CHANGE)
+    assert "docker-buildx" in str(caught.value.hint)
+    # Who asked for the classic builder gets the engine's own words.
+    with pytest.raises(ToolFailed, match=message):
+        build(engine, context)
+
+
+def test_other_failures_stay_with_the_classic_builder(
+    fake: Any, engine: Engine, context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    step = fake.events(fake.error("the builder of this step is no longer supported"))
+    for reply in (fake.refused(500, "no space left on device"), step):
+        fake.on("POST", "/build", reply)
+        with pytest.raises(ToolFailed):
+            build(engine, context, builder=MAY_CHANGE)
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["cut", "closed in good order"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Done, output, run
+from labkit import LAB, Done, ordinary_user, output, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -59,18 +60,29 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_engine_starts_and_stops_cleanly(place: Path) -> None:
-    assert engine("status", place).returncode == 1
-    started = engine("start", place)
-    assert started.returncode == 0, started.stderr
-    assert answers(place)
-    again = engine("start", place)
-    assert "answers already" in again.stderr
-    stopped = engine("stop", place)
-    assert stopped.returncode == 0, stopped.stderr
-    assert not answers(place)
-    assert processes(place) == []
-    assert mounts(place) == []
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--podman",), ("--rootless",), ("--podman", "--rootless")],
+    ids=["docker", "podman", "rootless", "rootless-podman"],
+)
+def test_engine_starts_and_stops_cleanly(place: Path, options: tuple[str, ...]) -> None:
+    with contextlib.ExitStack() as stack:
+        owner = (stack.enter_context(ordinary_user()),) if "--rootless" in options else ()
+        assert engine("status", place).returncode == 1
+        started = engine("start", place, *options, *owner)
+        assert started.returncode == 0, started.stderr
+        assert answers(place)
+        again = engine("start", place, *options, *owner)
+        assert "answers already" in again.stderr
+        stopped = engine("stop", place)
+        assert stopped.returncode == 0, stopped.stderr
+        assert not answers(place)
+        assert processes(place) == []
+        assert mounts(place) == []
+        for user in owner:
+            # Another process than a dead one would keep the user from being removed.
+            states = run("ps", "-o", "stat=", "--user", user).stdout.split()
+            assert [state for state in states if not state.startswith("Z")] == []
 
 
 def test_newer_engine_keeps_images_in_containerd(place: Path) -> None:
@@ -83,7 +95,10 @@ def test_newer_engine_keeps_images_in_containerd(place: Path) -> None:
     assert mounts(place) == []
 
 
-@pytest.mark.parametrize("words", [("--store", "btrfs"), ("--debian", "../x"), ("--debian",)])
+@pytest.mark.parametrize(
+    "words",
+    [("--store", "btrfs"), ("--debian", "../x"), ("--debian",), ("--podman", "--store", "containerd")],
+)
 def test_unknown_store_or_release_refused(place: Path, words: tuple[str, ...]) -> None:
     assert engine("start", place, *words).returncode != 0
     assert not place.exists()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+import socket
+import socketserver
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +52,47 @@ def test_labels_are_those_of_the_classic_builder(home: Path, standin_notorch: st
     classic = build(file, standin_notorch, "--builder", "classic", "--tag", f"{NAME}:classic")
     created = "org.opencontainers.image.created"
     assert {**first["labels"], created: ""} == {**classic["labels"], created: ""}
+
+
+class RefusingEngine(socketserver.StreamRequestHandler):
+    """Stands before the real engine and refuses its classic builder, as no release does yet."""
+
+    def handle(self) -> None:
+        with socket.socket(socket.AF_UNIX) as engine:
+            engine.connect("/var/run/docker.sock")
+            back = threading.Thread(target=self._pass, args=(engine, self.connection))
+            back.start()
+            self._pass(self.connection, engine)
+            back.join()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if re.match(rb"POST /v[0-9.]+/build\?", data):
+                    answer = b'{"message": "the classic builder is gone"}'
+                    head = f"HTTP/1.1 501 Not Implemented\r\nContent-Length: {len(answer)}\r\n"
+                    self.connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + answer)
+                    break
+                target.sendall(data)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR if source is self.connection else socket.SHUT_WR)
+
+
+def test_buildx_builds_where_the_classic_builder_is_refused(
+    home: Path, standin_notorch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = recipe(home, "echo hello > /hello")
+    with socketserver.ThreadingUnixStreamServer(str(home / "relay.sock"), RefusingEngine) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{home}/relay.sock")
+        done = imgkit("build", file, "--base", standin_notorch, "--no-test")
+        asked = imgkit("build", file, "--base", standin_notorch, "--no-test", "--builder", "classic")
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "the engine refuses its classic builder, so buildx builds: " in done.stderr
+    assert (asked.returncode, "the classic builder is gone" in asked.stderr) == (4, True)
 
 
 def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import output, run, until
+from labkit import PrivateEngine, output, run, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
@@ -33,8 +33,6 @@ pytestmark = [
 ]
 
 BASE = "imgkit.local/busybox:1"
-SETTINGS = "[engine]\ncgroup_manager = 'cgroupfs'\nevents_logger = 'file'\ntmp_dir = '{folder}/tmp'\n"
-"""Nothing of the machine's own Podman is used: it keeps its state in /run/libpod."""
 MARK = 4321 + os.getpid()
 """Seconds that steps of this run sleep: the number marks their processes."""
 
@@ -44,42 +42,16 @@ def podman(*words: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Path]:
+def service(started: Callable[[str], PrivateEngine]) -> Iterator[Path]:
     """The folder of a Podman that ``DOCKER_HOST`` names, with the base in it."""
-    folder = Path(f"/tmp/imgkit-podman-{os.getpid()}")
-    folder.mkdir()
-    before = _bridges()
-    (folder / "storage.conf").write_text(
-        f"[storage]\ndriver = 'overlay'\ngraphroot = '{folder}/root'\nrunroot = '{folder}/run'\n"
-    )
-    (folder / "containers.conf").write_text(SETTINGS.format(folder=folder))
+    found = started("podman")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
-        patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
-        patch.setenv("DOCKER_HOST", f"unix://{folder}/socket")
-        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        for name, value in found.env.items():
+            patch.setenv(name, value)
+        patch.setenv("XDG_STATE_HOME", str(found.folder / "state"))
         patch.delenv("SOURCE_DATE_EPOCH", raising=False)
-        process = subprocess.Popen(
-            ["podman", "system", "service", "--time", "0", f"unix://{folder}/socket"],
-            stderr=(folder / "log").open("w"),
-        )
-        try:
-            _import_base(folder)
-            until((folder / "socket").exists, told=(folder / "log").read_text)
-            yield folder
-        finally:
-            process.terminate()
-            process.wait()
-            # Not "podman system reset": it also removes the state of the machine's own Podman.
-            run("umount", "--recursive", folder / "root/overlay")
-            for bridge in _bridges() - before:
-                run("ip", "link", "del", bridge)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _bridges() -> set[str]:
-    """Podman's bridges on this machine: the first step of a build makes one, which stays."""
-    return {path.name for path in Path("/sys/class/net").glob("*podman*")}
+        _import_base(found.folder)
+        yield found.folder
 
 
 def _import_base(folder: Path) -> None:
@@ -270,12 +242,4 @@ def test_other_storage_is_not_used(service: Path, monkeypatch: pytest.MonkeyPatc
     with engines.connect() as engine:
         found = engines.choose(engine.facts())
     assert found.name == "classic"
-    assert str(service / "root") in found.note
-
-
-def test_doctor_names_podman(service: Path) -> None:
-    from imgkit_builder.examine import doctor
-
-    (check,) = (one for one in doctor.examine(purpose="build") if one.name == "docker")
-    assert "Podman " in check.found
-    assert "store overlay, builder podman, " in check.found
+    assert str(service / "data") in found.note

@@ -174,7 +174,7 @@ def limits(subject: Subject) -> Iterator[Check]:
     """Stack and open files are large enough, and the kernel does not hand out the job's ports."""
     for name, limit, least, flag in (
         ("stack", subject.facts.stack, STACK_BYTES, "-s 8192"),
-        ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536"),
+        ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536; docker: --ulimit nofile=16384"),
     ):
         if limit == Limit():
             continue

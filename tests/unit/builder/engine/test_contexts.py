@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +20,28 @@ from imgkit_entrypoints.errors import UsageError
 
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def docker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Docker's settings: the contexts ``lab`` (plain), ``tls`` and ``other`` (no Docker engine)."""
+    # Short: a socket's path is limited.
+    folder = Path(tempfile.mkdtemp(prefix="imgkit-"))
     for name in ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(address, "DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    for name in ("XDG_CONFIG_HOME", "COLIMA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(address, "DEFAULT_HOST", f"unix://{folder}/docker.sock")
     monkeypatch.setattr("os.getuid", lambda: 1000)
-    store(tmp_path, "lab", {"docker": {"Host": "unix:///lab.sock", "SkipTLSVerify": False}})
-    store(tmp_path, "tls", {"docker": {"Host": "tcp://far:2376", "SkipTLSVerify": False}})
-    store(tmp_path, "other", {"kubernetes": {"Host": "https://far"}})
-    place = tmp_path / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
+    store(folder, "lab", {"docker": {"Host": "unix:///lab.sock", "SkipTLSVerify": False}})
+    store(folder, "tls", {"docker": {"Host": "tcp://far:2376", "SkipTLSVerify": False}})
+    store(folder, "other", {"kubernetes": {"Host": "https://far"}})
+    place = folder / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
     place.mkdir(parents=True)
     for name in ("ca", "cert", "key"):
         (place / f"{name}.pem").touch()
-    return tmp_path
+    yield folder
+    shutil.rmtree(folder)
 
 
 def store(folder: Path, name: str, endpoints: object) -> Path:
@@ -68,15 +79,64 @@ def test_default_context_means_the_usual_socket(docker: Path, monkeypatch: pytes
     assert address.endpoint() == Endpoint(host=f"unix://{docker}/docker.sock")
 
 
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[None]:
+    """A socket that accepts connections; afterwards its file stays, as a stopped engine leaves it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        yield
+
+
+# In the order in which they are tried.
+PLACES = (
+    "docker.sock",
+    "run/docker.sock",
+    "run/podman/podman.sock",
+    "home/.docker/run/docker.sock",
+    "home/.docker/desktop/docker.sock",
+    "home/.colima/default/docker.sock",
+    "home/.config/colima/default/docker.sock",
+    "home/.rd/docker.sock",
+)
+
+
 def test_usual_sockets_are_tried_in_order(docker: Path) -> None:
-    podman = docker / "run/podman/podman.sock"
-    podman.parent.mkdir(parents=True)
-    podman.touch()
-    assert address.endpoint().host == f"unix://{podman}"
-    (docker / "run/docker.sock").touch()
-    assert address.endpoint().host == f"unix://{docker}/run/docker.sock"
-    (docker / "docker.sock").touch()
-    assert address.endpoint().host == f"unix://{docker}/docker.sock"
+    with contextlib.ExitStack() as stack:
+        for place in reversed(PLACES):
+            stack.enter_context(listening(docker / place))
+            assert address.endpoint() == Endpoint(host=f"unix://{docker / place}")
+
+
+def test_socket_of_a_stopped_engine_is_passed_over(docker: Path) -> None:
+    with listening(docker / PLACES[0]), listening(docker / PLACES[1]):
+        pass
+    (docker / PLACES[2]).parent.mkdir()
+    (docker / PLACES[2]).touch()  # not even a socket
+    with listening(docker / PLACES[-1]):
+        assert address.endpoint().host == f"unix://{docker / PLACES[-1]}"
+    assert address.endpoint().host == address.DEFAULT_HOST
+
+
+def test_colima_may_live_elsewhere(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLIMA_HOME", str(docker / "c"))
+    with listening(docker / "c/default/docker.sock"):
+        assert address.endpoint().host == f"unix://{docker}/c/default/docker.sock"
+
+
+def test_others_are_contexts_and_sockets_that_answer(docker: Path) -> None:
+    store(docker, "here", {"docker": {"Host": f"unix://{docker}/home/.rd/docker.sock"}})
+    (docker / "contexts/meta/damaged").mkdir()
+    (docker / "contexts/meta/damaged/meta.json").write_text("{")
+    with listening(docker / "docker.sock"), listening(docker / PLACES[-1]):
+        found = address.others(address.endpoint())
+    assert [(place.context, place.host) for place in found] == [
+        # Its context is the shorter way to it.
+        ("here", f"unix://{docker}/home/.rd/docker.sock"),
+        ("lab", "unix:///lab.sock"),
+        ("tls", "tcp://far:2376"),
+    ]
 
 
 def test_certificates_of_a_context_reach_the_sdk(docker: Path) -> None:

@@ -1,0 +1,241 @@
+"""The line on every engine: build, save, both ways to a .sif, push, pull, delta, verify.
+
+The base is busybox; ci/soak takes the stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_image
+from labkit import PrivateEngine, docker, imgkit, imgkit_json, locked, output, registry, run, shared_folder
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity]
+
+BASE = f"imgkit.test/{shared_folder().name}:1"
+SMALL_BYTES = 64 << 10
+"""The most that a delta of one changed line may have."""
+RECIPE = """description: x
+image:
+  base: {base}
+  run: [echo one > /step]
+  copy: [{{source: code, target: /opt/code}}]
+"""
+WAYS = ("daemon", "layers", "archive")
+"""How a .sif is made; the one called foreign is an archive's of another engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """An image of one engine, and what imgkit made of it."""
+
+    kind: str
+    folder: Path
+    name: str
+    registry: str
+    built: dict[str, Any]
+    ids: set[str]
+    """What the engine, the archive and the .sif files call it."""
+    sifs: dict[str, Path]
+
+    @property
+    def image_id(self) -> str:
+        return str(self.built["id"])
+
+
+def recipe(folder: Path, name: str, base: str, code: str) -> Path:
+    """A recipe and what it copies."""
+    (folder / "code").mkdir(exist_ok=True)
+    (folder / "code/main").write_text(code)
+    file = folder / f"{name}.yaml"
+    file.write_text(RECIPE.format(base=base))
+    return file
+
+
+def build(file: Path, tag: str, base: str, *words: str) -> dict[str, Any]:
+    test = () if base != BASE else ("--no-test",)
+    return imgkit_json("build", file, "--base", base, "--tag", tag, *test, *words)
+
+
+@pytest.fixture(scope="module", params=[BASE, pytest.param("standin", marks=pytest.mark.soak)])
+def base(request: pytest.FixtureRequest) -> str:
+    """The name of the base."""
+    return BASE if request.param == BASE else str(request.getfixturevalue("standin"))
+
+
+def own(folder: Path, base: str) -> None:
+    """Give the engine of the variables the base."""
+    if base == BASE:
+        tiny_image.write(folder / "base.tar", BASE)
+        docker("load", "-i", folder / "base.tar")
+        return
+    here = {name: value for name, value in os.environ.items() if name != "DOCKER_HOST"}
+    with subprocess.Popen(["docker", "save", base], stdout=subprocess.PIPE, env=here) as save:
+        subprocess.run(["docker", "load", "--quiet"], stdin=save.stdout, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def foreign(base: str) -> Path:
+    """A .sif of an archive that the machine's own engine saved; the first worker that needs it makes it."""
+    folder = shared_folder() / f"foreign-{'tiny' if base == BASE else 'standin'}"
+    tag = f"imgkit-test-foreign-{shared_folder().name}:1"
+    with locked(folder.name):
+        if not (folder / "foreign.sif").exists():
+            folder.mkdir(exist_ok=True)
+            if base == BASE:
+                own(folder, base)
+            # tests/conftest.py removes them when no worker needs them any more.
+            (shared_folder() / f"tags-{folder.name}").write_text(tag + (f" {base}" if base == BASE else ""))
+            build(recipe(folder, "line", base, "one"), tag, base)
+            imgkit_json("save", tag, "-o", "foreign.tar", folder=folder)
+            imgkit_json("sif", "foreign.tar", "-o", "foreign.sif", "--no-test", folder=folder)
+            (folder / "foreign.tar").unlink()
+    return folder / "foreign.sif"
+
+
+def engine(kind: str, *marks: pytest.MarkDecorator, group: str = "") -> Any:
+    return pytest.param(kind, marks=[*marks, pytest.mark.xdist_group(group or kind)])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        engine("docker", group="every-docker"),
+        engine("sid", group="containerd"),
+        engine("trixie", pytest.mark.soak, group="containerd"),
+        engine("podman", pytest.mark.podman),
+        engine("rootless"),
+        engine("rootless-podman", pytest.mark.podman),
+    ],
+)
+def line(
+    request: pytest.FixtureRequest,
+    base: str,
+    foreign: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Line]:
+    """What imgkit makes of one recipe on one engine."""
+    kind, folder, tag = request.param, tmp_path_factory.mktemp(request.param), f"imgkit-line-{os.getpid()}:1"
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name in ("STATE", "CACHE"):
+            patch.setenv(f"XDG_{name}_HOME", str(folder / name))
+        patch.delenv("SOURCE_DATE_EPOCH", raising=False)
+        enter: tuple[str, ...] = ()
+        if kind != "docker":
+            started: Callable[[str], PrivateEngine] = request.getfixturevalue("started")
+            place = started(kind)
+            enter = place.enter
+            for name, value in place.env.items():
+                patch.setenv(name, value)
+            own(folder, base)
+        address = stack.enter_context(registry(folder, enter))
+        built = build(recipe(folder, "line", base, "one"), tag, base)
+        sifs, ids = {"foreign": foreign}, {imgkit_json("show", tag)["id"]}
+        saved = imgkit_json("save", tag, "-o", "saved.tar", folder=folder)
+        for way in WAYS:
+            sifs[way] = folder / f"{way}.sif"
+            source = ("saved.tar",) if way == "archive" else (tag, "--from", way)
+            made = imgkit_json("sif", *source, "-o", sifs[way], "--no-test", folder=folder)
+            ids.add(made["record"]["image_id"])
+        ids.add(saved["image"]["id"])
+        yield Line(kind=kind, folder=folder, name=tag, registry=address, built=built, ids=ids, sifs=sifs)
+        tags = docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+        mine = [one for one in tags if tag[:-2] in one or (kind != "docker" and base in one)]
+        run("docker", "rmi", "--force", *mine)
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {one["name"]: one["verdict"] for one in imgkit_json("verify", path)["checks"]}
+
+
+def test_one_id_in_every_file(line: Line) -> None:
+    assert line.ids == {line.image_id}
+
+
+def test_every_file_verifies(line: Line) -> None:
+    assert verdicts(line.folder / "saved.tar")["sidecar"] == "ok"
+    for way in WAYS:
+        assert "fail" not in verdicts(line.sifs[way]).values()
+
+
+def test_both_ways_have_the_same_files(line: Line) -> None:
+    listed = {
+        way: output(
+            "singularity", "exec", line.sifs[way], "/bin/sh", "-c", "cat /opt/code/main /step /etc/passwd"
+        )
+        for way in WAYS
+    }
+    assert listed["daemon"] == listed["layers"] == listed["archive"]
+    assert listed["daemon"].startswith("oneone\n")
+
+
+def test_second_build_is_cached(line: Line, base: str) -> None:
+    again = build(line.folder / "line.yaml", line.name, base)
+    assert (again["id"], again["labels"]) == (line.image_id, line.built["labels"])
+
+
+def test_pushed_image_comes_back(line: Line) -> None:
+    ref = f"{line.registry}/group/line:1"
+    digest = imgkit_json("push", line.name, ref)["digest"]
+    docker("rmi", ref)
+    pulled = imgkit_json("pull", f"{line.registry}/group/line@{digest}")
+    assert (pulled["id"], pulled["digest"].endswith(digest)) == (line.image_id, True)
+
+
+def test_delta_of_a_line_is_small_over_every_sif(line: Line, base: str) -> None:
+    tag = line.name[:-1] + "2"
+    changed = build(recipe(line.folder, "line", base, "two"), tag, base)
+    for way in (*WAYS, "foreign"):
+        target = line.folder / f"{way}.imgdelta"
+        made = imgkit_json("delta", tag, "--base", line.sifs[way], "-o", target)
+        assert made["record"]["image_id"] == changed["id"]
+        assert (made["size_bytes"] < SMALL_BYTES, made["deleted"]) == (True, 0), (way, made)
+    assert "fail" not in verdicts(line.folder / "foreign.imgdelta").values()
+    inside = ("/bin/sh", "-c", "cat /opt/code/main /step")
+    over = ("--overlay", f"{line.folder}/foreign.imgdelta:ro", line.sifs["foreign"])
+    assert output("singularity", "exec", *over, *inside) == "twoone\n"
+
+
+def test_doctor_tells_version_store_and_builder(line: Line) -> None:
+    told = json.loads(imgkit("doctor", "--json").stdout)["checks"]
+    (check,) = (one for one in told if one["name"] == "docker")
+    product, store, builder = {
+        "podman": ("Podman", "overlay", "podman"),
+        # Root's own Podman has another storage, so the builder is the one behind the API.
+        "rootless-podman": ("Podman", "overlay", "classic"),
+        "sid": ("Docker", "containerd (overlayfs)", "classic"),
+        "trixie": ("Docker", "containerd (overlayfs)", "classic"),
+    }.get(line.kind, ("Docker", "", "classic"))
+    version = docker("version", "--format", "{{.Server.Version}}")
+    assert check["found"].startswith(f"{product} {version}, API ")
+    assert f", store {store}" in check["found"]
+    assert f", builder {builder}" in check["found"]
+    if line.kind != "docker":
+        machines = next(one for one in told if one["found"].endswith("at unix:///var/run/docker.sock"))
+        assert (machines["name"], machines["verdict"]) == ("not used", "ok")
+        assert machines["hint"] == "to use it: export DOCKER_HOST=unix:///var/run/docker.sock"
+
+
+def test_push_to_nobody_is_no_success(line: Line) -> None:
+    done = imgkit("push", line.name, "127.0.0.1:1/group/line:1")
+    assert done.returncode == 4
+    assert "connection refused" in done.stderr
+
+
+def test_failing_step_names_its_line(line: Line, base: str) -> None:
+    file = line.folder / "fails.yaml"
+    file.write_text(f"description: x\nimage:\n  base: {base}\n  run:\n    - echo why >&2; exit 7\n")
+    done = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")
+    assert done.returncode == 4
+    assert "fails.yaml:5: step " in done.stderr
+    assert "\nwhy\n" in done.stderr
+    assert imgkit("show", f"{line.name}-fails").returncode == 2
