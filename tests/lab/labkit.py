@@ -185,7 +185,7 @@ class PrivateEngine:
         """Words before a command that shall run in its network."""
         if "podman" in self.kind:
             return ()
-        return ("nsenter", "--net", "--target", (self.folder / "docker.pid").read_text().strip())
+        return ("nsenter", f"--net={self.folder}/net")
 
 
 @contextlib.contextmanager

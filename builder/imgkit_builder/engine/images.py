@@ -114,7 +114,8 @@ def _info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     # The requested name comes first, so that saving and messages use it.
     tags.sort(key=lambda tag: tag not in (plain(name), f"{plain(name)}:latest"))
     digests = [plain(digest) for digest in data.get("RepoDigests") or () if not digest.startswith("<none>")]
-    digests.sort(key=lambda digest: digest.partition("@")[0] != repository(plain(name)))
+    # The requested one comes first: Podman lists each name with each digest that the image has anywhere.
+    digests.sort(key=lambda one: (one != plain(name), one.partition("@")[0] != repository(plain(name))))
     pairs = (word.partition("=") for word in config.get("Env") or ())
     return ImageInfo(
         ref=ref,
