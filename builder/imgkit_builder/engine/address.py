@@ -22,7 +22,7 @@ ANSWER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsualSocket:
-    """A place where engines listen unless they are told otherwise."""
+    """A place where engines listen by default."""
 
     path: Path
     start: str
