@@ -16,6 +16,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, Usag
 Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 128 << 10
 UNPACKED_FACTOR = 100
 """Most bytes to which one byte unpacks: images reach 5, an archive made to fill a disk reaches 1000."""
 UNPACKED_LEAST_BYTES = 10**9
@@ -113,19 +114,23 @@ class Gunzip:
     def __init__(self, name: str) -> None:
         self._name = name
         self._inflate = zlib.decompressobj(wbits=31)
+        self._given = memoryview(b"")
         self._waiting = b""
 
     @property
     def is_hungry(self) -> bool:
         """Whether everything that it was given is unpacked."""
-        return not self._waiting
+        return not self._waiting and not self._given
 
     def give(self, data: bytes | memoryview) -> None:
         """Take `data` after what came before is unpacked."""
-        self._waiting = bytes(data)
+        self._given = memoryview(data)
 
     def take(self) -> bytes:
         """Unpack at most 1 MiB of what was given; may be empty."""
+        if not self._waiting:
+            # zlib copies what it leaves of its input: small pieces take a tenth less time.
+            self._waiting, self._given = bytes(self._given[:_PIECE_BYTES]), self._given[_PIECE_BYTES:]
         try:
             if self._inflate.eof:
                 # pigz and concatenated files have several members; zeros after the last are padding.

@@ -14,8 +14,10 @@ WORKDIR "/workspace"
 COPY ["imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl", "/opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl"]
 # imgkit: no index, no dependencies; forced, because a changed wheel can have the same version
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
-    python3 -m pip install --no-cache-dir --no-index --no-deps --force-reinstall \
-        /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl
+    python3 -m pip install --no-cache-dir --no-compile --no-index --no-deps --force-reinstall \
+        /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl \
+    && PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash \
+        -x /bench/report/ "$(python3 -IBc 'import imgkit_entrypoints as it; print(it.__path__[0])')"
 
 # imgkit: facts about the system and provenance; late, because they change with every commit
 COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]

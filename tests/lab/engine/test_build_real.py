@@ -60,6 +60,21 @@ def write(home: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["docker", "rmi", "--force", f"{name}:latest"], capture_output=True, check=False)
 
 
+INSTALLED = """
+import hashlib, json, pathlib, zlib, imgkit_entrypoints
+files = sorted(path for path in pathlib.Path(imgkit_entrypoints.__path__[0]).rglob("*") if path.is_file())
+digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+packed = sum(len(zlib.compress(path.read_bytes(), 6)) for path in files)
+print(json.dumps({"digests": digests, "packed": packed}))
+"""
+
+
+def installed(image: str) -> dict[str, Any]:
+    """The entry points in `image`: digests of all files, byte code too, and their size in a registry."""
+    output = docker("run", "--rm", "--entrypoint", "python3", image, "-IBc", INSTALLED)
+    return dict(json.loads(output.splitlines()[-1]))
+
+
 def build(file: Path, base: str, *options: str) -> dict[str, Any]:
     return imgkit_json("build", file, "--base", base, *options)
 
@@ -88,9 +103,14 @@ def test_build_is_tested_labelled_and_repeatable(
 
     time.sleep(1.1)  # the label `created` counts seconds
     again = build(file, standin_notorch)
-    assert again["id"] == first["id"]
+    assert (again["id"], again["up_to_date"]) == (first["id"], True)
+    before = installed(first["id"])
     fresh = build(file, standin_notorch, "--no-cache", "--no-test")
-    assert fresh["id"] != first["id"]
+    assert (fresh["id"] != first["id"], fresh["up_to_date"]) == (True, False)
+    # What an edit of the entry points sends to a registry, and a delta after it: the files that changed.
+    assert installed(fresh["id"]) == before
+    assert before["packed"] < 1e6
+    assert sum(name.endswith(".pyc") for name in before["digests"]) > 100
 
     shown = engines.image_facts(f"{file.stem}:latest").to_text()
     assert shown.startswith("STAND-IN")
