@@ -235,6 +235,8 @@ def read(hint: Any, value: Any, place: str) -> Any:
         if value not in inner:
             raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {' or '.join(inner)}")
         return value
+    if hint is Path:
+        return Path(_needs(value, str, place))
     if type(None) in inner:
         return None if value is None else read(inner[0], value, place)
     return _needs(value, hint, place)

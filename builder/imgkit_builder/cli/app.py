@@ -49,6 +49,7 @@ INTERRUPTED = 130
 
 BUNDLE_VERBS = (
     "show",
+    "build",
     "test",
     "sif",
     "apply",

@@ -1,4 +1,4 @@
-"""``imgkit build``: a recipe becomes a tested image; ``--dry-run`` prints the plan."""
+"""``imgkit build``: a recipe becomes a tested image or .sif; ``--dry-run`` prints the plan."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, LARGE, VERBOSE, complete_names, show, with_leave
+from imgkit_builder.cli import build_sif
+from imgkit_builder.cli.common import JSON, LARGE, VERBOSE, complete_names, show, tell_left_out, with_leave
+from imgkit_builder.cli.conversion import RUNTIME, TMPDIR
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints import json_text
 
@@ -22,10 +25,16 @@ if TYPE_CHECKING:
     from imgkit_builder.engine.unchanged import Asked
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.manifest import BaseImage
-    from imgkit_builder.image.members import Packed
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
+
+
+class With(str, enum.Enum):
+    """The values of ``--with``."""
+
+    DOCKER = "docker"
+    APPTAINER = "apptainer"
 
 
 class BuilderName(str, enum.Enum):
@@ -67,6 +76,26 @@ def verb_build(
     ),
     tag: str | None = typer.Option(None, help="Name of the image (default: RECIPE:latest)."),
     base: str | None = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
+    program: With = typer.Option(
+        With.DOCKER,
+        "--with",
+        help="docker: an engine makes an image. apptainer: Apptainer or Singularity makes a .sif; needs no "
+        "Docker and no root.",
+    ),
+    output: Path | None = typer.Option(
+        None,
+        "--output",
+        "-o",
+        metavar="X.sif",
+        help="With apptainer: file to write (default: RECIPE.sif here).",
+    ),
+    base_from: str | None = typer.Option(
+        None,
+        metavar="PATH|registry",
+        help="With apptainer: an archive, an OCI folder or a .sif of the base (default: its registry).",
+    ),
+    tmpdir: Path | None = TMPDIR,
+    runtime: str | None = RUNTIME,
     platform: str | None = typer.Option(None, help="linux/amd64 or linux/arm64, if the recipe allows both."),
     no_cache: bool = typer.Option(False, "--no-cache", help="Run every step again."),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
@@ -95,7 +124,33 @@ def verb_build(
       imgkit build ./mine.yaml --tag group/mine:1
       imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
       imgkit build olivia --dry-run                        (needs no Docker)
+      imgkit build olivia --with apptainer                 (on a cluster: olivia.sif)
+      imgkit build mn5 --with apptainer --base-from pytorch.tar
     """
+    if program is With.APPTAINER:
+        build_sif.refuse_given("--with apptainer", {"--tag": tag, "--builder": builder.value != "auto"})
+        build_sif.run(
+            recipe,
+            build_sif.SifBuildOptions(
+                base=base,
+                base_from=base_from,
+                output=output,
+                platform=platform,
+                no_cache=no_cache,
+                pull=pull,
+                no_test=no_test,
+                runtime=runtime,
+                tmpdir=tmpdir,
+                dry_run=dry_run,
+            ),
+            large=large,
+            as_json=as_json,
+            verbose=verbose,
+        )
+        return
+    build_sif.refuse_bundled(recipe)
+    given = {"--output": output, "--base-from": base_from, "--tmpdir": tmpdir, "--runtime": runtime}
+    build_sif.refuse_given("--with docker", given)
     options = BuildOptions(
         tag=tag,
         base=base,
@@ -134,7 +189,7 @@ def up_to_date(typed: str, options: BuildOptions, *, as_json: bool, verbose: boo
     with reporter(as_json=as_json, verbose=verbose, waits=False) as report:
         for note in found.answer.notes:
             report.note(note)
-        _tell_left_out(found.code, report)
+        tell_left_out(found.code, report)
         report.note(
             f"{found.tag} is up to date: recipe, files, base and imgkit are those of its build (to build "
             "it anyway: --no-cache)"
@@ -176,7 +231,7 @@ def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
         large=options.large,
         report=report,
     )
-    _tell_left_out(context.code, report)
+    tell_left_out(context.code, report)
     rows = {
         "recipe": f"{recipe.name} ({recipe.file})",
         "base": base,
@@ -230,7 +285,7 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
             large=options.large,
             report=report,
         )
-        _tell_left_out(context.code, report)
+        tell_left_out(context.code, report)
         secret_values.refuse_in(context, values)
         code_sha256 = unchanged.code_sha256(context)
         tested: list[Check] = []
@@ -258,21 +313,6 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
 
 def _warnings(recipe: Recipe) -> tuple[str, ...]:
     return tuple(f"warning: {problem}" for problem in recipe.warnings)
-
-
-def _tell_left_out(code: Packed, report: Reporter) -> None:
-    if code.secret:
-        report.note(
-            f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
-            'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
-        )
-    names = code.left_out
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        report.note(
-            f"not in the image: {', '.join(names[:5])}{more} (git, Docker or imgkit ignores "
-            'it); to bring one back: ignore: ["!NAME"]'
-        )
 
 
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:

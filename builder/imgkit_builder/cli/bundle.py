@@ -21,7 +21,7 @@ def verb_bundle(
 ) -> None:
     """Write a one-file imgkit for a cluster without internet.
 
-    It shows, converts, verifies and tests images, and it submits and follows
+    It builds, shows, converts, verifies and tests images, and it submits and follows
     jobs, on any architecture. It needs Python 3.10 or newer and no installation.
     Copy it beside the archive.
 

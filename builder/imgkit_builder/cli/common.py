@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.image.members import Packed
     from imgkit_builder.recipe.problems import Problem
     from imgkit_entrypoints.errors import ImgkitError
     from imgkit_entrypoints.system import SystemFacts
@@ -61,6 +63,22 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
         if not here or not typer.confirm(f"{error.where}: {error.what}. Pack all of it?", err=True):
             raise
         return run(True)
+
+
+def tell_left_out(code: Packed, report: Reporter) -> None:
+    """Name the files of the recipe's code that stay out of the image."""
+    if code.secret:
+        report.note(
+            f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
+            'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
+        )
+    names = code.left_out
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        report.note(
+            f"not in the image: {', '.join(names[:5])}{more} (git, Docker or imgkit ignores "
+            'it); to bring one back: ignore: ["!NAME"]'
+        )
 
 
 def error_data(error: ImgkitError) -> dict[str, Any]:

@@ -31,7 +31,9 @@ SCHEMA = 1
 
 def verb_delta(
     image: str = typer.Argument(
-        metavar="RECIPE|IMAGE", autocompletion=complete_names, help="A built recipe, or a local image."
+        metavar="RECIPE|IMAGE|NEW.sif",
+        autocompletion=complete_names,
+        help="A built recipe, a local image, or a newer .sif.",
     ),
     base: Path = typer.Option(
         ..., metavar="BASE.sif", help="The .sif that the cluster has, with its deltas."
@@ -48,25 +50,29 @@ def verb_delta(
 
     The .sif must come from imgkit sif and share its lowest layers with the
     image. As root on the engine's machine, or if only code was copied, imgkit
-    reads only the changes; otherwise the engine saves the whole image.
+    reads only the changes; otherwise the engine saves the whole image. A newer
+    .sif needs no engine: imgkit compares every file of both.
 
     \b
     Examples:
       imgkit build mn5 && imgkit delta mn5 --base mn5.sif
       singularity exec --nv --overlay mn5.imgdelta:ro mn5.sif dist-train
       imgkit submit mn5 -A bsc98 --qos acc_debug --delta mn5.imgdelta -- dist-train
+      imgkit delta olivia-2.sif --base olivia.sif
     """
-    from imgkit_builder.delta.make import make
+    from imgkit_builder.delta.make import between, make
+    from imgkit_builder.sif.image import is_sif
     from imgkit_builder.sif.options import Options
 
-    with (
-        terminable(),
-        reporter(as_json=as_json, verbose=verbose) as report,
-        engine_image(image) as found,
-    ):
-        options = Options(runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir)
-        target = output or Path(f"{stem(image)}.imgdelta")
-        made = make(found, base, target, options, report)
+    newer = Path(image)
+    target = output or Path(f"{stem(image).removesuffix('.sif')}.imgdelta")
+    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+        if is_sif(newer):
+            made = between(newer, base, target, Options(tmpdir=tmpdir), report)
+        else:
+            with engine_image(image) as found:
+                options = Options(runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir)
+                made = make(found, base, target, options, report)
     text, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
     show(data, text, as_json=as_json)
 

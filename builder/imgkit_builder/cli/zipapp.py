@@ -24,7 +24,7 @@ from imgkit_builder.cli.app import BUNDLE_VERBS
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
-ROOTS = ("typer", "rich", "spython", "jinja2")
+ROOTS = ("typer", "rich", "spython", "jinja2", "packaging", "pathspec")
 """Distributions that the verbs import; their requirements follow."""
 
 PACKAGES = ("imgkit_builder", "imgkit_entrypoints", "imgkit_recipes")
@@ -44,7 +44,6 @@ _OMITTED = (
     "pygments/lexers/",
     "pygments/formatters/",
     "pygments/styles/",
-    "imgkit_entrypoints/apps/",
 )
 """Most of the size, and never imported; `_KEPT` lists the exceptions."""
 _KEPT = ("__init__.py", "_mapping.py")
@@ -190,12 +189,11 @@ def _refuse_newer(name: str, data: bytes) -> None:
 
 
 def _own(package: str) -> Iterator[tuple[str, bytes]]:
-    """Files of one of imgkit's packages; of the recipes only the job templates, `targets` has the rest."""
+    """Files of one of imgkit's packages; of the recipes all but the YAML, which `targets` has as JSON."""
     folder = Path(importlib.import_module(package).__path__[0])
     for path in folder.rglob("*"):
         name = PurePosixPath(package, path.relative_to(folder).as_posix())
-        whole = package != "imgkit_recipes" or path.suffix == ".py" or path.parent.name == "job"
-        if path.is_file() and _wanted(str(name)) and whole:
+        if path.is_file() and _wanted(str(name)) and path.suffix != ".yaml":
             yield str(name), path.read_bytes()
 
 

@@ -71,7 +71,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
         )
         clock.stage("compare digests")
         _check_delta(delta, delta_file)
-        refuse_damaged(stack, clock)
+        source.refuse_damaged(stack, clock)
         merged = len(stack.deltas) >= MOST
         if merged:
             clock.stage(f"merge {len(stack.deltas) + 1} deltas")
@@ -147,25 +147,6 @@ def _check_delta(delta: Delta, path: Path) -> None:
             "the delta is damaged: its squashfs has another sha256 than recorded",
             where=str(path),
             hint="copy it again",
-        )
-
-
-def refuse_damaged(stack: Stack, report: Reporter) -> None:
-    """Raise CheckFailed if the root partition or a delta of the .sif has another sha256 than recorded."""
-    path = stack.sif.path
-    damaged = "root partition"
-    whole = image.root_sha256(path, advance=report.advance) == stack.base.root_sha256
-    for number, (delta, partition) in enumerate(zip(stack.deltas, stack.partitions, strict=True), 1):
-        if whole:
-            damaged = f"delta {number}"
-            whole = descriptor.sha256(path, delta, start=partition.offset) == delta.sha256
-    if whole and (faults := coverage.check(path, root_sha256=stack.base.root_sha256).faults):
-        damaged, whole = faults[0], False
-    if not whole:
-        raise CheckFailed(
-            f"the .sif is damaged: its {damaged} has another sha256 than recorded",
-            where=str(path),
-            hint=f"copy it again, or convert it again; imgkit verify {path.name} lists what is damaged",
         )
 
 

@@ -54,7 +54,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
             tool=None, options=options, compression=compression, work=work, clock=clock, log=log
         )
         clock.stage("compare digests")
-        apply.refuse_damaged(stack, clock)
+        source.refuse_damaged(stack, clock)
         clock.stage("squash")
         around = _frame(stack)
         write_squashfs.make(

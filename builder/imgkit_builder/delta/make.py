@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,16 @@ from imgkit_builder.archive.tar_header import REGULAR
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs
-from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.delta.descriptor import Delta, Stack
 from imgkit_builder.delta.memory import Memory
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
+from imgkit_builder.delta.source import Trees
 from imgkit_builder.delta.tree import Changes, TreeEntry
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import own_files
+from imgkit_builder.image.manifest import CREATED_LABEL
+from imgkit_builder.sif import check, own_files
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.options import EngineImage, Options, Stage
 from imgkit_builder.sif.own_files import OwnFile
 from imgkit_builder.sif.runtime import log_file
@@ -36,8 +40,23 @@ class Made:
     deleted: int
     """Number of whiteouts."""
     way: str
-    """Source of the layers: ``overlay2``, ``copy`` or ``save``."""
+    """Source of the files: ``overlay2``, ``copy``, ``save`` or ``sif``."""
     stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Newer:
+    """The image that base and delta form together."""
+
+    name: str
+    image_id: str
+    diff_ids: tuple[str, ...]
+    arch: str
+    created: str
+    trees: Callable[[Stack, Path, Reporter], Trees]
+    """The tree of a base, and its own; gets a folder for temporary files."""
+    changes: Callable[[Stack, Trees], Changes]
+    """What lies over a base, with the runtime's own files."""
 
 
 def make(image: EngineImage, base: Path, target: Path, options: Options, report: Reporter) -> Made:
@@ -49,10 +68,63 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
     CheckFailed : `base` has no record, another architecture or no common layer.
     ToolMissing, ToolFailed : as in a conversion.
     """
+    config = image.config
+    own = (*own_files.own_files(config), *own_files.if_missing())
+    box = Memory(own, mtime_s=epoch(config.created))
+
+    def changes(stack: Stack, trees: Trees) -> Changes:
+        found = tree.changes(trees.old, trees.new, skip=source.NEVER)
+        return found | _runtimes(box, stack, trees.new)
+
+    newer = _Newer(
+        name=image.name,
+        image_id=config.image_id,
+        diff_ids=config.diff_ids,
+        arch=config.arch,
+        created=config.created,
+        trees=lambda stack, work, clock: source.trees(image, stack, box, work, clock),
+        changes=changes,
+    )
+    return _make(newer, base, target, options, report)
+
+
+def between(newer: Path, base: Path, target: Path, options: Options, report: Reporter) -> Made:
+    """Write the changes of the .sif `newer` over the .sif `base` to the delta `target`, as `make` does.
+
+    Both are compared file by file: a .sif that no engine made keeps no layers.
+
+    Raises
+    ------
+    UsageError : the target is another kind of file, or both hold the same image.
+    CheckFailed : one of them has no record, they are of two architectures, or `newer` is damaged.
+    ToolMissing, ToolFailed : as in a conversion.
+    """
+    stack = descriptor.stack(newer.absolute())
+    source.refuse_damaged(stack, report)
+    record = stack.sif.record
+    image = _Newer(
+        name=(record.source if record else "") or newer.name,
+        image_id=stack.base.image_id,
+        diff_ids=stack.diff_ids,
+        arch=stack.sif.arch,
+        created=stack.deltas[-1].created if stack.deltas else _created(stack.sif),
+        trees=lambda below, work, clock: Trees(
+            old=source.mounted(below.sif), new=source.mounted(stack.sif), way="sif"
+        ),
+        changes=lambda below, trees: tree.changes(trees.old, trees.new, skip=source.NEVER - source.OWN),
+    )
+    return _make(image, base, target, options, report)
+
+
+def _created(sif: SifImage) -> str:
+    return str((check.stated_labels(sif) or {}).get(CREATED_LABEL, ""))
+
+
+def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Reporter) -> Made:
     target = target.absolute()
     check_target(target)
     stack = descriptor.stack(base.absolute())
-    _check_images(image, stack)
+    _check_images(newer, stack)
     compression = write_squashfs.compression_of(stack.sif)
     tmp = tmp_base(target, options.tmpdir)
     with workspace(target, tmp) as work, log_file(target.stem) as log:
@@ -60,17 +132,14 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
         job = ConversionJob(
             tool=None, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        own = (*own_files.own_files(image.config), *own_files.if_missing())
-        box = Memory(own, mtime_s=epoch(image.config.created))
-        trees = source.trees(image, stack, box, work.folder, clock)
+        trees = newer.trees(stack, work.folder, clock)
         clock.stage(f"compare with {base.name}")
-        found = tree.changes(trees.old, trees.new, skip=source.NEVER)
-        kinds = [entry.kind if entry else None for entry in found.values()]
-        found |= _runtimes(box, stack, trees.new)
-        _mark(found, trees.new, image.config.image_id)
+        found = newer.changes(stack, trees)
+        kinds = [entry.kind if entry else None for path, entry in found.items() if not _is_own(path)]
+        _mark(found, trees.new, newer.image_id)
         clock.stage("squash")
         write_squashfs.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
-        delta = _described(image, stack, work.part)
+        delta = _described(newer, stack, work.part)
         descriptor.append(work.part, delta)
         clock.stage("look whether it is there")
         require_shown((SquashfsLayer(work.part), *source.mounted(stack.sif)), delta, work.part)
@@ -85,6 +154,11 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
         way=trees.way,
         stages=tuple(clock.stages),
     )
+
+
+def _is_own(path: str) -> bool:
+    """Whether a runtime makes the file, and not the image's author."""
+    return path.partition("/")[0] in source.OWN
 
 
 def check_target(target: Path) -> None:
@@ -116,13 +190,11 @@ def require_shown(layers: tree.Stack, delta: Delta, where: Path) -> None:
         )
 
 
-def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
+def _check_images(image: _Newer, stack: Stack) -> None:
     where = str(stack.sif.path)
-    if image.config.arch != stack.sif.arch:
-        raise CheckFailed(
-            f"it is for {stack.sif.arch}, but {image.name} is for {image.config.arch}", where=where
-        )
-    if image.config.image_id == stack.base.image_id:
+    if image.arch != stack.sif.arch:
+        raise CheckFailed(f"it is for {stack.sif.arch}, but {image.name} is for {image.arch}", where=where)
+    if image.image_id == stack.base.image_id:
         raise UsageError(
             f"it holds this very image ({image.name}): there is no difference",
             where=where,
@@ -130,7 +202,7 @@ def _check_images(image: EngineImage, stack: descriptor.Stack) -> None:
         )
 
 
-def _runtimes(box: Memory, stack: descriptor.Stack, new: tree.Stack) -> Changes:
+def _runtimes(box: Memory, stack: Stack, new: tree.Stack) -> Changes:
     """Environment, runscript and labels of `box` over those of `stack`.
 
     Files of `new` in the same folder stay, as in a conversion.
@@ -167,13 +239,12 @@ def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
     found[descriptor.INSIDE] = mark.children(folder)[name]
 
 
-def _described(image: EngineImage, stack: descriptor.Stack, path: Path) -> Delta:
-    config = image.config
+def _described(image: _Newer, stack: Stack, path: Path) -> Delta:
     known = Delta(
-        image_id=config.image_id,
-        diff_ids=config.diff_ids,
-        arch=config.arch,
-        created=config.created,
+        image_id=image.image_id,
+        diff_ids=image.diff_ids,
+        arch=image.arch,
+        created=image.created,
         source=image.name,
         base=stack.base,
         sha256="",

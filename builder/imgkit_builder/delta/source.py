@@ -14,8 +14,8 @@ from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.grafts import Graft
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
-from imgkit_builder.sif import own_files
-from imgkit_builder.sif.image import SifImage
+from imgkit_builder.sif import coverage, own_files
+from imgkit_builder.sif.image import SifImage, root_sha256
 from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -32,7 +32,7 @@ class Trees:
     old: tree.Stack
     new: tree.Stack
     way: str
-    """``overlay2``, ``copy`` or ``save``."""
+    """``overlay2``, ``copy``, ``save`` or ``sif``."""
 
 
 def trees(
@@ -94,6 +94,25 @@ def mounted(sif: SifImage) -> tree.Stack:
         raise CheckFailed("it has no root partition", where=str(sif.path), hint="copy it again")
     places = (sif.root.offset, *(partition.offset for partition in sif.overlays))
     return tuple(SquashfsLayer(sif.path, offset) for offset in reversed(places))
+
+
+def refuse_damaged(stack: descriptor.Stack, report: Reporter) -> None:
+    """Raise CheckFailed if the root partition or a delta of the .sif has another sha256 than recorded."""
+    path = stack.sif.path
+    damaged = "root partition"
+    whole = root_sha256(path, advance=report.advance) == stack.base.root_sha256
+    for number, (delta, partition) in enumerate(zip(stack.deltas, stack.partitions, strict=True), 1):
+        if whole:
+            damaged = f"delta {number}"
+            whole = descriptor.sha256(path, delta, start=partition.offset) == delta.sha256
+    if whole and (faults := coverage.check(path, root_sha256=stack.base.root_sha256).faults):
+        damaged, whole = faults[0], False
+    if not whole:
+        raise CheckFailed(
+            f"the .sif is damaged: its {damaged} has another sha256 than recorded",
+            where=str(path),
+            hint=f"copy it again, or convert it again; imgkit verify {path.name} lists what is damaged",
+        )
 
 
 def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path) -> Trees | None:

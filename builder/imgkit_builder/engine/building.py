@@ -21,6 +21,7 @@ from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
 from imgkit_builder.engine.images import ImageInfo, check_name, inspect
 from imgkit_builder.engine.transfer import add_tag
+from imgkit_builder.image import manifest as manifests
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def build(
     check_name(tag)
     folder = _run_folder(context.manifest.recipe)
     created = marks.created(engine, context, tag=tag, fresh=no_cache)
-    values = marks.labels(context, created=created)
+    values = manifests.labels(context.manifest, context_sha256=context.sha256, created=created)
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + marks.instruction(values)
     files.put(folder / "Dockerfile", dockerfile)
     log = folder / "build.log"

@@ -5,38 +5,19 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.images import find
+from imgkit_builder.image.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
 from imgkit_builder.image.quoting import docker_quote
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
-CONTEXT_LABEL = "imgkit.context.sha256"
-CREATED_LABEL = "org.opencontainers.image.created"
 DOCKERFILE = "Dockerfile.imgkit"
 """Name of the Dockerfile with the labels; the context keeps its own beside it."""
-
-
-def labels(context: BuildContext, *, created: str) -> dict[str, str]:
-    """The labels that only a build knows, sorted; those of the recipe are in the Dockerfile.
-
-    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image.
-    """
-    manifest = context.manifest
-    digest = manifest.base.digest.partition("@")[2] or manifest.base.id
-    found = {
-        CREATED_LABEL: created,
-        "org.opencontainers.image.revision": manifest.revision,
-        "org.opencontainers.image.base.name": manifest.base.name,
-        "org.opencontainers.image.base.digest": digest,
-        CONTEXT_LABEL: context.sha256,
-    }
-    return dict(sorted(found.items()))
 
 
 def created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
@@ -45,14 +26,12 @@ def created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> 
     ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, the time of the image `tag` if that was built from
     the same context. The label then stays, so that a rebuild is fully cached and gives the same image id.
     """
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    if not epoch.isdigit():
+    if not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
         old = None if fresh else find(engine, tag)
         # The context contains the manifest, hence the base's id: an equal context means an equal base.
         if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
             return old.labels[CREATED_LABEL]
-        epoch = str(int(time.time()))
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(epoch)))
+    return time_of_build()
 
 
 def instruction(values: Mapping[str, str]) -> str:

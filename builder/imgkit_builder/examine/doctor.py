@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from imgkit_builder.apptainer import rights
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.base.sizes import size_text
@@ -68,6 +69,7 @@ def examine(
         tool if way.verdict == "fail" else _softer(tool),
         *_modules(target),
         *(_unprivileged(machine, tool) if tool.verdict in ("ok", "warn") else ()),
+        *((_definitions(machine),) if tool.verdict in ("ok", "warn") else ()),
         way,
         _zstd(),
         *_disks(machine, purpose),
@@ -155,6 +157,17 @@ def _namespaces(machine: Machine) -> Check:
             hint=f"ask an administrator: sysctl -w {key}={fix}; or install the runtime setuid",
         )
     return Check(name=name, verdict="ok", found=f"allowed, at most {machine.text(_USERNS) or 'any number'}")
+
+
+def _definitions(machine: Machine) -> Check:
+    """How steps of a recipe would run without an engine."""
+    name, found = "build --with apptainer", rights.look(root=machine.root, uid=machine.uid)
+    if not found.way:
+        return Check(name=name, verdict="warn", found=found.fault, hint=found.hint)
+    said = f"steps run {found.way}"
+    if found.fault:
+        return Check(name=name, verdict="warn", found=f"{said}; {found.fault}", hint=found.hint)
+    return Check(name=name, verdict="ok", found=said)
 
 
 def _fuse(machine: Machine) -> Check:

@@ -15,7 +15,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -61,17 +61,34 @@ class BuildContext:
         """
         return io.BufferedReader(_Stream(self._checked(report or Silent())), CHUNK_BYTES)
 
+    def unpack(self, folder: Path) -> Mapping[str, str]:
+        """Write the files below `folder`, and return the links, which are left out, by their names.
+
+        Raises
+        ------
+        UsageError : a file differs from what `pack` saw.
+        """
+        digest = hashlib.sha256()
+        links = members.unpack(self.members, folder, digest.update)
+        if digest.hexdigest() != self.sha256:
+            raise _changed("unpacked")
+        return links
+
     def _checked(self, report: Reporter) -> Iterator[bytes]:
         digest = hashlib.sha256()
         for chunk in _reported(members.tar(self.members), report, self.size_bytes):
             digest.update(chunk)
             # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
-                raise UsageError(
-                    "files of image.copy changed while they were sent",
-                    hint="build again when no program writes to them, or list them under `ignore`",
-                )
+                raise _changed("sent")
             yield chunk
+
+
+def _changed(how: str) -> UsageError:
+    return UsageError(
+        f"files of image.copy changed while they were {how}",
+        hint="build again when no program writes to them, or list them under `ignore`",
+    )
 
 
 class LargeContext(UsageError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,8 @@ from imgkit_entrypoints.errors import UsageError
 SCHEMA = 1
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 STANDIN_LABEL = "imgkit.standin"
+CONTEXT_LABEL = "imgkit.context.sha256"
+CREATED_LABEL = "org.opencontainers.image.created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,29 @@ class Manifest:
     """Digest of the imgkit_entrypoints wheel in the image."""
     revision: str = ""
     """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git."""
+
+
+def labels(manifest: Manifest, *, context_sha256: str, created: str) -> dict[str, str]:
+    """The labels that only a build knows, sorted; those of the recipe are in the rendered text.
+
+    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image.
+    """
+    base = manifest.base
+    found = {
+        CREATED_LABEL: created,
+        "org.opencontainers.image.revision": manifest.revision,
+        "org.opencontainers.image.base.name": base.name,
+        "org.opencontainers.image.base.digest": base.digest.partition("@")[2] or base.id,
+        CONTEXT_LABEL: context_sha256,
+    }
+    return dict(sorted(found.items()))
+
+
+def time_of_build() -> str:
+    """The time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    seconds = int(epoch) if epoch.isdigit() else int(time.time())
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def to_json(manifest: Manifest) -> str:

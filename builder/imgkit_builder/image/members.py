@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,6 +182,31 @@ def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
 
 
 END = bytes(2 * tarfile.BLOCKSIZE)
+
+
+def unpack(members: Iterable[TarMember], folder: Path, take: Callable[[bytes], None]) -> dict[str, str]:
+    """Write `members` below `folder`, and return the links, which are left out, by their names.
+
+    `take` receives the bytes of the tar on the way.
+    """
+    links: dict[str, str] = {}
+    for member in members:
+        take(_header(member))
+        place = folder / member.name
+        if member.kind == tarfile.SYMTYPE:
+            links[member.name] = member.link
+        elif member.kind == tarfile.DIRTYPE:
+            place.mkdir(parents=True, exist_ok=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("xb") as stream:
+                for chunk in _content(member):
+                    take(chunk)
+                    stream.write(chunk)
+            place.chmod(member.mode)
+        take(bytes(-member.size_bytes % tarfile.BLOCKSIZE))
+    take(END)
+    return links
 
 
 def _header(member: TarMember) -> bytes:

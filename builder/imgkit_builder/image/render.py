@@ -38,10 +38,18 @@ def dockerfile(recipe: Recipe, *, base: str | None = None, platform: str | None 
     return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform))
 
 
-def definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
+def definition(
+    recipe: Recipe,
+    *,
+    base: str | None = None,
+    platform: str | None = None,
+    bootstrap: str = "docker",
+    place: str = "",
+) -> str:
     """Text of a Singularity definition file for the same image.
 
-    Build it inside the unpacked build context; the first lines of the text have the commands.
+    `bootstrap` and `place` name where the runtime finds the base, by default in its registry. Build the text
+    inside the unpacked build context; its first lines have the commands.
 
     Raises
     ------
@@ -55,7 +63,7 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
         if re.search(r"\s", label.key) or label.value != label.value.strip():
             found = f"label {label.key!r}: white space in its name or around its value"
             refuse(found, "a definition file", made.labels.origin, "remove it, or use --format dockerfile")
-    text = _fill("definition.j2", made)
+    text = _fill("definition.j2", made, bootstrap=bootstrap, place=place or made.base.text)
     for number, line in enumerate(text.split("\n"), 1):
         # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
         if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
@@ -75,7 +83,7 @@ def origin(text: str, line: int) -> str:
     return ""
 
 
-def _fill(template: str, made: Layers) -> str:
+def _fill(template: str, made: Layers, **more: str) -> str:
     jinja = environment("templates")
     filters: Mapping[str, Callable[..., str]] = {
         "docker_quote": docker_quote,
@@ -84,7 +92,7 @@ def _fill(template: str, made: Layers) -> str:
     }
     jinja.filters.update(filters)
     values = {name: getattr(made, name) for name in made.__slots__}
-    return jinja.get_template(template).render(values)
+    return jinja.get_template(template).render(values, **more)
 
 
 def environment(shipped: str, own: Path | None = None) -> Environment:

@@ -26,7 +26,7 @@ from imgkit_entrypoints.system import SystemFacts
 RECIPES_JSON = "recipes.json"
 """A file of the one-file tool, in the folder of the package: the JSON of each shipped recipe, by name."""
 JSON_SUFFIX = ".json"
-_HINT = "write it where imgkit is installed: imgkit show RECIPE --json > RECIPE.json"
+HINT = "write it where imgkit is installed: imgkit show RECIPE --json > RECIPE.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def as_json(ref: str) -> str | None:
         try:
             return Path(ref).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot be read: {error}", where=ref, hint=_HINT) from error
+            raise UsageError(f"cannot be read: {error}", where=ref, hint=HINT) from error
     known = _bundled()
     if not known:
         return None
@@ -99,7 +99,7 @@ def as_json(ref: str) -> str | None:
         raise UsageError(
             f"the one-file imgkit does not know the recipe {ref!r}",
             hint=f"it knows: {', '.join(sorted(known))}\n"
-            f"it reads JSON instead of a recipe's file; {_HINT}\n"
+            f"it reads JSON instead of a recipe's file; {HINT}\n"
             "or name the .sif of the recipe's image",
         )
     return json.dumps(known[ref], indent=2)
@@ -110,6 +110,11 @@ def names() -> tuple[str, ...]:
     import imgkit_recipes
 
     return tuple(sorted(_bundled())) or imgkit_recipes.recipe_names()
+
+
+def is_bundled() -> bool:
+    """Whether this is the one-file tool."""
+    return bool(_bundled())
 
 
 def _bundled() -> Mapping[str, Any]:
@@ -144,7 +149,7 @@ def from_json(text: str, file: Path) -> Target:
         platforms = tuple(str(platform) for platform in data["image"]["platforms"])
         positions = {
             path[:depth]: Position(file=Path(row["file"]), line=row["line"], column=row["column"])
-            for path, _ in reversed(tuple(_values(facts, ("system",))))
+            for path, _ in reversed(tuple(values_of(facts, ("system",))))
             if (row := stated.get(key_text(path)))
             for depth in range(len(path), 0, -1)
         }
@@ -152,7 +157,7 @@ def from_json(text: str, file: Path) -> Target:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
-            f"it is not what imgkit show RECIPE --json prints: {reason}", where=str(file), hint=_HINT
+            f"it is not what imgkit show RECIPE --json prints: {reason}", where=str(file), hint=HINT
         ) from error
     return checked(Target(name=name, system=facts, platforms=platforms, file=file, positions=positions))
 
@@ -167,7 +172,7 @@ def checked(target: Target) -> Target:
     faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
     for index, platform in enumerate(target.platforms):
         faults += [(f"image.platform[{index}]", *fault) for fault in rules.platform(platform)]
-    for path, value in _values(target.system, ("system",)):
+    for path, value in values_of(target.system, ("system",)):
         found = (*rules.of_key(path), *(rules.of_text(path, value) if isinstance(value, str) else ()))
         faults += [(key_text(path), *fault) for fault in found]
     if not faults:
@@ -182,16 +187,16 @@ def checked(target: Target) -> Target:
     return target
 
 
-def _values(content: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value below `content` that has no parts, with its path."""
+def values_of(content: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value below `content` that has no parts, with its path."""
     if dataclasses.is_dataclass(content):
         for known in dataclasses.fields(content):
-            yield from _values(getattr(content, known.name), (*path, known.name))
+            yield from values_of(getattr(content, known.name), (*path, known.name))
     elif isinstance(content, Mapping):
         for name, value in content.items():
-            yield from _values(value, (*path, name))
+            yield from values_of(value, (*path, name))
     elif isinstance(content, tuple):
         for index, value in enumerate(content):
-            yield from _values(value, (*path, index))
+            yield from values_of(value, (*path, index))
     else:
         yield path, content

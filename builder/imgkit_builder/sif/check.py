@@ -22,6 +22,8 @@ _NO_PROGRAM = re.compile(r'^FATAL:\s+"true": executable file not found', re.MULT
 """The runtime mounted the root and looked for the program: images of one static binary have none."""
 _METADATA = "inspect-metadata.json"
 """Name of the object in which a runtime keeps what its ``inspect`` prints."""
+_OCI_CONFIG = "oci-config.json"
+"""Name of the object in which imgkit keeps them."""
 _LEAST_SHARE = 200
 """A root partition below 1/200 of its layers has lost files (text packs to about 1/5)."""
 
@@ -67,7 +69,7 @@ def content(
     """
     labels, path = dict(config.labels) if config else {}, job.work.part
     if labels and built and (found := _labels(job, path, execute=runner is not None)) is not None:
-        _check_labels(found, labels, path)
+        compare_labels(found, labels, path)
     if runner is None:
         return
     baked = "imgkit.version" in labels
@@ -91,23 +93,40 @@ def content(
 
 def _labels(job: ConversionJob, path: Path, *, execute: bool) -> dict[str, Any] | None:
     """The labels in the new .sif; None where only its own programs could tell them and must not run."""
-    sif = image.read(path)
-    described = next((one for one in sif.descriptors if one.name == _METADATA), None)
-    if described is None and not execute:
-        return None
+    stated = stated_labels(image.read(path))
+    if stated is not None or not execute:
+        return stated
     try:
-        if described is not None:
-            answer = json_text.parse(image.data(sif, described))
-        else:
-            # Without that object the runtime runs a shell of the image. Its warnings precede the answer.
-            output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
-            answer = json_text.first_object(output)
-        return dict(answer["data"]["attributes"]["labels"] or {})
+        # Without that object the runtime runs a shell of the image. Its warnings precede the answer.
+        output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
+        return dict(json_text.first_object(output)["data"]["attributes"]["labels"] or {})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckFailed(f"its labels cannot be read: {error!r}", where=str(path)) from error
 
 
-def _check_labels(found: Mapping[str, Any], expected: Mapping[str, str], path: Path) -> None:
+def stated_labels(sif: SifImage) -> dict[str, Any] | None:
+    """The labels that an object of the .sif states; None where none does. Runs nothing.
+
+    Raises
+    ------
+    CheckFailed : the object cannot be read.
+    """
+    for name, below in ((_METADATA, ("data", "attributes", "labels")), (_OCI_CONFIG, ("Labels",))):
+        described = next((one for one in sif.descriptors if one.name == name), None)
+        if described is None:
+            continue
+        try:
+            found = json_text.parse(image.data(sif, described))
+            for key in below:
+                found = found.get(key) or {}
+            return dict(found)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise CheckFailed(f"its labels cannot be read: {error!r}", where=str(sif.path)) from error
+    return None
+
+
+def compare_labels(found: Mapping[str, Any], expected: Mapping[str, str], path: Path) -> None:
+    """Raise CheckFailed where a label of the .sif `path` is not as `expected`."""
     for name, value in sorted(expected.items()):
         if str(found.get(name, "")) != value:
             raise CheckFailed(

@@ -66,9 +66,13 @@ class ConversionJob:
     """None: the first of `squash_ways` that works here."""
 
     def run(
-        self, *arguments: str | Path, folder: Path | None = None, on_line: Callable[[str], None] | None = None
+        self,
+        *arguments: str | Path,
+        folder: Path | None = None,
+        on_line: Callable[[str], None] | None = None,
+        namespace: bool = False,
     ) -> str:
-        """Run the runtime in the workspace; returns its output."""
+        """Run the runtime in the workspace; returns its output. `namespace` is as in `runtime.run`."""
         tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
         self.log.write(f"$ {tool.path} {' '.join(map(str, arguments))}\n")
         return run(
@@ -78,6 +82,7 @@ class ConversionJob:
             env=scratch_env(self.work.folder),
             on_line=on_line or self.clock.line,
             log=self.log,
+            namespace=namespace,
         ).output
 
 

@@ -150,9 +150,15 @@ def runtime_if_any(command: str | None = None) -> RuntimeTool | None:
         return None
 
 
+def attempt(tool: RuntimeTool, arguments: Sequence[str]) -> Finished:
+    """Run the runtime to its end with `arguments`, whatever its exit code."""
+    return _ask(tool.path, *arguments)
+
+
 def _ask(path: Path, *arguments: str) -> Finished:
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-    code = _stream(path, arguments, folder=Path.cwd(), env={}, take=lines.append)
+    argv = (str(path), *arguments)
+    code = _stream(path, argv, folder=Path.cwd(), env={}, take=lines.append)
     return Finished(argv=(str(path), *arguments), returncode=code, output="".join(lines))
 
 
@@ -164,11 +170,13 @@ def run(
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
     log: TextIO | None = None,
+    namespace: bool = False,
 ) -> Finished:
     """Run the runtime with `arguments` in `folder`; both streams are drained, each line goes to `on_line`.
 
-    `env` adds to this process's environment or replaces parts of it. A signal that raises (Ctrl-C) first ends
-    the whole group of processes.
+    `env` adds to this process's environment or replaces parts of it. `namespace` runs it in a user namespace
+    that ``namespace.py`` makes for root. A signal that raises (Ctrl-C) first ends the whole group of
+    processes.
 
     Raises
     ------
@@ -183,7 +191,9 @@ def run(
         if on_line:
             on_line(line.rstrip("\n"))
 
-    code = _stream(tool.path, arguments, folder=folder or Path.cwd(), env=env or {}, take=take)
+    before = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
+    argv = (*before, str(tool.path), *arguments)
+    code = _stream(tool.path, argv, folder=folder or Path.cwd(), env=env or {}, take=take)
     finished = Finished(argv=(str(tool.path), *arguments), returncode=code, output="".join(lines))
     if code != 0:
         if log:
@@ -198,13 +208,13 @@ def run(
 
 def _stream(
     path: Path,
-    arguments: Sequence[str],
+    argv: Sequence[str],
     *,
     folder: Path,
     env: Mapping[str, str],
     take: Callable[[str], None],
 ) -> int:
-    """Run through spython; return the exit code."""
+    """Run `argv`, which starts the runtime `path`, through spython; return the exit code."""
     from spython.utils import stream_command
 
     # Not the folder that tempfile remembers: within a conversion TMPDIR is the workspace, always cleaned.
@@ -214,7 +224,7 @@ def _stream(
         pid_file = Path(scratch) / "pid"
         # Programs that the runtime starts, such as mksquashfs, often lie beside it.
         search = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        words = _supervised(pid_file, folder, {"PATH": search, **env}, (str(path), *arguments))
+        words = _supervised(pid_file, folder, {"PATH": search, **env}, argv)
         try:
             # The default pattern drops every line with "Progess" in it; this one matches nothing.
             for line in stream_command(words, output_type="both", no_newline_regexp=r"(?!)"):
@@ -228,10 +238,13 @@ def _stream(
 
 
 def _supervised(pid_file: Path, folder: Path, env: Mapping[str, str], argv: Sequence[str]) -> list[str]:
-    source = importlib.resources.files(__package__).joinpath("supervisor.py").read_text(encoding="utf-8")
     settings = [str(pid_file), locale.getpreferredencoding(False), str(folder)]
     variables = [f"{name}={value}" for name, value in env.items()]
-    return [sys.executable, "-I", "-S", "-c", source, *settings, *variables, "--", *argv]
+    return [sys.executable, "-I", "-S", "-c", _source("supervisor.py"), *settings, *variables, "--", *argv]
+
+
+def _source(module: str) -> str:
+    return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
 
 
 def _end(pid_file: Path) -> None:

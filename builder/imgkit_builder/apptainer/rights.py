@@ -1,0 +1,96 @@
+"""What this user may do here: how the runtime becomes root for the steps of a definition."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.sif.runtime import RuntimeTool
+from imgkit_entrypoints.errors import CheckFailed
+
+_SWITCHES = (
+    ("proc/sys/user/max_user_namespaces", "0", "15000"),
+    ("proc/sys/kernel/unprivileged_userns_clone", "0", "1"),
+)
+"""Files that switch user namespaces off, the value that does, and one that does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rights:
+    """How steps run."""
+
+    way: str
+    """A phrase for people; empty where they cannot run."""
+    fault: str = ""
+    """Why they cannot, or what steps cannot do."""
+    hint: str = ""
+    namespace: bool = False
+    """Whether root needs a user namespace of its own: see ``sif/namespace.py``."""
+
+
+def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
+    """Find out, from files alone, how the runtime would run the steps for this user."""
+    uid = os.getuid() if uid is None else uid
+    if uid == 0:
+        if _has_all_capabilities(root):
+            return Rights(way="as root")
+        return Rights(way="as root of a user namespace, as root lacks a capability here", namespace=True)
+    for path, refuses, allows in _SWITCHES:
+        if _text(root / path) == refuses:
+            key = path.removeprefix("proc/sys/").replace("/", ".")
+            return Rights(
+                way="",
+                fault=f"/{path} is {refuses}: ordinary users get no user namespace",
+                hint=f"ask an administrator: sysctl -w {key}={allows}; or build where Docker is",
+            )
+    if (
+        _has_range(root / "etc/subuid", uid)
+        and _has_range(root / "etc/subgid", uid)
+        and shutil.which("newuidmap")
+    ):
+        return Rights(way="as root of a user namespace, with the users of /etc/subuid")
+    few = "other owners become root: a step that starts a server as another user fails"
+    hint = "ask an administrator for a range in /etc/subuid and /etc/subgid, and for newuidmap"
+    if shutil.which("fakeroot"):
+        return Rights(way="as root of a user namespace, with the program fakeroot", fault=few, hint=hint)
+    return Rights(way="as root of a user namespace with one user", fault=few, hint=hint)
+
+
+def needed(tool: RuntimeTool) -> Rights:
+    """How steps run here.
+
+    Raises
+    ------
+    CheckFailed : this user cannot run the steps of a definition.
+    """
+    found = look()
+    if not found.way:
+        raise CheckFailed(f"{tool} cannot build for this user: {found.fault}", hint=found.hint)
+    return found
+
+
+def _has_all_capabilities(root: Path) -> bool:
+    last = _text(root / "proc/sys/kernel/cap_last_cap")
+    stated = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _text(root / "proc/self/status"), re.MULTILINE)
+    if stated is None or not last.isdigit():
+        return True
+    return int(stated[1], 16) == (1 << (int(last) + 1)) - 1
+
+
+def _has_range(file: Path, uid: int) -> bool:
+    try:
+        names = {str(uid), pwd.getpwuid(uid).pw_name}
+    except KeyError:
+        names = {str(uid)}
+    return any(line.split(":", 1)[0] in names for line in _text(file).splitlines())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

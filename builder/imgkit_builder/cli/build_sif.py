@@ -1,0 +1,202 @@
+"""``imgkit build --with apptainer``: a recipe becomes a tested .sif, without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imgkit_builder.cli.common import show, tell_left_out, with_leave
+from imgkit_builder.cli.conversion import MB, next_line, stage_lines, stage_seconds, terminable
+from imgkit_builder.cli.progress import reporter
+from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuiltSif, SifRequest
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.image.context import BuildContext
+    from imgkit_builder.image.manifest import BaseImage
+    from imgkit_builder.recipe import Recipe
+
+SCHEMA = 1
+Answer = tuple[str, dict[str, Any]]
+"""The result for people, and for ``--json``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SifBuildOptions:
+    """The options of ``imgkit build --with apptainer``."""
+
+    base: str | None
+    base_from: str | None
+    output: Path | None
+    platform: str | None
+    no_cache: bool
+    pull: bool
+    no_test: bool
+    runtime: str | None
+    tmpdir: Path | None
+    dry_run: bool
+    large: bool = False
+
+
+def refuse_given(way: str, given: Mapping[str, object]) -> None:
+    """Raise UsageError for an option in `given` that means nothing with the chosen program."""
+    other = "docker" if way.endswith("apptainer") else "apptainer"
+    for name, value in given.items():
+        if value:
+            raise UsageError(
+                f"{name} means nothing {way}", where=name, hint=f"leave it out, or build --with {other}"
+            )
+
+
+def refuse_bundled(typed: str) -> None:
+    """Raise UsageError in the one-file tool, which has no docker SDK."""
+    from imgkit_builder.recipe import targets
+
+    if targets.is_bundled():
+        raise UsageError(
+            "the one-file imgkit does not build with Docker",
+            where="--with docker",
+            hint=f"build --with apptainer, or where imgkit is installed: imgkit build {typed}",
+        )
+
+
+def run(typed: str, options: SifBuildOptions, *, large: bool, as_json: bool, verbose: bool) -> None:
+    """Build the recipe that the user calls `typed`, and print the result."""
+    from imgkit_builder.recipe import whole
+
+    recipe = whole.find(typed)
+
+    def attempt(large: bool) -> Answer:
+        with reporter(as_json=as_json, verbose=verbose) as report:
+            for problem in recipe.warnings:
+                report.note(f"warning: {problem}")
+            return build(recipe, dataclasses.replace(options, large=large), report)
+
+    text, data = with_leave(attempt, large=large, may_ask=not as_json)
+    show(data, text, as_json=as_json)
+
+
+def build(recipe: Recipe, options: SifBuildOptions, report: Reporter) -> Answer:
+    """Build or, with ``--dry-run``, say what would run.
+
+    Raises
+    ------
+    ImgkitError : as `apptainer.build.build` does, and for what a definition cannot do.
+    """
+    from imgkit_builder.apptainer import build as builds
+    from imgkit_builder.image.context import pack, revision
+
+    _refuse(recipe, options)
+    request = _request(recipe, options)
+
+    def packed(base: BaseImage) -> BuildContext:
+        context = pack(
+            recipe,
+            base=base,
+            platform=base.platform,
+            revision=revision(recipe.file.parent),
+            large=options.large,
+            report=report,
+        )
+        tell_left_out(context.code, report)
+        return context
+
+    with terminable():
+        if options.dry_run:
+            return _plan(request, *builds.plan(request, packed, report))
+        return _result(builds.build(request, packed, report), request.target)
+
+
+def _request(recipe: Recipe, options: SifBuildOptions) -> SifRequest:
+    from imgkit_builder.apptainer.build import SifRequest
+    from imgkit_builder.recipe.targets import module_line
+    from imgkit_builder.sif.options import Options
+
+    return SifRequest(
+        recipe=recipe,
+        target=options.output or Path(f"{recipe.name}.sif"),
+        base=options.base,
+        base_from=options.base_from,
+        options=Options(
+            runtime=options.runtime,
+            module_hint=module_line(recipe.system) or None,
+            tmpdir=options.tmpdir,
+            force=options.no_cache or options.pull,
+            test=not options.no_test,
+        ),
+    )
+
+
+def _refuse(recipe: Recipe, options: SifBuildOptions) -> None:
+    """Raise UsageError for another platform than this machine's."""
+    from imgkit_builder.base.platform import host_platform
+
+    host = host_platform()
+    stated = options.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
+    if stated != host:
+        raise UsageError(
+            f"a definition builds for this machine's platform, {host}, and not for {stated}",
+            where="--platform" if options.platform else recipe.where("image", "platforms"),
+            hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
+        )
+
+
+def _plan(request: SifRequest, planned: Any, base: Any, command: str) -> Answer:
+    text = planned.definition.text
+    rows = {
+        "recipe": f"{request.recipe.name} ({request.recipe.file})",
+        "base": f"{base.image.name}, from {request.base_from or 'its registry'}",
+        "platform": base.image.platform,
+        "target": str(request.target),
+        "context": f"{planned.context.size_bytes} bytes",
+        "run": command,
+    }
+    head = "".join(f"# {key:9} {value}\n" for key, value in rows.items())
+    data = {
+        "schema": SCHEMA,
+        "dry_run": True,
+        "recipe": request.recipe.name,
+        "base": base.image.name,
+        "platform": base.image.platform,
+        "sif": str(request.target),
+        "context_bytes": planned.context.size_bytes,
+        "commands": [command],
+        "definition": text,
+    }
+    return head + text.rstrip("\n"), data
+
+
+def _result(built: BuiltSif, target: Path) -> Answer:
+    from imgkit_builder.base import checks
+
+    record, base = built.record, built.base
+    following = next_line(target, "dist-train")
+    data = {
+        "schema": SCHEMA,
+        "sif": str(built.path),
+        "id": record.image_id,
+        "platform": base.platform,
+        "size_bytes": built.size_bytes,
+        "standin": base.standin,
+        "base": {"name": base.name, "id": base.id, "digest": base.digest},
+        "up_to_date": built.up_to_date,
+        "record": dataclasses.asdict(record),
+        "labels": dict(built.labels),
+        "checks": checks.to_dict(built.checks)["checks"],
+        "seconds": stage_seconds(built.stages),
+        "log": str(built.log) if built.log else None,
+        "next": following,
+    }
+    about = f"{built.size_bytes / MB:.1f} MB  {built.arch}  {record.compression}, {record.runtime}"
+    lines = [
+        *stage_lines(built.stages),
+        f"{target}  {about}{'  up to date' if built.up_to_date else ''}",
+        f"image  {record.image_id}",
+        f"root   sha256:{record.root_sha256}",
+        *([f"a STAND-IN: {base.name} has no NVIDIA software; for tests only"] if base.standin else []),
+        f"next:  {following}",
+    ]
+    return "\n".join(lines), data
