@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,7 +16,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolMissing
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from imgkit_builder.sif.options import EngineImage, Stage
+    from imgkit_builder.sif.options import EngineImage, Helper, Stage
 
 MB = 1e6
 
@@ -57,6 +57,19 @@ def engine_image(image: str) -> Iterator[EngineImage]:
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
         yield engine.local_image(connected, name)
+
+
+def helper(image: EngineImage | None = None) -> Callable[[], Helper | None]:
+    """Return what finds an engine that squashes; the base of `image` then serves to install mksquashfs."""
+
+    def find() -> Helper | None:
+        from imgkit_builder import engine
+
+        labels = dict(image.config.labels) if image else {}
+        base = labels.get("org.opencontainers.image.base.name", "")
+        return engine.squash_helper((base,) if base else ())
+
+    return find
 
 
 def next_line(sif: Path, command: str, *, overlay: str = "") -> str:

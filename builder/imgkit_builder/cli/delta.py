@@ -15,6 +15,7 @@ from imgkit_builder.cli.conversion import (
     TMPDIR,
     VERBOSE,
     engine_image,
+    helper,
     next_line,
     stage_lines,
     stage_seconds,
@@ -68,10 +69,15 @@ def verb_delta(
     target = output or Path(f"{stem(image).removesuffix('.sif')}.imgdelta")
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         if is_sif(newer):
-            made = between(newer, base, target, Options(tmpdir=tmpdir), report)
+            made = between(newer, base, target, Options(tmpdir=tmpdir, helper=helper()), report)
         else:
             with engine_image(image) as found:
-                options = Options(runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir)
+                options = Options(
+                    runtime=runtime,
+                    module_hint=module_line(system_of(image)),
+                    tmpdir=tmpdir,
+                    helper=helper(found),
+                )
                 made = make(found, base, target, options, report)
     text, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
     show(data, text, as_json=as_json)
@@ -103,7 +109,7 @@ def verb_apply(
 
     require_signatures(require_signature, delta, base)
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir), report)
+        applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir, helper=helper()), report)
     data = {
         "schema": SCHEMA,
         "sif": str(applied.path),
@@ -140,7 +146,7 @@ def verb_flatten(
     from imgkit_builder.sif.options import Options
 
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        done = flatten(sif, output, Options(runtime=runtime, tmpdir=tmpdir), report)
+        done = flatten(sif, output, Options(runtime=runtime, tmpdir=tmpdir, helper=helper()), report)
     data = {
         "schema": SCHEMA,
         "sif": str(done.path),

@@ -246,13 +246,14 @@ def _built(plan: _Plan, report: Reporter) -> str:
 
 def _converted(plan: _Plan, report: Reporter) -> str:
     """Make the .sif here; the result is its name in the store."""
-    from imgkit_builder.cli.conversion import engine_image, terminable
+    from imgkit_builder.cli.conversion import engine_image, helper, terminable
     from imgkit_builder.remote import store
     from imgkit_builder.sif import convert
     from imgkit_builder.sif.options import Options
 
     with terminable(), engine_image(plan.recipe) as source:
-        return store.name_of(convert.convert(source, plan.sif, Options(), report).record)
+        options = Options(helper=helper(source))
+        return store.name_of(convert.convert(source, plan.sif, options, report).record)
 
 
 def verb_fetch(

@@ -30,6 +30,7 @@ from imgkit_builder.cli.conversion import (
     RUNTIME,
     VERBOSE,
     engine_image,
+    helper,
     next_line,
     stage_lines,
     stage_seconds,
@@ -120,7 +121,7 @@ def verb_sif(
     """
     from imgkit_builder.archive.tarstream import TarLimits
     from imgkit_builder.sif import convert
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.options import EngineImage, Options
 
     with (
         terminable(),
@@ -140,6 +141,7 @@ def verb_sif(
             limits=TarLimits(entries=max_entries, hint=_MORE_ENTRIES),
             force=force,
             test=not no_test,
+            helper=helper(source if isinstance(source, EngineImage) else None),
         )
         if dry_run:
             text, data = _planned(source, target, options)

@@ -63,7 +63,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     tool = runtime_if_any(options.runtime)
     if tool is not None:
         _refuse_overlays_off(tool, base)
-    compression = write_squashfs.compression_of(stack.sif)
+    compression = write_squashfs.compression_of(stack.sif, options)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(

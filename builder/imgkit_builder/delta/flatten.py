@@ -47,7 +47,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     if not stack.deltas:
         raise UsageError("the .sif has no delta", where=str(path), hint="imgkit apply adds one")
     apply.note_signatures(stack, report)
-    compression = write_squashfs.compression_of(stack.sif)
+    compression = write_squashfs.compression_of(stack.sif, options)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(

@@ -125,7 +125,7 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
     check_target(target)
     stack = descriptor.stack(base.absolute())
     _check_images(newer, stack)
-    compression = write_squashfs.compression_of(stack.sif)
+    compression = write_squashfs.compression_of(stack.sif, options)
     tmp = tmp_base(target, options.tmpdir)
     with workspace(target, tmp) as work, log_file(target.stem) as log:
         clock = Clock(report)

@@ -20,7 +20,7 @@ from imgkit_builder.sif import compression, image, squash, squash_ways
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.options import CompressionChoice
+from imgkit_builder.sif.options import CompressionChoice, Options
 from imgkit_builder.sif.squash import Squash
 
 _TYPES: Mapping[Kind, bytes] = {
@@ -34,7 +34,7 @@ _TYPES: Mapping[Kind, bytes] = {
 }
 
 
-def compression_of(base: SifImage) -> Compression:
+def compression_of(base: SifImage, options: Options) -> Compression:
     """The compression of `base`: a machine that mounts one mounts the other.
 
     Raises
@@ -43,7 +43,7 @@ def compression_of(base: SifImage) -> Compression:
     """
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
-    return compression.choose(None, wanted, lacks_zstd=squash_ways.choose().lacks_zstd)
+    return compression.choose(None, wanted, lacks_zstd=squash_ways.choose(options.helper).lacks_zstd)
 
 
 def make(

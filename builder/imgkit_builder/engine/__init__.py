@@ -1,7 +1,8 @@
 """The Docker engine: the only importer of docker, and only inside functions.
 
 Read in this order: ``connection``, ``platforms``, ``identity``, ``images``, ``base_image``, ``probing``,
-``builders``, ``building``, ``streams``, ``transfer``, ``storage``, ``copies``, ``local_image``.
+``builders``, ``building``, ``streams``, ``transfer``, ``storage``, ``copies``, ``local_image``,
+``squash_helper``.
 """
 
 from imgkit_builder.engine.base_image import choose_platform, resolve_base
@@ -14,6 +15,7 @@ from imgkit_builder.engine.local_image import LocalImage, local_image
 from imgkit_builder.engine.probing import probe
 from imgkit_builder.engine.shell import shell_argv
 from imgkit_builder.engine.show import ImageFacts, image_facts
+from imgkit_builder.engine.squash_helper import EngineHelper, squash_helper
 from imgkit_builder.engine.streams import export_stream, read_file, save_stream
 from imgkit_builder.engine.transfer import add_tag, load, pull, push
 
@@ -21,6 +23,7 @@ __all__ = [
     "Builder",
     "Built",
     "Engine",
+    "EngineHelper",
     "ImageFacts",
     "ImageInfo",
     "LocalImage",
@@ -45,4 +48,5 @@ __all__ = [
     "run",
     "save_stream",
     "shell_argv",
+    "squash_helper",
 ]

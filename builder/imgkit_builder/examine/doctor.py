@@ -7,6 +7,7 @@ verdict other than ok names a fix.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -63,7 +64,7 @@ def examine(
     """
     machine = machine or Machine()
     (engine, *more), tool = engines.checks(), _runtime(target)
-    way = _way(tool)
+    way = _way(tool, engine)
     others = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
         tool if way.verdict == "fail" else _softer(tool),
@@ -183,14 +184,18 @@ def _fuse(machine: Machine) -> Check:
     )
 
 
-def _way(tool: Check) -> Check:
-    """How `imgkit sif` would write a file: itself, or by the runtime."""
+def _way(tool: Check, engine: Check) -> Check:
+    """How `imgkit sif` would write a file: itself, by an engine, or by the runtime."""
     name, hint = "imgkit sif", "apt-get install squashfs-tools (4.5 or newer)"
     try:
         squasher = squash_ways.choose()
     except ToolMissing as error:
         path = mksquashfs.find()
         obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
+        if engine.verdict != "fail" and importlib.util.find_spec("docker"):
+            product = engine.found.partition(",")[0]
+            found = f"writes the file itself, with mksquashfs in a container of {product}: {obstacle}"
+            return Check(name=name, verdict="warn", found=found, hint=hint)
         if tool.verdict in ("fail", "skip"):
             found = f"no way: {obstacle}, and no runtime builds"
             return Check(name=name, verdict=tool.verdict, found=found, hint=hint)

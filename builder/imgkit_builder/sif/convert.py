@@ -56,8 +56,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     if known and (done := _up_to_date(target, known, means, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
         return done
-    for note in means.notes:
-        report.note(note)
+    means = plan.ready(means, options, report)
     base = tmp_base(target, options.tmpdir)
     space.check(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:

@@ -29,6 +29,7 @@ from imgkit_builder.archive.tar_header import (
 )
 from imgkit_builder.archive.tarstream import TarLimits, TarStream
 from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif import limits, mksquashfs
 from imgkit_builder.sif.squasher import PACKED_SHARE, SquashOrder, append
 from imgkit_builder.sif.workspace import remove_tree
@@ -57,6 +58,9 @@ class OldMksquashfs:
     def lacks_zstd(self) -> str:
         """Whether this build of it has zstd; 4.3 has not."""
         return mksquashfs.lacks_zstd(self.program)
+
+    def prepare(self, report: Reporter) -> None:
+        """Nothing."""
 
     def words(self, order: SquashOrder, output: Path, *options: str) -> list[str]:
         """The program and its arguments."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import epoch
 from imgkit_builder.sif import compression, mksquashfs, runtime_build, squash_ways
 from imgkit_builder.sif.compression import Compression
@@ -15,7 +16,7 @@ from imgkit_builder.sif.options import EngineImage, Options, Registry, Source, n
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, runtime_if_any
 from imgkit_builder.sif.squasher import Squasher, SquashOrder
 from imgkit_builder.sif.workspace import tmp_base
-from imgkit_entrypoints.errors import ToolMissing
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing
 
 Way = Literal["stream", "export", "layers"]
 """How the files travel; the record calls it the route."""
@@ -62,6 +63,25 @@ def choose(source: Source, options: Options) -> Means:
         tool=runtime_if_any(options.runtime) if options.test else None,
         notes=tuple(filter(None, notes)),
     )
+
+
+def ready(means: Means, options: Options, report: Reporter) -> Means:
+    """Tell `means`, and get what they need, or else those of the runtime, if there is one."""
+    for note in means.notes:
+        report.note(note)
+    if means.squasher is None:
+        return means
+    try:
+        means.squasher.prepare(report)
+    except ImgkitError as error:
+        try:
+            other = _by_runtime(options, f"{means.squasher}: {error.what}")
+        except ImgkitError:
+            raise error from None
+        for note in other.notes:
+            report.note(note)
+        return other
+    return means
 
 
 def _by_runtime(options: Options, obstacle: str) -> Means:

@@ -59,6 +59,7 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
         note=job.clock.note,
     )
     squasher = job.squasher or squash_ways.choose(job.options.helper)
+    squasher.prepare(job.clock)
     with squasher.feed(order) as sink:
         made = Squash(sink=sink)
         yield made

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif import limits, mksquashfs
 from imgkit_builder.sif.options import Helper
 from imgkit_builder.sif.plain_tree import OldMksquashfs
@@ -37,6 +38,9 @@ class TarMksquashfs:
     def lacks_zstd(self) -> str:
         """Whether this build of it has zstd."""
         return mksquashfs.lacks_zstd(self.program)
+
+    def prepare(self, report: Reporter) -> None:
+        """Nothing."""
 
     def words(self, order: SquashOrder) -> list[str]:
         """The program and its arguments."""
@@ -77,6 +81,9 @@ class Tar2sqfs:
     def __str__(self) -> str:
         return f"tar2sqfs at {self.program}"
 
+    def prepare(self, report: Reporter) -> None:
+        """Nothing."""
+
     def words(self, order: SquashOrder, output: Path) -> list[str]:
         """The program and its arguments."""
         packing = order.compression
@@ -116,6 +123,10 @@ class EngineMksquashfs:
 
     def __str__(self) -> str:
         return f"mksquashfs in a container of {self.helper}"
+
+    def prepare(self, report: Reporter) -> None:
+        """Make the image with mksquashfs."""
+        self.helper.prepare(report)
 
     def words(self, order: SquashOrder) -> list[str]:
         """The options of mksquashfs; processors and memory are the engine's matter."""

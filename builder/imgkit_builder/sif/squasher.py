@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Protocol, TextIO
 
 from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif.compression import Compression
 
 PACKED_SHARE = 0.5
@@ -53,6 +54,14 @@ class Squasher(Protocol):
 
     def __str__(self) -> str:
         """Name it for people, with its version."""
+
+    def prepare(self, report: Reporter) -> None:
+        """Get what it needs before the first tar; quick where that is here.
+
+        Raises
+        ------
+        ImgkitError : that cannot be had.
+        """
 
     def shown(self, order: SquashOrder) -> str:
         """The command that reads the tar, for people."""

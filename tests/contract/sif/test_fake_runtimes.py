@@ -332,6 +332,38 @@ def test_target_of_another_kind_refused(archive: Path, tmp_path: Path, install: 
     assert sif(archive, tmp_path, force=True).path == target
 
 
+class BrokenHelper:
+    """A fake engine that cannot be made to squash."""
+
+    def __str__(self) -> str:
+        return "Fake 1.0"
+
+    def prepare(self, report: object) -> None:
+        raise ToolFailed("squashfs-tools cannot be installed", hint="another base")
+
+    def feed(self, *_: object) -> Any:
+        raise AssertionError("it was never prepared")
+
+
+def test_runtime_builds_where_the_engine_cannot_squash(
+    archive: Path, tmp_path: Path, install: Install
+) -> None:
+    install()
+    notes = Notes()
+    assert sif(archive, tmp_path, notes, helper=BrokenHelper).record.route == "layers"
+    assert any("runtime builds" in one and "cannot be installed" in one for one in notes.notes)
+
+
+def test_engine_that_cannot_squash_is_named_where_no_runtime_is(
+    archive: Path, tmp_path: Path, install: Install
+) -> None:
+    Path(install().folder / "apptainer").unlink()
+    with pytest.raises(ToolFailed, match="cannot be installed") as caught:
+        sif(archive, tmp_path, helper=BrokenHelper, runtime="nowhere", test=False)
+    assert caught.value.hint == "another base"
+    assert left(tmp_path) == []
+
+
 def test_no_space_refused_before_work(
     archive: Path, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

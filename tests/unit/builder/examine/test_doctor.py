@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.base.checks import Check, passed
-from imgkit_builder.examine import doctor
+from imgkit_builder.examine import doctor, engines
 from imgkit_builder.examine.doctor import Machine
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.system import Runtime, SystemFacts
@@ -226,6 +226,14 @@ def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> Non
     configuration.parent.mkdir(parents=True)
     configuration.write_bytes(b"mksquashfs path = /absent\nmksquashfs path =\n\xff\0")
     assert "mksquashfs is not on this machine" in look(machine=Machine(uid=0))["imgkit sif"].found
+
+
+def test_engine_squashes_where_nothing_else_does(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Check(name="docker", verdict="ok", found="Docker 28.5.2, API 1.51")
+    monkeypatch.setattr(engines, "checks", lambda: (engine,))
+    found = look(machine=Machine(uid=0))["imgkit sif"]
+    assert found.verdict == "warn"
+    assert found.found.startswith("writes the file itself, with mksquashfs in a container of Docker 28.5.2: ")
 
 
 def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
