@@ -40,6 +40,15 @@ def test_options_go_to_the_runtime() -> None:
     assert inside[:4] == ("singularity", "--quiet", "exec", "--cleanenv")
 
 
+def test_stated_limit_of_open_files_stays(tmp_path: Path) -> None:
+    assert "--ulimit=nofile=16384" in words(TRAIN)
+    typed = words(replace(TRAIN, options=("--ulimit=nofile=1048576",)))
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: cpu\nsystem:\n  runtime:\n    options: [--ulimit, nofile=4096]\n")
+    for made in (typed, words(TRAIN, file), words(replace(TRAIN, runtime="singularity"))):
+        assert "--ulimit=nofile=16384" not in made
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
