@@ -143,7 +143,7 @@ def afterwards(script: str, *words: object) -> Iterator[None]:
 def ordinary_user() -> Iterator[str]:
     """A new user of this machine with a home folder; needs root."""
     name = f"imgkit-{secrets.token_hex(4)}"
-    with afterwards('userdel --remove "$1"', name):
+    with afterwards('userdel --force --remove "$1"', name):
         output("useradd", "--create-home", "--shell", "/bin/sh", name)
         yield name
 
