@@ -31,13 +31,17 @@ def with_packed_layers(plain: Path, packed: Path) -> None:
 
 
 def many_files(path: Path, count: int) -> None:
-    """An archive of one layer with `count` files of 16 bytes."""
+    """An archive of one layer with `count` files of 16 to 1015 bytes.
+
+    mksquashfs compares a file with all others of its size: a million of one size would take hours.
+    """
     layer, digest = path.with_suffix(".layer"), hashlib.sha256()
     with layer.open("wb") as out:
         for number in range(count):
             header = tarfile.TarInfo(f"data/{number // 1000:04}/sample-{number:07}.bin")
-            header.size = 16
-            block = header.tobuf(tarfile.USTAR_FORMAT) + (b"%016d" % number).ljust(512, b"\0")
+            header.size = 16 + number % 1000
+            content = (b"%016d" % number).ljust(header.size, b".")
+            block = header.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-header.size % 512)
             out.write(block)
             digest.update(block)
         out.write(bytes(1024))
