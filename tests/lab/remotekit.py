@@ -60,6 +60,21 @@ class FarHost:
             "Host far\n" + "".join(f"  {row}\n" for row in (*common, *lines))
         )
 
+    def direct(self) -> None:
+        """Reach ``far`` without a proxy; ends the shared connection."""
+        self.through()
+
+    def through(self, *words: object) -> None:
+        """Reach ``far`` through a ProxyCommand; ends the shared connection."""
+        self.disconnect()
+        port = next(
+            line.split()[1]
+            for line in (self.folder / "sshd_config").read_text().splitlines()
+            if "Port " in line
+        )
+        proxy = (f"ProxyCommand {shlex.join(map(str, words))}",) if words else ()
+        self.configure("HostName 127.0.0.1", f"Port {port}", f"User {getpass.getuser()}", *proxy)
+
     def know(self, key: Path) -> None:
         """Make the public key `key` the one that ssh expects of ``far``."""
         kind, text, *_ = key.read_text().split()

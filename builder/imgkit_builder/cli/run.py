@@ -94,9 +94,10 @@ def verb_run(
 
     remote = config.find(on)
     plan = _planned(recipe or remote.recipe, base, flags.obj, flags.meta[_COMMAND])
+    jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
     script = systems.named(early.system).script(early)
-    jobs.refuse_here(script, early)
+    jobs.refuse_script(early, script)
     check.check_environment(early)
     for warning in early.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)

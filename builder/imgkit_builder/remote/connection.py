@@ -30,6 +30,12 @@ _SOCKET_NAME_BYTES = 1 + 40 + 17
 _MOST_BANNER_BYTES = 1 << 20
 _SHOWN_LINES = 5
 
+_LINE = (
+    "exec /bin/sh -c "
+    """'(eval "$(dd bs=1 count={count} 2>/dev/null)"); code=$?; [ $code = 255 ] && code=254; exit $code'"""
+)
+"""What the login shell reads. 255 is ssh's own failure, but sbatch also ends with it."""
+
 FIND_PROGRAM = """\
 if ! command -v "$program" > /dev/null 2>&1; then
     more=$(
@@ -112,7 +118,7 @@ class Connection:
             )
         ).encode()
         # dd reads exactly the script and leaves the data behind it, which a shell that reads ahead would not.
-        line = f"""exec /bin/sh -c 'eval "$(dd bs=1 count={len(text)} 2>/dev/null)"'"""
+        line = _LINE.format(count=len(text))
         host = (self.remote.transfer if by_transfer else "") or self.remote.address
         source = process.through(
             (*self._options(), "--", host, line),

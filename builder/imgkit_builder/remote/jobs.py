@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.job import systems
-from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+from imgkit_builder.recipe.targets import Target
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
@@ -95,15 +96,26 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     )
 
 
-def refuse_here(script: Script, job: Job) -> None:
-    """Raise UsageError for a job that no scheduler on the remote takes."""
-    if script.foreground or script.remote or not script.on_stdin or job.run_by != "singularity":
-        title = job.recipe.system.title or job.recipe.name
-        raise UsageError(
-            f"{title} ({job.system}, {job.run_by}) has no queue that takes a .sif over ssh",
-            where="--on",
-            hint="a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there",
-        )
+def refuse_runtime(target: Target, request: Request) -> None:
+    """Raise UsageError for a system on which no .sif runs."""
+    if (request.runtime or target.system.runtime.kind) != "singularity":
+        raise _no_queue(target)
+
+
+def refuse_script(job: Job, script: Script) -> None:
+    """Raise UsageError for a job that waits in no queue."""
+    if script.foreground or script.remote or not script.on_stdin:
+        raise _no_queue(job.recipe)
+
+
+def _no_queue(target: Target) -> UsageError:
+    system = target.system
+    return UsageError(
+        f"{system.title or target.name} ({system.scheduler}, {system.runtime.kind}) has no queue that takes "
+        "a .sif over ssh",
+        where="--on",
+        hint="a recipe with scheduler: slurm or pbs and runtime: singularity; or submit it there",
+    )
 
 
 def finished(connection: Connection, words: Sequence[str]) -> Finished:

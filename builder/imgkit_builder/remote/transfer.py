@@ -19,8 +19,9 @@ from imgkit_builder.remote.connection import Connection, Cut, ScriptFailed
 from imgkit_builder.remote.store import free_bytes
 from imgkit_entrypoints.errors import CheckFailed
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 16
 """An attempt goes on at a multiple of it."""
+_CHUNK_BYTES = 1 << 20
 ATTEMPTS = 4
 """Attempts in a row that bring nothing before the transfer gives up."""
 _KEY_BYTES = 1 << 16
@@ -85,7 +86,7 @@ def upload(
     while True:
         try:
             at = _state(connection, home, part, size, source)
-            failures = 0 if at > reached else failures + 1
+            failures = 0 if at > reached else failures
             reached = max(reached, at)
             if reached:
                 report.note(f"{at / 1e6:.1f} of {size / 1e6:.1f} MB are there already")
@@ -99,7 +100,7 @@ def upload(
                 more = f"{error.hint}; the same command goes on at its end" if reached > 0 else error.hint
                 raise Cut(error.what, where=error.where, hint=more) from error
             report.note(f"the connection was cut, and imgkit connects again: {error.what}")
-            time.sleep(failures)
+            time.sleep(failures - 1)
             continue
         if answer == "kept":
             return
@@ -176,13 +177,12 @@ def _data(
     stream: BinaryIO, at: int, size: int, whole: _Sum, report: Reporter, most_per_s: float | None
 ) -> Iterator[bytes]:
     digest, done, began = hashlib.sha256(), 0, time.monotonic()
-    while chunk := stream.read(BLOCK_BYTES):
+    while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
         done += len(chunk)
         if done <= at:
             continue
-        # Offsets of both sides are multiples of a block, and reads of a file are whole.
-        yield chunk
+        yield chunk[max(0, len(chunk) - (done - at)) :]
         report.advance(done, size)
         if most_per_s:
             time.sleep(max(0.0, (done - at) / most_per_s - (time.monotonic() - began)))

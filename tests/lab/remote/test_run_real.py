@@ -1,0 +1,264 @@
+"""``imgkit run --on`` over a real sshd to a real Slurm: build, send, submit, follow, come back, fetch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, run, until
+from remotekit import SSHD, FarHost, far_host
+
+BASE = "imgkit.local/standin:24.03-notorch"
+RECIPE = f"""\
+image:
+  base: {BASE}
+  platform: amd64
+system:
+  title: the virtual cluster
+  scheduler: slurm
+  runtime: {{kind: singularity, command: singularity}}
+  node: {{gpus: 0, cpus: 2}}
+"""
+SLOW = 'for i in $(seq 60); do echo "line $i"; sleep 0.5; done'
+
+pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.xdist_group("far")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A person's folder here, and a login node with a store whose name has a blank."""
+
+    far: FarHost
+    cluster: Cluster
+    here: Path
+    store: Path
+
+    def imgkit(self, *words: object, **env: str) -> Done:
+        return self.far.imgkit(*words, folder=self.here, env=env)
+
+    def run(self, *words: object, **env: str) -> Done:
+        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words, **env)
+
+    def running(self, job: str) -> bool:
+        return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+
+
+@pytest.fixture(scope="module")
+def site(standin_notorch: str) -> Iterator[Site]:
+    folder = Path(f"/tmp/imgkit-run-{os.getpid()}")
+    cluster = Cluster(state=folder / "c")
+    with far_host(folder) as far:
+        made = Site(far=far, cluster=cluster, here=folder / "here", store=folder / "my store")
+        made.here.mkdir()
+        name = f"line{os.getpid()}"  # the image's name: tests run side by side
+        (made.here / f"{name}.yaml").write_text(RECIPE)
+        cluster.up(2)
+        try:
+            keys = cluster.state / "etc"
+            for key in ("id", "id.pub"):
+                shutil.copy(keys / key, folder / key)
+            (folder / "id").chmod(0o600)
+            shutil.chown(folder / "id", os.geteuid())
+            far.know(keys / "hostkey.pub")
+            login = (
+                *cluster.argv("exec", "login", "--clean-env", "--"),
+                SSHD,
+                "-i",
+                "-f",
+                keys / "sshd_config",
+            )
+            far.configure("User root", f"ProxyCommand {' '.join(map(str, login))}")
+            added = made.imgkit("remote", "add", "far", f"far:{made.store}", "--recipe", f"./{name}.yaml")
+            assert added.returncode == 0, added.stderr
+            yield made
+        finally:
+            far.disconnect()
+            cluster.down()
+            run("docker", "rmi", "--force", f"{name}:latest")
+
+
+def handle(done: Done) -> str:
+    found = re.search(r"job (\d+@far);", done.stderr)
+    assert found, done.stderr
+    return found[1]
+
+
+def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
+    done = site.run("--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
+    assert "imgkit: to send: " in done.stderr
+    assert f"{handle(done)} has ended well; imgkit fetch {handle(done)}" in done.stderr
+    (there,) = (site.store / "images").iterdir()
+    assert re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}\.sif", there.name)
+    (here,) = site.here.glob("*.sif")
+    assert there.read_bytes() == here.read_bytes()
+
+    before = len(site.far.calls())
+    done = site.run("--detach", "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+@far\n", done.stdout)
+    assert "imgkit: to send: nothing; far has the image" in done.stderr
+    assert len(site.far.calls()) - before == 2  # look, submit
+
+
+def test_image_on_the_remote_needs_no_sif_here(site: Site) -> None:
+    assert site.run("--", "true").returncode == 0
+    (sif,) = site.here.glob("*.sif")
+    kept = sif.rename(sif.with_suffix(".kept"))
+    done = site.run("--", "echo", "same")
+    assert (done.returncode, done.stdout) == (0, "same\n")
+    assert not sif.exists()
+    kept.rename(sif)
+    done = site.run(sif.name, "--", "echo", "from the file")
+    assert (done.returncode, done.stdout) == (0, "from the file\n")
+    assert "to send: nothing" in done.stderr
+
+
+def test_failed_job_fails_the_command(site: Site) -> None:
+    done = site.run("--", "sh", "-c", "echo told; exit 3")
+    assert done.returncode == 1
+    assert done.stdout.startswith("told\n")
+    assert "has ended with an error" in done.stderr
+
+
+def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
+    words = (*IMGKIT, "run", "--on", "far", "--base", BASE, "--time", "5m", "--", "sh", "-c", SLOW)
+    with subprocess.Popen(
+        words,
+        cwd=site.here,
+        env={**os.environ, **site.far.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "line 1\n"
+        os.killpg(started.pid, signal.SIGINT)
+        _, said = started.communicate(timeout=60)
+    assert started.returncode == 130
+    job = re.search(r"job (\d+@far);", said)
+    assert job
+    assert f"the job goes on; imgkit logs {job[1]}; imgkit status|cancel|fetch {job[1]}" in said
+    assert "Traceback" not in said
+    number = job[1].partition("@")[0]
+    assert site.running(number)
+
+    shown = site.imgkit("status", job[1])
+    assert "RUNNING" in shown.stdout
+    assert f"imgkit: on far: squeue --jobs={number}" in shown.stderr
+    assert site.imgkit("cancel", number).returncode == 0  # one remote only: its name can be left out
+    until(lambda: not site.running(number))
+    told = site.imgkit("logs", job[1])
+    assert told.returncode == 1
+    assert told.stdout.startswith("line 1\nline 2\n")
+
+
+def test_nothing_is_left_on_the_login_node(site: Site) -> None:
+    site.run("--", "true")
+    until(lambda: not [row for row in site.cluster.ps("args", "login") if row.startswith(("tail", "cat"))])
+
+
+def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
+    words = (*IMGKIT, "run", "--on", "far", "--base", BASE, "--time", "5m")
+    counted = 'for i in $(seq 12); do echo "line $i"; sleep 0.5; done'
+    told = site.here / "told"
+    with (
+        told.open("wb") as output,
+        subprocess.Popen(
+            (*words, "--", "sh", "-c", counted),
+            cwd=site.here,
+            env={**os.environ, **site.far.env},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as started,
+    ):
+        until(lambda: "line 2" in told.read_text())
+        site.far.disconnect()
+        _, said = started.communicate(timeout=120)
+    assert started.returncode == 0, said
+    assert told.read_text().splitlines() == [f"line {number}" for number in range(1, 13)]
+    assert "the connection was cut, and imgkit connects again" in said
+
+
+def test_fetch_brings_what_is_new(site: Site) -> None:
+    make = (
+        'cd "$IMGKIT_RUN_DIR"; mkdir -p snapshots/step-1 "a b"; echo state > snapshots/step-1/w;'
+        ' echo 1 > "a b/c";'
+        " echo 2 > metrics.jsonl; echo s > secret.abc; ln -s /etc/passwd link; echo done"
+    )
+    done = site.run("--", "sh", "-c", make)
+    job = handle(done)
+    told = site.imgkit("fetch", job)
+    assert told.returncode == 0, told.stderr
+    (folder,) = site.here.glob(f"runs/*-{job.partition('@')[0]}")
+    output = f"{folder.name}.out"
+    assert found(folder) == ["a b/c", output, "metrics.jsonl"]
+    assert (folder / output).read_text() == "done\n"
+    assert "0 of 3 files were new" in site.imgkit("fetch", job).stdout
+    (folder / "metrics.jsonl").write_text("changed here")
+    assert "1 of 3 files were new" in site.imgkit("fetch", job).stdout
+    assert site.imgkit("fetch", job, "--snapshots").returncode == 0
+    assert found(folder) == ["a b/c", output, "metrics.jsonl", "snapshots/step-1/w"]
+
+
+def found(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
+    done = site.run("--env", "TOKEN", "--", "sh", "-c", 'echo "${#TOKEN} letters"', TOKEN=TOKEN)
+    assert done.stdout == f"{len(TOKEN)} letters\n"
+    number = handle(done).partition("@")[0]
+    script = site.cluster("scontrol", "write", "batch_script", number, "-").stdout
+    records = "".join(path.read_text() for path in site.far.folder.glob("state/**/*.json"))
+    assert "TOKEN" in script
+    assert not any(TOKEN in text for text in (script, records, done.stderr, *site.far.calls()))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ("--option=--no-such-option", "--", "true"),
+            4,
+            "sbatch on far failed with exit code 254",
+        ),
+        (("--on", "fra", "--", "true"), 2, "did you mean far?"),
+        (("rcp", "--", "dist-hello"), 2, "has no queue that takes a .sif over ssh"),
+        (
+            ("cpu", "--runtime", "singularity", "--", "dist-hello"),
+            2,
+            "has no queue that takes a .sif over ssh",
+        ),
+        (("--env", "NOT_SET", "--", "true"), 2, "NOT_SET is not set here"),
+        (("--image", "x.sif", "--", "true"), 2, "--image has no meaning for a run on a remote"),
+        (("--",), 2, "no command was given"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, tuple) else "",
+)
+def test_refused_run_says_why(site: Site, words: tuple[str, ...], code: int, message: str) -> None:
+    done = site.run(*words)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_remote_without_the_scheduler_is_refused(site: Site) -> None:
+    name = f"pbs{os.getpid()}"
+    (site.here / f"{name}.yaml").write_text(RECIPE.replace("scheduler: slurm", "scheduler: pbs"))
+    done = site.run(f"./{name}.yaml", "--", "true")
+    run("docker", "rmi", "--force", f"{name}:latest")
+    assert done.returncode == 2, done.stderr
+    assert "far has no qsub" in done.stderr
+    assert not (site.here / f"{name}.sif").exists()

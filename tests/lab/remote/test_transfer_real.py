@@ -1,0 +1,238 @@
+"""A .sif goes to a remote through cuts, full disks and a second transfer, over a real sshd."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import small_sif
+from labkit import output
+from remotekit import FarHost, far_host, sshd
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.remote import connection, store, transfer
+from imgkit_builder.remote.config import Remote
+from imgkit_builder.remote.connection import Connection, Cut
+from imgkit_builder.sif import image
+from imgkit_entrypoints.errors import CheckFailed
+
+PROXY = Path(__file__).with_name("cut_proxy.py")
+MB = 1 << 20
+
+pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far")]
+
+
+class Notes(Silent):
+    """What the user would always see."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[FarHost]:
+    with far_host(Path(f"/tmp/imgkit-move-{os.getpid()}")) as host, sshd(host):
+        yield host
+
+
+@pytest.fixture
+def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
+    for name, value in served.env.items():
+        monkeypatch.setenv(name, value)
+    served.direct()
+    return served
+
+
+def reach(folder: Path, *, keep_s: int = 600) -> Connection:
+    return connection.connect(Remote(name="far", address="far", folder=str(folder), keep_s=keep_s))
+
+
+def looked(folder: Path, sif: Path) -> store.Store:
+    record = image.read(sif).record
+    assert record is not None
+    return store.look(reach(folder), image_id=record.image_id, program="sh")
+
+
+def sent(folder: Path, sif: Path, report: Notes | None = None, *, keep_s: int = 600) -> Path:
+    """Send `sif`, and return its place on the remote, which is this machine."""
+    record = image.read(sif).record
+    assert record is not None
+    name = f"images/{store.name_of(record)}"
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    transfer.upload(
+        reach(folder, keep_s=keep_s), sif, home=str(folder), target=name, report=report or Notes()
+    )
+    return folder / name
+
+
+@pytest.fixture
+def sif(tmp_path: Path) -> Path:
+    """A .sif of 6 MB and some bytes; nothing in it can be compressed."""
+    return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(6 * MB + 123))  # noqa: S311
+
+
+def test_store_finds_the_image_that_it_was_sent(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "my store"
+    before = looked(folder, sif)
+    assert (before.home, before.images, before.has_program) == (str(folder), (), True)
+    place = sent(folder, sif)
+    assert place.read_bytes() == sif.read_bytes()
+    calls = len(far.calls())
+    assert looked(folder, sif).images == (place.name,)
+    assert len(far.calls()) == calls + 1
+    assert [path.name for path in (folder / "images").iterdir()] == [place.name]
+
+
+def test_look_reads_the_ends_of_a_file_only(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    place = sent(tmp_path / "s", sif)
+    with place.open("r+b") as stream:  # a change in the middle is not seen, and costs nothing
+        stream.seek(3 * MB)
+        stream.write(b"x")
+    assert looked(tmp_path / "s", sif).images == (place.name,)
+
+
+@pytest.mark.parametrize("damage", ["cut", "renamed", "empty", "text"])
+def test_damaged_image_does_not_count(far: FarHost, tmp_path: Path, sif: Path, damage: str) -> None:
+    folder = tmp_path / "s"
+    place = sent(folder, sif)
+    if damage == "cut":
+        os.truncate(place, 5 * MB)
+    elif damage == "renamed":
+        place.rename(place.with_name(place.name.replace(place.name[-16:-4], "0" * 12)))
+    else:
+        place.write_bytes(b"" if damage == "empty" else b"sif 12 x\nend\n" * 10000)
+    assert looked(folder, sif).images == ()
+
+
+def cuts(far: FarHost, seed: int, number: int) -> None:
+    """Make the next connections end after random numbers of bytes."""
+    chosen = random.Random(seed)  # noqa: S311
+    limits = [chosen.randrange(1_300_000, 3 * MB) for _ in range(number)]
+    (far.folder / "limits").write_text(" ".join(map(str, limits)))
+    far.through(sys.executable, PROXY, "%p", far.folder / "limits")
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 21))])
+def test_cut_transfer_goes_on_where_it_ended(far: FarHost, tmp_path: Path, sif: Path, seed: int) -> None:
+    cuts(far, seed, 3)
+    report = Notes()
+    place = sent(tmp_path / "s", sif, report)
+    assert place.read_bytes() == sif.read_bytes()
+    assert sum("the connection was cut" in text for text in report.texts) >= 2
+    assert any(text.endswith("MB are there already") for text in report.texts)
+    assert list(place.parent.iterdir()) == [place]
+
+
+def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    (far.folder / "limits").write_text("20000 " * 50)
+    far.through(sys.executable, PROXY, "%p", far.folder / "limits")
+    with pytest.raises(Cut):
+        sent(tmp_path / "s", sif)
+    far.direct()
+    assert sent(tmp_path / "s", sif).read_bytes() == sif.read_bytes()
+
+
+def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "s"
+    code = (
+        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[3:]\n"
+        "import test_transfer_real as t\nt.sent(Path(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    slow = f"import imgkit_builder.remote.transfer as m, time\n_d = m._data\n{SLOW}\n{code}"
+    paths = (str(Path(__file__).parent), str(Path(__file__).parents[1]))
+    first = subprocess.Popen([sys.executable, "-c", slow, str(folder), str(sif), *paths])
+    images = folder / "images"
+    while not any(path.stat().st_size > 2 * MB for path in images.glob(".*.part")):
+        assert first.poll() is None
+    first.kill()
+    first.wait()
+    report = Notes()
+    assert sent(folder, sif, report).read_bytes() == sif.read_bytes()
+    assert report.texts
+    assert report.texts[0].endswith("MB are there already")
+
+
+SLOW = """
+def slow(*words):
+    for chunk in _d(*words):
+        time.sleep(0.2)
+        yield chunk
+m._data = slow
+"""
+
+
+def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "s"
+    places: list[Path] = []
+    threads = [threading.Thread(target=lambda: places.append(sent(folder, sif))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(places) == 3
+    assert places[0].read_bytes() == sif.read_bytes()
+    assert list((folder / "images").iterdir()) == [places[0]]
+
+
+def test_damaged_part_is_sent_again(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    folder = tmp_path / "s"
+    part = f".{store.name_of(small_record(sif))}.{transfer._key(sif)}.part"
+    (folder / "images").mkdir(parents=True)
+    (folder / "images" / part).write_bytes(b"rubbish" * MB)
+    report = Notes()
+    assert sent(folder, sif, report).read_bytes() == sif.read_bytes()
+    assert "what was there differs from the file here: imgkit sends all of it" in report.texts
+
+
+def small_record(sif: Path) -> image.ImgkitRecord:
+    record = image.read(sif).record
+    assert record is not None
+    return record
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("a small disk needs root")
+    place = tmp_path / "disk"
+    place.mkdir()
+    output("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
+    yield place
+    output("umount", "--lazy", place)
+
+
+def test_disk_without_room_is_refused_before_the_start(far: FarHost, small_disk: Path, sif: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"0\.0 GB are free"):
+        sent(small_disk, sif)
+    assert list((small_disk / "images").iterdir()) == []
+
+
+def test_disk_that_fills_up_is_named(
+    far: FarHost, small_disk: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "free_bytes", lambda _: None)  # somebody else takes the room later
+    with pytest.raises(CheckFailed, match="the disk of far is full") as caught:
+        sent(small_disk, sif)
+    assert "No space left" in str(caught.value.hint)
+    assert not [path for path in (small_disk / "images").iterdir() if path.suffix == ".sif"]
+
+
+def test_changed_file_is_not_published(
+    far: FarHost, tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = transfer._keep
+    monkeypatch.setattr(
+        transfer, "_keep", lambda far, home, part, target, _: keep(far, home, part, target, "0" * 64)
+    )
+    with pytest.raises(CheckFailed, match="differs from the file here"):
+        sent(tmp_path / "s", sif)
+    assert list((tmp_path / "s/images").iterdir()) == []
