@@ -22,7 +22,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
         "cli": "remote examine signing job delta apptainer sif archive engine image recipe base values "
         "entrypoints/values",
-        "remote": "job sif archive recipe base entrypoints/values",
+        "remote": "job delta sif archive recipe base entrypoints/values",
         "examine": "signing delta apptainer sif archive engine image recipe base entrypoints/values",
         "signing": "delta sif archive base entrypoints/values",
         "job": "delta sif image recipe base "

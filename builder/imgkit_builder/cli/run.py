@@ -17,11 +17,8 @@ from imgkit_builder.cli.remote import connected, follow, may_ask
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.job.request import Job, Request, SubmittedJob
     from imgkit_builder.recipe.targets import Target
-    from imgkit_builder.remote.connection import Connection
-    from imgkit_builder.remote.store import Store
 
 SCHEMA = 1
 _COMMAND = "imgkit.command"
@@ -52,8 +49,6 @@ class _Plan:
     """The user's word for the recipe; empty for a .sif."""
     sif: Path
     """The .sif here, which may have to be made."""
-    base: str | None
-    """Another base than the recipe's."""
     request: Request
 
 
@@ -73,15 +68,19 @@ def verb_run(
     bwlimit: float | None = typer.Option(
         None, metavar="MB/s", min=0.01, help="Send at most so many MB in a second."
     ),
+    whole: bool = typer.Option(
+        False, "--whole", help="Send a whole .sif also where a delta over an older one would do."
+    ),
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
 ) -> None:
     """Build, send what the cluster lacks, submit, and follow the output.
 
-    The build is cached. A .sif that the cluster has is not sent again; a transfer
-    that was cut goes on where it ended. Ctrl-C stops following; the job goes on.
-    The exit code is 1 if the job failed.
+    The build is cached. What the cluster has is not sent again. After an edit a delta
+    goes over the .sif that is both here and there; a transfer that was cut goes on
+    where it ended. Ctrl-C stops following; the job goes on. The exit code is 1 if
+    the job failed.
 
     \b
     Examples:
@@ -89,11 +88,12 @@ def verb_run(
       imgkit run --on mn5 --time 10m -- dist-hello
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
     """
+    from imgkit_builder.cli import bring
     from imgkit_builder.job import check, systems
     from imgkit_builder.remote import config, connection, jobs
 
     remote = config.find(on)
-    plan = _planned(recipe or remote.recipe, base, flags.obj, flags.meta[_COMMAND])
+    plan = _planned(recipe or remote.recipe, flags.obj, flags.meta[_COMMAND])
     jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
     script = systems.named(early.system).script(early)
@@ -106,11 +106,16 @@ def verb_run(
         print(f"imgkit: each ssh command connects alone: {far.why_alone}", file=sys.stderr)
     far.login()
     with reporter(as_json=as_json) as report:
-        there, name = _brought(
-            plan, far, script.submit[0], report, None if bwlimit is None else bwlimit * 1e6
+        wanted = bring.Wanted(
+            recipe=plan.recipe,
+            base=base,
+            sif=plan.sif,
+            whole=whole,
+            most_per_s=None if bwlimit is None else bwlimit * 1e6,
         )
+        placed = bring.bring(wanted, far, script.submit[0], report)
         report.stage(f"submit to {remote.name}")
-        job = _resolved(plan, there.home, f"images/{name}")
+        job = placed.over(_resolved(plan, placed.home, placed.image))
         record = jobs.submit(far, job, systems.named(job.system).script(job))
     _kept(record)
     if as_json:
@@ -118,7 +123,8 @@ def verb_run(
             "schema": SCHEMA,
             "id": record.handle,
             "image": job.image,
-            "folder": there.home,
+            "delta": job.overlay or None,
+            "folder": placed.home,
             "name": job.name,
         }
         print(json.dumps(data, indent=2))
@@ -144,7 +150,7 @@ def _kept(record: SubmittedJob) -> None:
         )
 
 
-def _planned(word: str, base: str | None, request: Request, command: tuple[str, ...]) -> _Plan:
+def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
     from imgkit_builder.job import baked
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
@@ -182,7 +188,6 @@ def _planned(word: str, base: str | None, request: Request, command: tuple[str, 
         target=target,
         recipe=recipe,
         sif=sif,
-        base=base,
         request=dataclasses.replace(request, command=command),
     )
 
@@ -193,68 +198,6 @@ def _resolved(plan: _Plan, home: str, image: str) -> Job:
     return resolve(
         plan.target, dataclasses.replace(plan.request, directory=Path(home), image=f"{home}/{image}")
     )
-
-
-def _brought(
-    plan: _Plan, far: Connection, program: str, report: Reporter, most_per_s: float | None
-) -> tuple[Store, str]:
-    """Build where needed, and let the remote have the image; returns its store and the image's name in it."""
-    from imgkit_builder.remote import store, transfer
-    from imgkit_builder.sif import image
-
-    name = ""
-    if plan.recipe:
-        image_id = _built(plan, report)
-    else:
-        record = image.read(plan.sif).record
-        if record is None:
-            raise UsageError(
-                "imgkit has not made this .sif",
-                where=str(plan.sif),
-                hint="imgkit sif makes one of an archive or image",
-            )
-        image_id, name = record.image_id, store.name_of(record)
-    report.stage(f"look at {far.remote.name}")
-    there = store.look(far, image_id=image_id, program=program, wanted=name)
-    if not there.has_program:
-        raise UsageError(
-            f"{far.remote.address} has no {program}",
-            where="--on",
-            hint=f"imgkit remote check {far.remote.name}",
-        )
-    if there.images:
-        report.note(f"to send: nothing; {far.remote.name} has the image")
-        return there, there.images[0]
-    if plan.recipe:
-        name = _converted(plan, report)
-    size = plan.sif.stat().st_size
-    report.note(f"to send: {plan.sif}, {size / 1e6:.1f} MB")
-    transfer.upload(
-        far, plan.sif, home=there.home, target=f"images/{name}", report=report, most_per_s=most_per_s
-    )
-    return there, name
-
-
-def _built(plan: _Plan, report: Reporter) -> str:
-    """The id of the recipe's image, which is built if it is not up to date."""
-    from imgkit_builder.cli.build import BuildOptions, make
-    from imgkit_builder.recipe.load import load
-
-    options = BuildOptions(tag=None, base=plan.base, platform=None, pull=False, no_cache=False, no_test=False)
-    found: str = make(load(plan.recipe), plan.recipe, options, report).data["id"]
-    return found
-
-
-def _converted(plan: _Plan, report: Reporter) -> str:
-    """Make the .sif here; the result is its name in the store."""
-    from imgkit_builder.cli.conversion import engine_image, helper, terminable
-    from imgkit_builder.remote import store
-    from imgkit_builder.sif import convert
-    from imgkit_builder.sif.options import Options
-
-    with terminable(), engine_image(plan.recipe) as source:
-        options = Options(helper=helper(source))
-        return store.name_of(convert.convert(source, plan.sif, options, report).record)
 
 
 def verb_fetch(

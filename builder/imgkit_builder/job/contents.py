@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import fields
-from imgkit_builder.job.request import Request, RunBy
+from imgkit_builder.job.request import Job, Request, RunBy
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
@@ -49,6 +50,12 @@ def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delt
             hint="leave it out",
         )
     return fields.check("--delta", str(directory / request.delta)), delta
+
+
+def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
+    """`job`, which was resolved with its .sif alone, with `delta` over it, at the nodes' path `overlay`."""
+    env = {delta_check.VARIABLE: delta.image_id, **job.env}
+    return dataclasses.replace(job, overlay=fields.check("--delta", overlay), delta=delta, env=env)
 
 
 def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:

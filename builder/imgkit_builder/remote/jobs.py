@@ -16,9 +16,6 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
-_POLL_S = 3
-_QUIET_S = 10
-"""Pauses between two questions to the scheduler: in the first minute, and later."""
 
 _SUBMIT = FIND_PROGRAM + 'cd -- "$folder" && exec "$@"\n'
 _RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
@@ -38,9 +35,8 @@ while [ $# -gt 0 ] && kill -0 "$tail" 2> /dev/null; do
     else
         case $found in *[Ii]nvalid\\ job*|*[Uu]nknown\\ [Jj]ob*|*has\\ finished*) break ;; esac
     fi
-    asked=$((asked + 1))
-    if [ "$asked" -gt 20 ]; then pause=$quiet; fi
-    sleep "$pause"
+    asked=$((asked + 1)) # the first answers come soon, for short jobs; then the scheduler has peace
+    if [ "$asked" -le 8 ]; then sleep 1; elif [ "$asked" -le 20 ]; then sleep 3; else sleep 10; fi
 done
 if [ $# -gt 0 ]; then
     late=0 # PBS copies the output when the job has ended
@@ -152,8 +148,6 @@ def follow(
             "program": words[0] if words else "tail",
             "log": str(log),
             "from": str(shown + 1),
-            "pause": str(_POLL_S),
-            "quiet": str(_QUIET_S),
         }
         before = shown
         try:

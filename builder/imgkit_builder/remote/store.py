@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import fields
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
 from imgkit_builder.sif import image
@@ -26,9 +29,10 @@ mkdir -p -- "$folder" && cd -- "$folder" && mkdir -p images deltas runs || exit 
 echo "home $(pwd -P)"
 echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
-for file in images/"$image"-*.sif; do
+for file in images/*.sif; do echo "name ${file#images/}"; done
+for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
     if [ -f "$file" ] && size=$(wc -c < "$file"); then
-        echo "sif $((size)) ${file#images/}"
+        echo "file $((size)) ${file##*/}"
         head -c "$edge" "$file"
         tail -c "$edge" "$file"
     fi
@@ -36,6 +40,16 @@ done
 echo end
 """
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldDelta:
+    """A delta that the remote has, over a .sif that it has."""
+
+    name: str
+    base: str
+    """Name of the .sif."""
+    delta: Delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +63,10 @@ class Store:
     """Whether the scheduler's program is there."""
     images: tuple[str, ...]
     """Names in ``images`` of whole .sif files of the image, by their own records."""
+    deltas: tuple[HeldDelta, ...]
+    """Deltas that make the image."""
+    names: tuple[str, ...]
+    """All names in ``images``; a file gets its name when it is whole."""
 
 
 def name_of(record: ImgkitRecord) -> str:
@@ -64,6 +82,16 @@ def name_of(record: ImgkitRecord) -> str:
     if record.deltas:
         content = hashlib.sha256(" ".join((content, *record.deltas)).encode()).hexdigest()
     return f"{record.image_id[7:]}-{content[:12]}.sif"
+
+
+def base_name(base: BaseSif) -> str:
+    """The name of the .sif below a delta; empty if that has deltas itself."""
+    return "" if base.deltas else f"{base.image_id[7:]}-{base.root_sha256[:12]}.sif"
+
+
+def delta_name(delta: Delta) -> str:
+    """The name of a delta in the store."""
+    return f"{delta.image_id[7:]}-{delta.sha256[:12]}.imgdelta"
 
 
 def look(connection: Connection, *, image_id: str, program: str, wanted: str = "") -> Store:
@@ -86,7 +114,10 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     output = connection.run(
         _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)
     )
-    home, free, there, names = "", None, False, []
+    home, free, there = "", None, False
+    names: list[str] = []
+    images: list[str] = []
+    deltas: list[HeldDelta] = []
     for word, value, body in _rows(output):
         if word == "home":
             home = value
@@ -94,13 +125,25 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
             free = free_bytes(value)
         elif word == "program":
             there = True
-        elif word == "sif":
+        elif word == "name":
+            names.append(value)
+        elif word == "file":
             size, _, name = value.partition(" ")
-            if _is_whole(name, int(size), body, wanted):
-                names.append(name)
+            with _ends(int(size), body) as path:
+                if name.endswith(".imgdelta"):
+                    deltas += _held(path, name, names)
+                elif _is_whole(path, name, wanted):
+                    images.append(name)
     if fault := fault_of_home(home):
         raise fault
-    return Store(home=home, free_bytes=free, has_program=there, images=tuple(names))
+    return Store(
+        home=home,
+        free_bytes=free,
+        has_program=there,
+        images=tuple(images),
+        deltas=tuple(deltas),
+        names=tuple(names),
+    )
 
 
 def fault_of_home(home: str) -> UsageError | None:
@@ -122,7 +165,7 @@ def free_bytes(row: str) -> int | None:
 
 
 def _rows(output: bytes) -> Iterator[tuple[str, str, bytes]]:
-    """The lines of the answer: a word, its value, and both ends of a .sif behind a line of one.
+    """The lines of the answer: a word, its value, and both ends of a file behind its line.
 
     Raises
     ------
@@ -135,7 +178,7 @@ def _rows(output: bytes) -> Iterator[tuple[str, str, bytes]]:
         if word == "end":
             return
         body = b""
-        if word == "sif":
+        if word == "file":
             size = re.match(r"\d{1,15} ", value)
             length = 2 * min(int(size[0]), EDGE_BYTES) if size else 0
             body = output[at : at + length]
@@ -144,21 +187,40 @@ def _rows(output: bytes) -> Iterator[tuple[str, str, bytes]]:
     raise ToolFailed("the remote's answer is cut short", hint="the same command again")
 
 
-def _is_whole(name: str, size: int, body: bytes, wanted: str) -> bool:
-    """Whether the .sif with both ends in `body` is whole, and has the name that its record gives it."""
+@contextlib.contextmanager
+def _ends(size: int, body: bytes) -> Iterator[Path]:
+    """Yield a file of that size with both ends of it in `body`, and a hole between them.
+
+    The readers of .sif files and deltas need no more.
+    """
     edge = len(body) // 2
     with tempfile.TemporaryDirectory(prefix="imgkit-") as folder:
-        # A file of that size with a hole between both ends: the reader of .sif files needs no other.
-        path = Path(folder, "far.sif")
+        path = Path(folder, "far")
         with files.create(path) as stream:
             stream.write(body[:edge])
             stream.truncate(size)
             stream.seek(max(0, size - edge))
             stream.write(body[edge:])
-        try:
-            record = image.read(path).record
-            if record is None or name != name_of(record):
-                return False
-            return name == wanted if wanted else not record.deltas
-        except (CheckFailed, UsageError):
+        yield path
+
+
+def _is_whole(path: Path, name: str, wanted: str) -> bool:
+    """Whether the .sif is whole, and has the name that its record gives it."""
+    try:
+        record = image.read(path).record
+        if record is None or name != name_of(record):
             return False
+    except (CheckFailed, UsageError):
+        return False
+    return name == wanted if wanted else not record.deltas
+
+
+def _held(path: Path, name: str, names: Sequence[str]) -> Iterator[HeldDelta]:
+    """The delta, if it is whole, has the name that it gives itself, and lies over one of the .sif `names`."""
+    try:
+        delta = descriptor.read(path)
+    except (CheckFailed, UsageError):
+        return
+    base = base_name(delta.base)
+    if name == delta_name(delta) and base in names:
+        yield HeldDelta(name=name, base=base, delta=delta)

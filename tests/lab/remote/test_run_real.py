@@ -28,7 +28,7 @@ system:
 """
 SLOW = 'for i in $(seq 60); do echo "line $i"; sleep 0.5; done'
 
-pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.xdist_group("far")]
+pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.xdist_group("far-run")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,17 @@ class Site:
     cluster: Cluster
     here: Path
     store: Path
+    sif: Path
 
     def imgkit(self, *words: object, **env: str) -> Done:
         return self.far.imgkit(*words, folder=self.here, env=env)
 
     def run(self, *words: object, **env: str) -> Done:
-        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words, **env)
+        """Run the image of the .sif, which is on both sides."""
+        return self.imgkit("run", self.sif.name, "--on", "far", "--time", "5m", *words, **env)
+
+    def from_recipe(self, *words: object) -> Done:
+        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words)
 
     def running(self, job: str) -> bool:
         return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
@@ -55,9 +60,10 @@ def site(standin_notorch: str) -> Iterator[Site]:
     folder = Path(f"/tmp/imgkit-run-{os.getpid()}")
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
-        made = Site(far=far, cluster=cluster, here=folder / "here", store=folder / "my store")
-        made.here.mkdir()
         name = f"line{os.getpid()}"  # the image's name: tests run side by side
+        here = folder / "here"
+        made = Site(far=far, cluster=cluster, here=here, store=folder / "my store", sif=here / f"{name}.sif")
+        made.here.mkdir()
         (made.here / f"{name}.yaml").write_text(RECIPE)
         cluster.up(2)
         try:
@@ -77,6 +83,12 @@ def site(standin_notorch: str) -> Iterator[Site]:
             far.configure("User root", f"ProxyCommand {' '.join(map(str, login))}")
             added = made.imgkit("remote", "add", "far", f"far:{made.store}", "--recipe", f"./{name}.yaml")
             assert added.returncode == 0, added.stderr
+            done = made.from_recipe(
+                "--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c"
+            )
+            assert done.returncode == 0, done.stderr
+            (made.here / "first.out").write_text(done.stdout)
+            (made.here / "first.err").write_text(done.stderr)
             yield made
         finally:
             far.disconnect()
@@ -91,16 +103,16 @@ def handle(done: Done) -> str:
 
 
 def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
-    done = site.run("--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
-    assert "imgkit: to send: " in done.stderr
-    assert f"{handle(done)} has ended well; imgkit fetch {handle(done)}" in done.stderr
-    (there,) = (site.store / "images").iterdir()
-    assert re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}\.sif", there.name)
-    (here,) = site.here.glob("*.sif")
-    assert there.read_bytes() == here.read_bytes()
+    said = (site.here / "first.err").read_text()
+    told = (site.here / "first.out").read_text()
+    assert sorted(told.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
+    assert "imgkit: to send: " in said
+    assert re.search(r"(\d+@far) has ended well; imgkit fetch \1\n", said)
+    there = [path for path in (site.store / "images").iterdir() if path.read_bytes() == site.sif.read_bytes()]
+    assert [bool(re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}\.sif", path.name)) for path in there] == [True]
 
+
+def test_run_without_a_change_sends_nothing(site: Site) -> None:
     before = len(site.far.calls())
     done = site.run("--detach", "--", "true")
     assert done.returncode == 0, done.stderr
@@ -109,17 +121,29 @@ def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
     assert len(site.far.calls()) - before == 2  # look, submit
 
 
-def test_image_on_the_remote_needs_no_sif_here(site: Site) -> None:
-    assert site.run("--", "true").returncode == 0
-    (sif,) = site.here.glob("*.sif")
-    kept = sif.rename(sif.with_suffix(".kept"))
-    done = site.run("--", "echo", "same")
-    assert (done.returncode, done.stdout) == (0, "same\n")
-    assert not sif.exists()
-    kept.rename(sif)
-    done = site.run(sif.name, "--", "echo", "from the file")
-    assert (done.returncode, done.stdout) == (0, "from the file\n")
-    assert "to send: nothing" in done.stderr
+def test_edit_sends_a_delta_of_some_kilobytes(site: Site) -> None:
+    recipe = next(site.here.glob("line*.yaml"))
+    kept = site.sif.read_bytes()
+    (site.here / "note.txt").write_text("the edit\n")
+    recipe.write_text(
+        RECIPE.replace("system:", "  copy: [{source: note.txt, target: /workspace/}]\nsystem:", 1)
+    )
+    try:
+        done = site.from_recipe("--", "cat", "/workspace/note.txt")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "the edit\n"
+        sent = re.search(r"to send: \S+\.imgdelta, ([0-9.]+) kB", done.stderr)
+        assert sent, done.stderr
+        assert float(sent[1]) < 100
+        site.sif.rename(site.sif.with_suffix(".away"))
+        done = site.from_recipe("--detach", "--", "cat", "/workspace/note.txt")
+        site.sif.with_suffix(".away").rename(site.sif)
+        assert done.returncode == 0, done.stderr
+        assert "to send: nothing; far has the image" in done.stderr
+    finally:
+        recipe.write_text(RECIPE)
+    assert site.sif.read_bytes() == kept
+    assert len(list((site.store / "deltas").iterdir())) == 1
 
 
 def test_failed_job_fails_the_command(site: Site) -> None:
@@ -130,7 +154,7 @@ def test_failed_job_fails_the_command(site: Site) -> None:
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
-    words = (*IMGKIT, "run", "--on", "far", "--base", BASE, "--time", "5m", "--", "sh", "-c", SLOW)
+    words = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m", "--", "sh", "-c", SLOW)
     with subprocess.Popen(
         words,
         cwd=site.here,
@@ -168,7 +192,7 @@ def test_nothing_is_left_on_the_login_node(site: Site) -> None:
 
 
 def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
-    words = (*IMGKIT, "run", "--on", "far", "--base", BASE, "--time", "5m")
+    words = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m")
     counted = 'for i in $(seq 12); do echo "line $i"; sleep 0.5; done'
     told = site.here / "told"
     with (
@@ -235,12 +259,6 @@ def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
             "sbatch on far failed with exit code 254",
         ),
         (("--on", "fra", "--", "true"), 2, "did you mean far?"),
-        (("rcp", "--", "dist-hello"), 2, "has no queue that takes a .sif over ssh"),
-        (
-            ("cpu", "--runtime", "singularity", "--", "dist-hello"),
-            2,
-            "has no queue that takes a .sif over ssh",
-        ),
         (("--env", "NOT_SET", "--", "true"), 2, "NOT_SET is not set here"),
         (("--image", "x.sif", "--", "true"), 2, "--image has no meaning for a run on a remote"),
         (("--",), 2, "no command was given"),
@@ -254,10 +272,19 @@ def test_refused_run_says_why(site: Site, words: tuple[str, ...], code: int, mes
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    "words", [("rcp",), ("cpu", "--runtime", "singularity"), ("lambda", "--hosts", "a,b")]
+)
+def test_system_without_a_queue_is_refused(site: Site, words: tuple[str, ...]) -> None:
+    done = site.imgkit("run", *words, "--on", "far", "--", "dist-hello")
+    assert done.returncode == 2, done.stderr
+    assert "has no queue that takes a .sif over ssh" in done.stderr
+
+
 def test_remote_without_the_scheduler_is_refused(site: Site) -> None:
     name = f"pbs{os.getpid()}"
     (site.here / f"{name}.yaml").write_text(RECIPE.replace("scheduler: slurm", "scheduler: pbs"))
-    done = site.run(f"./{name}.yaml", "--", "true")
+    done = site.imgkit("run", f"./{name}.yaml", "--on", "far", "--base", BASE, "--", "true")
     run("docker", "rmi", "--force", f"{name}:latest")
     assert done.returncode == 2, done.stderr
     assert "far has no qsub" in done.stderr

@@ -25,7 +25,7 @@ from imgkit_entrypoints.errors import CheckFailed
 PROXY = Path(__file__).with_name("cut_proxy.py")
 MB = 1 << 20
 
-pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far")]
+pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far-move")]
 
 
 class Notes(Silent):

@@ -1,0 +1,187 @@
+"""Build where needed, and let a remote have the image by the least that has to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.delta.descriptor import Delta, Stack
+    from imgkit_builder.job.request import Job
+    from imgkit_builder.remote.connection import Connection
+    from imgkit_builder.remote.store import Store
+
+_WORTH = 0.5
+"""A delta of more than this share of the .sif below it is not worth two files at every start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The image to bring."""
+
+    recipe: str
+    """The user's word for its recipe; empty for a .sif."""
+    base: str | None
+    """Another base than the recipe's."""
+    sif: Path
+    """The .sif here, which may have to be made."""
+    whole: bool
+    """Send no delta."""
+    most_per_s: float | None
+    """Most bytes per second to send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The image on the remote."""
+
+    home: str
+    """imgkit's folder there."""
+    image: str
+    """Path of the .sif in it."""
+    overlay: str = ""
+    """Path of the delta over it; empty if there is none."""
+    delta: Delta | None = None
+
+    def over(self, job: Job) -> Job:
+        """`job`, which has been resolved with the .sif alone, with the delta over it."""
+        from imgkit_builder.job import contents
+
+        return contents.laid_over(job, f"{self.home}/{self.overlay}", self.delta) if self.delta else job
+
+
+def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Placed:
+    """Let the remote have the image: nothing, a delta or the .sif is sent.
+
+    Parameters
+    ----------
+    program : the program of the scheduler, which must be there.
+
+    Raises
+    ------
+    UsageError : the remote has no such program, or imgkit has not made the .sif.
+    ImgkitError : as of the build, the conversion and the transfer.
+    """
+    from imgkit_builder.remote import store
+    from imgkit_builder.sif import image
+
+    name = ""
+    if wanted.recipe:
+        image_id = _built(wanted, report)
+    else:
+        record = image.read(wanted.sif).record
+        if record is None:
+            raise UsageError(
+                "imgkit has not made this .sif",
+                where=str(wanted.sif),
+                hint="imgkit sif makes one of an archive or image",
+            )
+        image_id, name = record.image_id, store.name_of(record)
+    report.stage(f"look at {far.remote.name}")
+    there = store.look(far, image_id=image_id, program=program, wanted=name)
+    if not there.has_program:
+        raise UsageError(
+            f"{far.remote.address} has no {program}",
+            where="--on",
+            hint=f"imgkit remote check {far.remote.name}",
+        )
+    if placed := _placed(there, whole=wanted.whole):
+        report.note(f"to send: nothing; {far.remote.name} has the image")
+        return placed
+    if wanted.recipe and not wanted.whole and (placed := _by_delta(wanted, far, there, image_id, report)):
+        return placed
+    if wanted.recipe:
+        name = _converted(wanted, report)
+    _sent(wanted, far, there, wanted.sif, f"images/{name}", report)
+    return Placed(home=there.home, image=f"images/{name}")
+
+
+def _placed(there: Store, *, whole: bool) -> Placed | None:
+    """The image as the remote has it; None if it does not."""
+    for name in there.images:
+        return Placed(home=there.home, image=f"images/{name}")
+    for held in () if whole else there.deltas:
+        overlay = f"deltas/{held.name}"
+        return Placed(home=there.home, image=f"images/{held.base}", overlay=overlay, delta=held.delta)
+    return None
+
+
+def _sent(wanted: Wanted, far: Connection, there: Store, file: Path, target: str, report: Reporter) -> None:
+    from imgkit_builder.remote import transfer
+
+    size = file.stat().st_size
+    shown = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    report.note(f"to send: {file}, {shown}")
+    transfer.upload(far, file, home=there.home, target=target, report=report, most_per_s=wanted.most_per_s)
+
+
+def _built(wanted: Wanted, report: Reporter) -> str:
+    """The id of the recipe's image, which is built if it is not up to date."""
+    from imgkit_builder.cli.build import BuildOptions, make
+    from imgkit_builder.recipe.load import load
+
+    options = BuildOptions(
+        tag=None, base=wanted.base, platform=None, pull=False, no_cache=False, no_test=False
+    )
+    found: str = make(load(wanted.recipe), wanted.recipe, options, report).data["id"]
+    return found
+
+
+def _converted(wanted: Wanted, report: Reporter) -> str:
+    """Make the .sif here; the result is its name in the store."""
+    from imgkit_builder.cli.conversion import engine_image, helper, terminable
+    from imgkit_builder.remote import store
+    from imgkit_builder.sif import convert
+    from imgkit_builder.sif.options import Options
+
+    with terminable(), engine_image(wanted.recipe) as source:
+        options = Options(helper=helper(source))
+        return store.name_of(convert.convert(source, wanted.sif, options, report).record)
+
+
+def _by_delta(
+    wanted: Wanted, far: Connection, there: Store, image_id: str, report: Reporter
+) -> Placed | None:
+    """Send a delta over the .sif that is both here and there; None where there is none, or it is large."""
+    from imgkit_builder.delta import descriptor
+    from imgkit_builder.remote import store
+
+    try:
+        stack = descriptor.stack(wanted.sif)
+    except (CheckFailed, UsageError):
+        return None
+    base = store.base_name(stack.base)
+    if base not in there.names or stack.base.image_id == image_id:
+        return None
+    try:
+        file, delta = _difference(wanted, stack, image_id, report)
+    except CheckFailed as error:
+        report.note(f"no delta over {wanted.sif}: {error.what}")
+        return None
+    if file.stat().st_size > _WORTH * stack.sif.size_bytes:
+        size = file.stat().st_size / 1e6
+        report.note(f"the delta over {wanted.sif} has {size:.1f} MB: a new .sif goes instead")
+        return None
+    overlay = f"deltas/{store.delta_name(delta)}"
+    _sent(wanted, far, there, file, overlay, report)
+    return Placed(home=there.home, image=f"images/{base}", overlay=overlay, delta=delta)
+
+
+def _difference(wanted: Wanted, stack: Stack, image_id: str, report: Reporter) -> tuple[Path, Delta]:
+    """The delta of the image over the .sif here; one that an earlier run has made is used again."""
+    from imgkit_builder.cli.conversion import engine_image, terminable
+    from imgkit_builder.delta import descriptor
+    from imgkit_builder.delta.make import make
+    from imgkit_builder.sif.options import Options
+
+    file = wanted.sif.with_suffix(".imgdelta")
+    if descriptor.is_delta(file):
+        known = descriptor.read(file)
+        if known.image_id == image_id and known.base == stack.base:
+            return file, known
+    with terminable(), engine_image(wanted.recipe) as source:
+        return file, make(source, wanted.sif, file, Options(), report).delta
