@@ -22,8 +22,11 @@ SHELL = """#!/bin/busybox sh
 # A build asks sed and Python for things that busybox does not have.
 sed() { :; }
 python3() { :; }
-[ "$1" = -c ] && shift
-eval "$1"
+case $1 in
+-c) eval "$2" ;;
+-*) set "$1" && . "$2" ;;
+*) . "$1" ;;
+esac
 """
 OCI = "application/vnd.oci.image"
 

@@ -193,7 +193,8 @@ def _own(package: str) -> Iterator[tuple[str, bytes]]:
     folder = Path(importlib.import_module(package).__path__[0])
     for path in folder.rglob("*"):
         name = PurePosixPath(package, path.relative_to(folder).as_posix())
-        if path.is_file() and _wanted(str(name)) and path.suffix != ".yaml":
+        # Images get every file of the entry points, as from an installed imgkit.
+        if path.is_file() and path.suffix != ".yaml" and (_wanted(str(name)) or path.name == "py.typed"):
             yield str(name), path.read_bytes()
 
 

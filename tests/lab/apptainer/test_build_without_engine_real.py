@@ -1,0 +1,259 @@
+"""``imgkit build --with apptainer``: a real runtime builds, and the files are those of a build by Docker."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_image
+from labkit import IMGKIT, docker, imgkit, imgkit_json, output, public_folder, run, until
+
+from imgkit_builder.delta import source, tree
+from imgkit_builder.sif import coverage, image
+
+pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("without-engine")]
+
+RECIPE = """
+image:
+  base: {base}
+  env: {{WORDS: it's "a" word, EMPTY: ''}}
+  run:
+    - umask 027; mkdir /odd && cd /odd && echo one > a && ln a b && ln -s a sym && mkfifo fifo && chmod 4755 a
+  copy: [{{source: code, target: /workspace/code}}]
+  labels: {{team: ours}}
+system: {{scheduler: standalone}}
+"""
+TINY = """
+image:
+  base: tiny:1
+  run: [{run}]
+system: {{scheduler: standalone}}
+"""
+OWN = ("opt/imgkit/manifest.json", "etc/resolv.conf", "etc/hosts")
+"""Files whose content differs, as docs/howto/no-docker.md says, or over which a runtime mounts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """A folder that an ordinary user can write, with a recipe, its base and the one-file tool."""
+
+    folder: Path
+    start: tuple[str, ...]
+    """Words that start the one-file tool as that user."""
+    built: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def lab(standin_notorch: str, user: str) -> Iterator[Lab]:
+    folder = public_folder("without-engine")
+    try:
+        output("docker", "save", "-o", folder / "base.tar", standin_notorch)
+        (folder / "code/deep").mkdir(parents=True)
+        (folder / "code/a.py").write_text("print('a')\n")
+        (folder / "code/link.py").symlink_to("a.py")
+        (folder / "code/deep/run.sh").write_text("#!/bin/sh\n")
+        (folder / "code/deep/run.sh").chmod(0o700)
+        (folder / "mine.yaml").write_text(RECIPE.format(base=standin_notorch))
+        (folder / "mine.json").write_text(output(*IMGKIT, "show", "./mine.yaml", "--json", folder=folder))
+        assert imgkit("bundle", "-o", folder / "imgkit.pyz").returncode == 0
+        output("chown", "-R", user, folder)
+        places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin"
+        who = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
+        home = f"HOME=/home/{user}"
+        python = str(Path("/usr/bin/python3").resolve())
+        start = (
+            *who,
+            "env",
+            "-i",
+            f"PATH={places}",
+            home,
+            "LC_ALL=C.UTF-8",
+            python,
+            "-I",
+            f"{folder}/imgkit.pyz",
+        )
+        words = ("build", "mine.json", "--with", "apptainer", "--base-from", "base.tar", "--json")
+        # Modes must not depend on the umask.
+        shell = ("sh", "-c", 'umask 077; exec "$@"', "sh")
+        built = json.loads(output(*shell, *start, *words, folder=folder))
+        yield Lab(folder=folder, start=start, built=built)
+    finally:
+        shutil.rmtree(folder)
+
+
+def shown(path: Path, *, owners: bool = False) -> dict[str, tuple[object, ...]]:
+    """What a runtime shows of a .sif, without times and without what runtimes make."""
+    entries = tree.everything(source.mounted(image.read(path)))
+    return {
+        name: (
+            one.kind,
+            one.mode,
+            one.link,
+            one.size_bytes,
+            about(one),
+            *((one.uid, one.gid) if owners else ()),
+        )
+        for name, one in entries
+        if name.partition("/")[0] not in source.NEVER
+        and name not in (*OWN, ".dockerenv", "etc/hostname")
+        and "__pycache__" not in name  # byte code holds the times of its sources
+    }
+
+
+def about(entry: tree.TreeEntry) -> object:
+    # The runtime unpacks the base of an ordinary user so, and notes the owner.
+    return (
+        tree.digest(entry) if entry.kind == "file" else sorted({*entry.xattrs} - {"user.rootlesscontainers"})
+    )
+
+
+def test_files_are_those_of_a_docker_build(lab: Lab, standin_notorch: str) -> None:
+    name = f"imgkit-test-both:{secrets.token_hex(4)}"
+    try:
+        words = ("build", "./mine.yaml", "--base", standin_notorch, "--tag", name, "--no-test")
+        imgkit_json(*words, folder=lab.folder)
+        imgkit_json("sif", name, "-o", "docker.sif", "--no-test", folder=lab.folder)
+    finally:
+        docker("rmi", "--force", name)
+    ours, theirs = shown(lab.folder / "mine.sif"), shown(lab.folder / "docker.sif")
+    assert sorted(ours.keys() ^ theirs.keys()) == []
+    assert {path: (ours[path], theirs[path]) for path in ours if ours[path] != theirs[path]} == {}
+    assert ours["workspace/code/deep/run.sh"][1] == 0o755
+    assert ours["workspace/code/link.py"][2] == "a.py"
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_keeps_every_owner(lab: Lab, standin_notorch: str) -> None:
+    words = ("build", "./mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--no-test")
+    imgkit_json(*words, "-o", "root.sif", folder=lab.folder)
+    imgkit_json("sif", "base.tar", "-o", "base.sif", "--no-test", folder=lab.folder)
+    before, after = (shown(lab.folder / name, owners=True) for name in ("base.sif", "root.sif"))
+    kept = {path: after[path] for path in before if path in after}
+    assert {path for path in kept if kept[path][-2:] != before[path][-2:]} == set()
+    assert any(entry[-1] == 42 for entry in kept.values()), "the base has a file of the group shadow"
+
+
+def test_ordinary_user_gets_a_tested_file(lab: Lab) -> None:
+    built = lab.built
+    assert [one["verdict"] for one in built["checks"] if one["verdict"] not in ("ok", "skip")] == []
+    assert built["labels"]["team"] == "ours"
+    assert built["labels"]["imgkit.recipe"] == "mine"
+    path = lab.folder / "mine.sif"
+    sif = image.read(path)
+    assert sif.record is not None
+    assert (sif.record.route, sif.record.image_id) == ("definition", built["id"])
+    assert coverage.check(path).faults == ()
+    script = 'printf "%s|" "$WORDS" "${EMPTY-unset}"; cat /workspace/code/a.py'
+    assert output("singularity", "exec", path, "sh", "-c", script) == "it's \"a\" word||print('a')\n"
+    assert not [one.name for one in lab.folder.iterdir() if one.name.startswith(".")]
+
+
+def test_unchanged_recipe_is_up_to_date(lab: Lab) -> None:
+    path = lab.folder / "mine.sif"
+    before = path.stat().st_mtime_ns
+    words = ("build", "mine.json", "--with", "apptainer", "--base-from", "base.tar", "--json")
+    assert json.loads(output(*lab.start, *words, folder=lab.folder))["up_to_date"]
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder with a base of 2 MB, in which nothing of Python works."""
+    tiny_image.write(tmp_path / "tiny.tar", "tiny:1")
+    return tmp_path
+
+
+def build(folder: Path, run_step: str, *more: object, base: str = "tiny.tar") -> Any:
+    (folder / "small.yaml").write_text(TINY.format(run=json.dumps(run_step)))
+    words = ("build", "./small.yaml", "--with", "apptainer", "--base-from", base, "--no-test")
+    return imgkit(*words, *more, folder=folder)
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir() if one.name.startswith("."))
+
+
+def test_failed_step_names_the_line(tiny: Path) -> None:
+    done = build(tiny, "echo before; exit 7")
+    assert done.returncode == 4
+    assert "small.yaml:4: step " in done.stderr
+    assert "failed with exit code 7\n  -> its last lines:\nbefore\n" in done.stderr
+    log = Path(done.stderr.split("full log: ")[1].split(",")[0])
+    assert "Bootstrap: oci" in log.read_text()
+    log.unlink()
+    assert left(tiny) == []
+    assert not (tiny / "small.sif").exists()
+
+
+@pytest.mark.soak
+def test_sif_is_a_base_and_gives_a_delta(tiny: Path) -> None:
+    assert build(tiny, "echo 1 > /one", "-o", "one.sif").returncode == 0
+    done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
+    assert done.returncode == 0, done.stderr
+    made = imgkit_json("delta", "two.sif", "--base", "one.sif", folder=tiny)
+    assert made["way"] == "sif"
+    imgkit_json("apply", "two.imgdelta", "one.sif", "-o", "both.sif", folder=tiny)
+    assert shown(tiny / "both.sif").keys() - shown(tiny / "two.sif").keys() == {"opt/imgkit/delta.json"}
+    assert output("singularity", "exec", tiny / "both.sif", "/bin/cat", "/one", "/two") == "1\n2\n"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signals) -> None:
+    assert build(tiny, "echo 1 > /one").returncode == 0
+    old = (tiny / "small.sif").read_bytes()
+    (tiny / "small.yaml").write_text(TINY.format(run=json.dumps("echo here; while true; do true; done")))
+    words = (*IMGKIT, "build", "./small.yaml", "--with", "apptainer", "--base-from", "tiny.tar", "--no-test")
+    with subprocess.Popen(words, cwd=tiny, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        for line in program.stderr:
+            if "echo here" in line:
+                break
+        time.sleep(0.2)
+        program.send_signal(number)
+        program.stderr.read()
+    until(lambda: not run("pgrep", "-f", f"^.*{tiny}/[.]imgkit-sif").stdout)
+    assert (tiny / "small.sif").read_bytes() == old
+    if number == signal.SIGKILL:
+        assert build(tiny, "echo 2 > /two").returncode == 0
+    assert left(tiny) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--tag", "x:1"), "--tag means nothing --with apptainer"),
+        (("--builder", "buildx"), "--builder means nothing --with apptainer"),
+        (("--platform", "linux/arm64"), "a definition builds for this machine's platform"),
+        (("--base-from", "absent.tar"), "there is no such base"),
+        (("--runtime", "/absent"), "/absent is not on PATH"),
+    ],
+)
+def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said: str) -> None:
+    done = build(tiny, "true", *more)
+    assert done.returncode in (2, 3), done.stderr
+    assert said in done.stderr
+    assert left(tiny) == []
+
+
+@pytest.mark.soak
+def test_damaged_base_is_refused(tiny: Path) -> None:
+    assert build(tiny, "true", "-o", "one.sif").returncode == 0
+    data = bytearray((tiny / "one.sif").read_bytes())
+    data[-len(data) // 2] ^= 1
+    (tiny / "one.sif").write_bytes(data)
+    done = build(tiny, "true", "-o", "two.sif", base="one.sif")
+    assert done.returncode == 1
+    assert "the base is damaged" in done.stderr
+    assert not (tiny / "two.sif").exists()
