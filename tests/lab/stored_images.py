@@ -10,7 +10,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +31,9 @@ def archive(
     *,
     raw: Sequence[bytes] = (),
     config: Mapping[str, Any] | None = None,
+    packed: Callable[[bytes], bytes] = bytes,
 ) -> bytes:
-    """A docker archive of `layers`, and of those that are `raw` tars."""
+    """A docker archive of `layers`, and of those that are `raw` tars; `packed` compresses each."""
     tars = [*(_tar(layer) for layer in layers), *raw]
     digests = [f"sha256:{hashlib.sha256(one).hexdigest()}" for one in tars]
     about = {
@@ -43,7 +44,7 @@ def archive(
     }
     text = json.dumps(about).encode()
     name = f"{hashlib.sha256(text).hexdigest()}.json"
-    files = {f"{number}/layer.tar": data for number, data in enumerate(tars)}
+    files = {f"{number}/layer.tar": packed(data) for number, data in enumerate(tars)}
     listed = [{"Config": name, "RepoTags": ["made:latest"], "Layers": [*files]}]
     files |= {name: text, "manifest.json": json.dumps(listed).encode()}
     return _tar([(_info(path, len(data)), data) for path, data in files.items()])

@@ -6,7 +6,6 @@ verdict other than ok names a fix.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import platform
@@ -73,7 +72,7 @@ def examine(
         *((_definitions(machine),) if tool.verdict in ("ok", "warn") else ()),
         way,
         _zstd(),
-        *_disks(machine, purpose),
+        *_disks(machine, purpose, engine),
         *_amd_gpus(machine),
         *_user_packages(),
     )
@@ -192,7 +191,7 @@ def _way(tool: Check, engine: Check) -> Check:
     except ToolMissing as error:
         path = mksquashfs.find()
         obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
-        if engine.verdict != "fail" and importlib.util.find_spec("docker"):
+        if _can_squash(engine):
             product = engine.found.partition(",")[0]
             found = f"writes the file itself, with mksquashfs in a container of {product}: {obstacle}"
             return Check(name=name, verdict="warn", found=found, hint=hint)
@@ -218,7 +217,7 @@ def _zstd() -> Check:
     return Check(name="zstd", verdict="warn", found="not on PATH", hint=hint)
 
 
-def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
+def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]:
     here, sif_bytes = Path.cwd(), 0 if purpose == "build" else SIF_SPACE_BYTES
     try:
         scratch = tmp_base(here / "image.sif", None)
@@ -226,7 +225,7 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
         yield Check(name="disk tmp", verdict="fail", found=error.what, hint=f"{error.where}: {error.hint}")
     else:
         shared = scratch.stat().st_dev == here.stat().st_dev
-        check = _space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
+        check = _space("disk tmp", scratch, _scratch_bytes(engine) + (sif_bytes if shared else 0))
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
             hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
             found = f"{check.found}, in memory (tmpfs)"
@@ -237,11 +236,19 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     yield _space("disk here", here, engines.BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
-def _scratch_bytes() -> int:
+def _can_squash(engine: Check) -> bool:
+    """Whether mksquashfs could run in a container of the engine; the one-file tool has no SDK for it."""
+    return engine.verdict != "fail" and importlib.util.find_spec("docker") is not None
+
+
+def _scratch_bytes(engine: Check) -> int:
     """Size of the temporary files that `imgkit sif` would write for an NVIDIA image."""
     squasher = None
-    with contextlib.suppress(ToolMissing):
+    try:
         squasher = squash_ways.choose()
+    except ToolMissing:
+        if _can_squash(engine):
+            return 0
     return int(space.temporary_share(squasher) * engines.NVIDIA_IMAGE_BYTES)
 
 

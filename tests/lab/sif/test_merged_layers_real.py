@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from hypothesis import strategies as some
 from labkit import output
 from layer_reference import Entry
 from stored_images import Way, archive, convert_as, files_of, only
+
+from imgkit_builder.sif import image as sif_image
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the reference is unpacked by root"),
@@ -159,6 +162,24 @@ def test_many_random_layers_on_every_way(folder: Path, way: Way, uid: int) -> No
         check(layers, folder, way=way, uid=uid)
 
     many_stacks()
+
+
+@pytest.mark.parametrize("words", [("gzip", "-c"), ("zstd", "-qc")], ids=["gzip", "zstd"])
+def test_compressed_layers_give_the_same_file(folder: Path, words: Sequence[str]) -> None:
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"apt install {words[0]}")
+
+    def packed(data: bytes) -> bytes:
+        return subprocess.run(words, input=data, capture_output=True, check=True).stdout
+
+    layers = [every_kind(), [entry("d/fifo", data=b"new"), entry(".wh.#é")]]
+    folder.chmod(0o777)
+    made = []
+    for name, image in (("plain", archive(layers)), ("packed", archive(layers, packed=packed))):
+        (folder / f"{name}.tar").write_bytes(image)
+        assert convert_as(STRANGER, folder / f"{name}.tar", folder / f"{name}.sif") == ""
+        made.append(sif_image.root_sha256(folder / f"{name}.sif"))
+    assert made[0] == made[1]
 
 
 def test_old_mksquashfs_refuses_a_line_break(folder: Path) -> None:
