@@ -10,6 +10,7 @@ from typing import Any
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
+from imgkit_entrypoints.errors import ToolFailed
 
 _COPY = re.compile(r"/bin/sh -c #\(nop\) +(?:COPY|ADD) .* in (/.*?) ?")
 _WITHOUT_LAYER = re.compile(
@@ -21,10 +22,16 @@ _WITHOUT_LAYER = re.compile(
 def copied(engine: Engine, name: str, layers: int) -> tuple[str, ...] | None:
     """Targets of the last `layers` layers if COPY and ADD made all of them, else None.
 
-    The history does not show which steps made a layer. A step that may have made one (WORKDIR) gives None.
+    The history does not show which steps made a layer. A step that may have made one (WORKDIR) gives None,
+    and so does an engine that cannot tell its history.
     """
-    with translated(f"read the history of {name}", name=name):
-        steps: list[dict[str, Any]] = engine.api.history(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
+    steps: list[dict[str, Any]]
+    try:
+        with translated(f"read the history of {name}", name=name):
+            steps = engine.api.history(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
+    except ToolFailed:
+        # Podman 4.3 ends with a nil pointer where a step of the base has no date.
+        return None
     found: list[str] = []
     for step in steps:
         if len(found) == layers:

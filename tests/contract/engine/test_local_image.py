@@ -50,6 +50,13 @@ def test_copies_are_read_from_the_history(fake: Any, image: LocalImage, tmp_path
     assert image.fetch([], tmp_path) == ()
 
 
+def test_history_that_the_engine_cannot_tell_is_none(fake: Any, image: LocalImage) -> None:
+    # What Podman 4.3 answers where a step of the base has no date.
+    message = "runtime error: invalid memory address or nil pointer dereference"
+    fake.on("GET", f"/images/{fake.image_id}/history", fake.refused(500, message))
+    assert image.copied(1) is None
+
+
 def test_other_image_is_found_by_id_or_layers(fake: Any, image: LocalImage) -> None:
     fake.on("GET", "/images/json", type(fake.image())(data=[{"Id": "gone:1"}, {"Id": fake.image_id}]))
     for name, layers in ((fake.image_id, ()), ("sha256:" + "0" * 64, image.config.diff_ids)):
