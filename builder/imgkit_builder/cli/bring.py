@@ -173,7 +173,7 @@ def _by_delta(
 
 def _difference(wanted: Wanted, stack: Stack, image_id: str, report: Reporter) -> tuple[Path, Delta]:
     """The delta of the image over the .sif here; one that an earlier run has made is used again."""
-    from imgkit_builder.cli.conversion import engine_image, terminable
+    from imgkit_builder.cli.conversion import engine_image, helper, terminable
     from imgkit_builder.delta import descriptor
     from imgkit_builder.delta.make import make
     from imgkit_builder.sif.options import Options
@@ -184,4 +184,4 @@ def _difference(wanted: Wanted, stack: Stack, image_id: str, report: Reporter) -
         if known.image_id == image_id and known.base == stack.base:
             return file, known
     with terminable(), engine_image(wanted.recipe) as source:
-        return file, make(source, wanted.sif, file, Options(), report).delta
+        return file, make(source, wanted.sif, file, Options(helper=helper(source)), report).delta
