@@ -70,7 +70,7 @@ def test_each_command_connects_alone_without_a_folder_for_sockets(far: FarHost, 
 def test_banner_and_login_shell_do_not_matter(far: FarHost, tmp_path: Path, shell: str) -> None:
     banner = far.folder / "shell"
     banner.write_text(
-        '#!/bin/sh\necho "Welcome! home /etc"; echo; echo "end of quota" >&2\n'
+        '#!/bin/sh\necho Welcome; echo home /etc; echo "end of quota" >&2\n'
         f'exec {shell} -c "$SSH_ORIGINAL_COMMAND"\n'
     )
     banner.chmod(0o755)
