@@ -1,4 +1,6 @@
-"""Faults in single calls of libc: ``python faults.py FOLDER HOW ERRNO first|again``, under faults.c.
+"""Faults in single calls of libc: ``python faults.py JOB FOLDER HOW ERRNO first|again``, under faults.c.
+
+JOB is save, sif, delta, apply or flatten.
 
 A child of its own for each function of libc and each number of its calls does the job once, over an older
 file or not, so a sweep of many faults starts one interpreter. Prints one line of JSON for each fault.
@@ -6,20 +8,33 @@ file or not, so a sweep of many faults starts one interpreter. Prints one line o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import itertools
 import json
 import os
+import random
 import sys
+import tarfile
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from imgkit_builder.archive import sidecar, write
+import stored_images
+from layer_reference import Entry
+
+from imgkit_builder.archive import oci_folder, sidecar, write
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.archive.write import Saved
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.delta import apply, flatten, make
 from imgkit_builder.examine import verify
+from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.sif import convert
+from imgkit_builder.sif.options import Archive, EngineImage, Options
 from imgkit_entrypoints.errors import ImgkitError
 
 HOW = {"error": 1, "short": 2, "die before": 3, "die after": 4}
@@ -29,6 +44,15 @@ FUNCTIONS = (
 )
 REPORTED, TRACEBACK, NO_FAULT, DIED = 3, 4, 5, 77
 SHIM = ctypes.CDLL(None)
+
+
+class Job(Protocol):
+    """Something that writes one file, an older one or none before."""
+
+    def prepare(self, folder: Path, *, first: bool) -> None: ...
+    def act(self, folder: Path) -> None: ...
+    def state(self, folder: Path) -> str:
+        """``old``, ``new``, ``absent``, or a word for damage."""
 
 
 class Save:
@@ -66,6 +90,92 @@ class Save:
             time.sleep(0.002)  # the thread that flushes early begins
 
 
+class StoredImage:
+    """An image archive in the place of an engine that gives only its ``save`` stream."""
+
+    def __init__(self, path: Path) -> None:
+        found = oci_folder.peek(path)
+        assert found is not None
+        self.path, self.name = path, path.stem
+        self.config: ImageConfig = found
+        self.size_bytes = path.stat().st_size
+
+    @contextlib.contextmanager
+    def save(self) -> Iterator[Iterator[bytes]]:
+        yield iter([self.path.read_bytes()])
+
+    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
+        return None
+
+    def why_unreadable(self) -> str:
+        return "an archive"
+
+    def copied(self, layers: int) -> tuple[str, ...] | None:
+        return None
+
+    def export(self) -> contextlib.AbstractContextManager[Iterator[bytes]]:
+        raise NotImplementedError
+
+    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
+        raise NotImplementedError
+
+    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
+        return None
+
+
+class Write:
+    """A verb that writes a .sif or a delta; the same input gives the same bytes."""
+
+    def __init__(self, verb: str, inputs: Path) -> None:
+        self.verb, self.inputs = verb, inputs
+        self.target = "x.imgdelta" if verb == "delta" else "x.sif"
+        drawn = random.Random(1)  # noqa: S311 - no secret
+        layers = [[_file(f"{kind}/{count}", drawn.randbytes(20_000)) for count in range(3)] for kind in "abc"]
+        for count, name in enumerate(("one", "two", "three"), 1):
+            (self.inputs / f"{name}.tar").write_bytes(stored_images.archive(layers[:count]))
+            self._convert(name, self.inputs / f"{name}.sif")
+        delta = self.inputs / "two.imgdelta"
+        make.make(StoredImage(self.inputs / "two.tar"), self.inputs / "one.sif", delta, Options(), Silent())
+        with_delta = self.inputs / "with.sif"
+        apply.apply(delta, self.inputs / "one.sif", with_delta, Options(), Silent())
+        (self.inputs / "new").mkdir()
+        self.act(self.inputs / "new")
+        self.new = (self.inputs / "new" / self.target).read_bytes()
+        older = delta if verb == "delta" else self.inputs / "one.sif"
+        self.old = older.read_bytes()
+
+    def prepare(self, folder: Path, *, first: bool) -> None:
+        if not first:
+            (folder / self.target).write_bytes(self.old)
+
+    def act(self, folder: Path) -> None:
+        target, base = folder / self.target, self.inputs / "one.sif"
+        if self.verb == "sif":
+            self._convert("three", target)
+        elif self.verb == "delta":
+            make.make(StoredImage(self.inputs / "three.tar"), base, target, Options(), Silent())
+        elif self.verb == "apply":
+            apply.apply(self.inputs / "two.imgdelta", base, target, Options(), Silent())
+        else:
+            flatten.flatten(self.inputs / "with.sif", target, Options(), Silent())
+
+    def state(self, folder: Path) -> str:
+        target = folder / self.target
+        if not target.exists():
+            return "absent"
+        return {self.old: "old", self.new: "new"}.get(target.read_bytes(), "torn")
+
+    def _convert(self, name: str, target: Path) -> None:
+        source = Archive(path=self.inputs / f"{name}.tar")
+        convert.convert(source, target, Options(test=False), Silent())
+
+
+def _file(name: str, data: bytes) -> Entry:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    return info, data
+
+
 def _archive(kind: str) -> bytes:
     return kind.encode() * 30_000
 
@@ -78,7 +188,7 @@ def _described(saved: Saved) -> Sidecar:
     return Sidecar(image=image, archive=about, system=None, manifest=None)
 
 
-def outcome(job: Save, folder: Path, function: str, call: int, how: str, code: int) -> str:
+def outcome(job: Job, folder: Path, function: str, call: int, how: str, code: int) -> str:
     """Do the job in a child with one fault; returns how it ended."""
     pid = os.fork()
     if pid == 0:
@@ -87,7 +197,7 @@ def outcome(job: Save, folder: Path, function: str, call: int, how: str, code: i
             SHIM.faults_arm(str(folder).encode(), function.encode(), call, HOW[how], code)
             job.act(folder)
             result = 0 if SHIM.faults_hit() else NO_FAULT
-        except ImgkitError:
+        except (ImgkitError, OSError):  # the command says an OSError in a line, too
             result = REPORTED if SHIM.faults_hit() else TRACEBACK
         finally:
             os._exit(result)
@@ -96,7 +206,7 @@ def outcome(job: Save, folder: Path, function: str, call: int, how: str, code: i
     return names.get(ended, "traceback")
 
 
-def sweep(job: Save, root: Path, how: str, code: int, *, first: bool) -> Iterator[dict[str, object]]:
+def sweep(job: Job, root: Path, how: str, code: int, *, first: bool) -> Iterator[dict[str, object]]:
     for function in FUNCTIONS:
         for call in itertools.count(1):
             folder = root / f"{function}-{call}"
@@ -120,10 +230,12 @@ def sweep(job: Save, root: Path, how: str, code: int, *, first: bool) -> Iterato
 
 
 def main() -> None:
-    root, how, code, before = sys.argv[1:]
+    name, root, how, code, before = sys.argv[1:]
     write._FLUSH_BYTES = 40_000
-    for one in sweep(Save(), Path(root), how, int(code), first=before == "first"):
-        print(json.dumps(one), flush=True)
+    with tempfile.TemporaryDirectory() as inputs:
+        job = Save() if name == "save" else Write(name, Path(inputs))
+        for one in sweep(job, Path(root), how, int(code), first=before == "first"):
+            print(json.dumps(one), flush=True)
 
 
 if __name__ == "__main__":

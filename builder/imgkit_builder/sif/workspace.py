@@ -78,14 +78,16 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
             folder.mkdir(mode=0o700)
             yield Workspace(folder=folder, part=part)
         finally:
-            part.unlink(missing_ok=True)
-            remove_tree(folder)
+            try:
+                part.unlink(missing_ok=True)
+            finally:
+                remove_tree(folder)
 
 
 def remove_leftovers(target: Path) -> None:
     """Remove what a killed run of `target` left, unless another run uses it."""
     if _lock_path(target).exists():
-        with contextlib.suppress(UsageError), _locked(target, _key(target), Path()):
+        with contextlib.suppress(UsageError), _locked(target, _key(target), None):
             pass
 
 
@@ -120,7 +122,7 @@ def _named_if_full(target: Path, base: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(target: Path, key: str, folder: Path) -> Iterator[None]:
+def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
     path = _lock_path(target)
     descriptor = _open_lock(path, target)
     try:
@@ -133,7 +135,9 @@ def _locked(target: Path, key: str, folder: Path) -> Iterator[None]:
             os.pwrite(descriptor, json.dumps(about).encode(), 0)
             yield
         finally:
-            path.unlink(missing_ok=True)
+            # Where the folder could not be removed, the next run finds its name in the lock.
+            if folder is None or not folder.exists():
+                path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
