@@ -165,6 +165,7 @@ def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
         ("image", "--image"),
         ("delta", "--delta"),
         ("archive", "--sif"),
+        ("build", "--build"),
         ("interactive", "--interactive"),
     ):
         if getattr(request, name):

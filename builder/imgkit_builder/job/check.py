@@ -8,7 +8,7 @@ from pathlib import Path
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import systems
-from imgkit_builder.job.request import Job
+from imgkit_builder.job.request import Job, Request
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall import secret
 
@@ -27,6 +27,8 @@ def before_submission(job: Job) -> None:
     if job.request.archive is not None:
         if not job.request.archive.is_file():
             raise UsageError(f"no file {job.request.archive}", where="--sif", hint="imgkit save makes one")
+    elif job.request.build:
+        _check_build(job.request)
     elif job.run_by == "singularity":
         _check_sif(job)
     elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
@@ -60,13 +62,27 @@ def signed_files(job: Job) -> tuple[Path, ...]:
     """
     if job.request.archive is not None:
         return (job.request.archive,)
-    if job.run_by != "singularity" or Path(job.image).is_dir():
+    if job.request.build or job.run_by != "singularity" or Path(job.image).is_dir():
+        does = f"builds {job.image}" if job.request.build else f"runs {job.image or 'no image'}"
         raise UsageError(
-            f"imgkit checks the signatures of .sif files, and this job runs {job.image or 'no image'}",
+            f"imgkit checks the signatures of .sif files, and this job {does}",
             where="--require-signature",
             hint="for an image in a registry: cosign, or an admission policy of the cluster",
         )
     return (Path(job.image), *([Path(job.overlay)] if job.overlay else []))
+
+
+def _check_build(request: Request) -> None:
+    """Read the recipe and look for the base here, before the job waits for a node."""
+    from imgkit_builder.recipe import whole
+
+    whole.find(request.build)
+    if request.base_from is not None and not request.base_from.exists():
+        raise UsageError(
+            f"no file {request.base_from}",
+            where="--base-from",
+            hint="an archive or a .sif of the base where the nodes see it; singularity pull makes one",
+        )
 
 
 def _check_delta(job: Job, delta: Delta) -> None:

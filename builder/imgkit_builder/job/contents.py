@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import fields
@@ -17,6 +18,8 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 from imgkit_entrypoints.rollcall.secret import VARIABLE
 
+_RECIPE_FILES = (".yaml", ".yml", ".json")
+
 
 def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
     """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
@@ -24,7 +27,7 @@ def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> s
     if any(ord(letter) < 32 for letter in image):
         raise UsageError(f"{image!r} holds a control character", where="--image")
     if run_by == "singularity":
-        return str(directory / (image or f"{recipe.name}.sif"))
+        return str(directory / (image or f"{Path(request.build).stem or recipe.name}.sif"))
     if run_by == "kubernetes" and not image:
         raise UsageError(
             "pods pull their image from a registry, but no image is given",
@@ -36,6 +39,17 @@ def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> s
     if image.startswith("-"):
         raise UsageError(f"{image!r} is not an image", where="--image")
     return image or f"{recipe.name}:latest"
+
+
+def making(job: Job) -> tuple[str, ...]:
+    """The words that make the image of a job which makes one."""
+    request = job.request
+    if request.archive is not None:
+        return (*process.own_words(), "sif", str(request.archive.absolute()), "-o", job.image)
+    file = Path(request.build)
+    built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
+    base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
+    return (*process.own_words(), "build", built, "--with", "apptainer", *base, "-o", job.image)
 
 
 def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:

@@ -71,6 +71,16 @@ class Request:
     archive: Path | None = flag(
         None, "--sif", metavar="ARCHIVE", help="Submit a job that converts ARCHIVE to a .sif."
     )
+    build: str = flag(
+        "",
+        metavar="RECIPE|FILE",
+        help="Submit a job that builds a recipe's .sif without Docker (imgkit build --with apptainer).",
+    )
+    base_from: Path | None = flag(
+        None,
+        metavar="PATH",
+        help="With --build: an archive, an OCI folder or a .sif of the base (default: its registry).",
+    )
     runtime: RunBy | None = flag(
         None,
         choices=("singularity", "docker", "host"),
@@ -89,6 +99,11 @@ class Request:
     strict: bool = flag(False, help="Treat warnings as errors.")
     system_flags: tuple[object, ...] = ()
     """Flags of single systems that were given: a value of each system's `flags` class."""
+
+    @property
+    def making(self) -> str:
+        """The flag that asks for a job which makes a .sif; empty for a job that runs one."""
+        return "--sif" if self.archive is not None else "--build" if self.build else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,11 +105,18 @@ def _require(recipe: Target, required: tuple[str, ...], queue: Mapping[str, str]
 def _command(request: Request) -> tuple[str, ...]:
     names = [command.name for command in COMMANDS]
     command = request.command
-    if request.archive is not None:
-        if command:
-            raise UsageError(
-                f"--sif and the command {command[0]}", where="--sif", hint="give only one of them"
-            )
+    if request.base_from is not None and not request.build:
+        raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
+    if making := request.making:
+        other = (
+            "--build"
+            if making == "--sif" and request.build
+            else f"the command {command[0]}"
+            if command
+            else ""
+        )
+        if other:
+            raise UsageError(f"{making} and {other}", where=making, hint="give only one of them")
         return ()
     if not command:
         if request.interactive:

@@ -34,7 +34,7 @@ def submit(job: Job, script: Script) -> SubmittedJob:
     return SubmittedJob(
         id=systems.named(job.system).job_id(b"".join(output).decode()) or job.name,
         system=job.system,
-        name=job.name if job.request.archive is None else f"{job.name}-sif",
+        name=f"{job.name}-sif" if job.request.making else job.name,
         recipe=job.recipe.name,
         directory=job.directory,
         queue=job.queue,

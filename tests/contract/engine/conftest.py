@@ -197,6 +197,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine
     found.on("DELETE", "/containers/.+", Reply(status=204))
     with _Server(str(found.socket), _Handler) as server:
         server.engine = found
+        server.socket.setblocking(False)  # else it would wait for a client that has hung up meanwhile
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         monkeypatch.setenv("DOCKER_HOST", f"unix://{found.socket}")
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, until
+from labkit import IMGKIT, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, until
 
 from imgkit_builder.cli import zipapp
 
@@ -296,6 +296,20 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     assert "requeued" not in site.told(job)
 
 
+@pytest.mark.soak
+@pytest.mark.docker
+def test_recipe_is_built_on_a_node(site: Site, standin_notorch: str) -> None:
+    output("docker", "save", "-o", site.folder / "base.tar", standin_notorch)
+    recipe = f"image:\n  base: {standin_notorch}\n  run: [echo made > /made]\nsystem: {{scheduler: slurm}}\n"
+    (site.folder / "mine.yaml").write_text(recipe)
+    job = site.submit("--build", "./mine.yaml", "--base-from", "base.tar")
+    site.until(lambda: not site.queued(job), job)
+    told = (site.folder / f"mn5-sif-{job}.out").read_text()
+    assert "smoke test" in told
+    assert (site.folder / "mine.sif").is_file(), told
+    assert output("singularity", "exec", site.folder / "mine.sif", "cat", "/made") == "made\n"
+
+
 def test_allocation_by_hand_runs_the_command(site: Site) -> None:
     done = site.imgkit("submit", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE)
     assert done.returncode == 0, done.stderr
@@ -306,6 +320,8 @@ def test_allocation_by_hand_runs_the_command(site: Site) -> None:
     ("words", "message"),
     [
         (("--image", "no.sif", "--", "dist-hello"), "no image"),
+        (("--build", "./none.yaml"), "none.yaml"),
+        (("--build", "mn5", "--base-from", "none.tar"), "no file none.tar"),
         (("--option=--no-such-option", "--", "dist-hello"), "sbatch failed with exit code"),
         (("--gpus", "8", "--", "dist-hello"), "a node has 4"),
     ],

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from imgkit_builder.base import process
-from imgkit_builder.job import container, fields
+from imgkit_builder.job import container, contents, fields
 from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System
@@ -44,8 +43,8 @@ class Pbs(System):
 
     def script(self, job: Job) -> Script:
         """The script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
-        if job.request.archive is not None:
-            return _conversion(job, str(job.request.archive.absolute()))
+        if job.request.making:
+            return _image_job(job)
         if job.request.interactive:
             return _interactive(job)
         start = job.flags(PbsFlags).pbs_start
@@ -166,13 +165,13 @@ def _interactive(job: Job) -> Script:
     return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)
 
 
-def _conversion(job: Job, archive: str) -> Script:
+def _image_job(job: Job) -> Script:
     queue = job.recipe.system.queue
     if not queue.sif:
         raise UsageError(
-            f"the recipe {job.recipe.name} does not name the nodes that convert an archive",
+            f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
             where=job.recipe.where("system", "queue"),
-            hint=f"imgkit sif {archive} -o {job.image} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+            hint=f"{line(contents.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",
         )
     words = (*_common(job, f"{job.name}-sif"), *map(fields.option, (*queue.sif, *job.request.options)))
@@ -180,6 +179,6 @@ def _conversion(job: Job, archive: str) -> Script:
         job,
         "pbs-sif.sh.j2",
         directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
-        convert=line((*process.own_words(), "sif", archive, "-o", job.image)),
+        make=line(contents.making(job)),
     )
     return Script(text=text, submit=("qsub",), on_stdin=True)

@@ -177,11 +177,11 @@ def entered(job: Job, ways: Sequence[str], end: str) -> tuple[str, ...]:
     )
 
 
-def refuse_conversion(job: Job) -> None:
-    """Raise UsageError for ``--sif``: pods pull images."""
-    if job.request.archive is not None:
+def refuse_image_job(job: Job) -> None:
+    """Raise UsageError for ``--sif`` and ``--build``: pods pull images."""
+    if job.request.making:
         raise UsageError(
             "pods pull their image from a registry; a .sif is of no use to them",
-            where="--sif",
+            where=job.request.making,
             hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
         )

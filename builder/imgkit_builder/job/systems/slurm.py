@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
-from imgkit_builder.base import process
-from imgkit_builder.job import container, fields
+from imgkit_builder.job import container, contents, fields
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System
 from imgkit_builder.job.template import fill
@@ -27,8 +25,8 @@ class Slurm(System):
         if job.request.interactive:
             words = ("salloc", *_asked(job), "bash", "-lc", _typed(job))
             return Script(text=line(words) + "\n", submit=words, foreground=True)
-        if job.request.archive is not None:
-            return _conversion(job, job.request.archive)
+        if job.request.making:
+            return _image_job(job)
         text = fill(
             job,
             "slurm.sh.j2",
@@ -133,7 +131,7 @@ def _typed(job: Job) -> str:
     return " && ".join((*modules, *container.exports(job), " ".join(("exec", *map(quote, words)))))
 
 
-def _conversion(job: Job, archive: Path) -> Script:
+def _image_job(job: Job) -> Script:
     queue = job.recipe.system.queue
     text = fill(
         job,
@@ -148,6 +146,6 @@ def _conversion(job: Job, archive: Path) -> Script:
             *queue.sif,
             *map(fields.option, job.request.options),
         ),
-        convert=line((*process.own_words(), "sif", str(archive.absolute()), "-o", job.image)),
+        make=line(contents.making(job)),
     )
     return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)

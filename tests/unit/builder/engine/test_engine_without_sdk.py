@@ -39,6 +39,7 @@ def engine(folder: Path, answers: dict[str, object], *, status: int = 200) -> It
     path = folder / "engine.sock"
     with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
         server.daemon_threads = True
+        server.socket.setblocking(False)  # else it would wait for a client that has hung up meanwhile
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"unix://{path}"

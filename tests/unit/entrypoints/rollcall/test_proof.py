@@ -93,8 +93,8 @@ def test_refusal_reaches_all_nodes_with_a_proof(place: Placement) -> None:
 
 def test_other_secret_is_not_counted(place: Placement) -> None:
     head, node = (
-        CallThread(place, 0, secret=SECRET, timeout_s=1.0),
-        CallThread(place, 1, secret=OTHER, timeout_s=0.7),
+        CallThread(place, 0, secret=SECRET, timeout_s=2.5),
+        CallThread(place, 1, secret=OTHER, timeout_s=2.0),
     )
     assert "something else answers at 127.0.0.1:" in node.refusal()
     assert "does not know this run's secret (its answer is no proof)" in node.refusal()

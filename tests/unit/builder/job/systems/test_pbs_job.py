@@ -212,6 +212,14 @@ def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
     assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/mine.sif'\n")
 
 
+def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> None:
+    recipe = own(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
+    script = text(recipe, command=(), build="/a b.yaml", base_from=Path("/base.sif"))
+    assert "#PBS -l select=1:ncpus=8\n" in script
+    built = "build '/a b.yaml' --with apptainer --base-from /base.sif -o '/my work/a b.sif'"
+    assert script.endswith(f"exec imgkit {built}\n")
+
+
 def test_conversion_without_a_place_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         text(command=(), archive=Path("/a.tar"))
