@@ -104,15 +104,15 @@ def test_other_secret_is_not_counted(place: Placement) -> None:
 
 
 def test_node_without_secret_is_refused(place: Placement) -> None:
-    head, node = CallThread(place, 0, secret=SECRET, timeout_s=1.0), CallThread(place, 1)
+    head, node = CallThread(place, 0, secret=SECRET, timeout_s=2.5), CallThread(place, 1)
     assert "the head wants a secret, and this node has none" in node.refusal()
     assert "--secret-file" in node.refusal()
     assert "127.0.0.1 called without a secret" in head.refusal()
 
 
 def test_head_without_secret_is_named(place: Placement) -> None:
-    head = CallThread(place, 0, timeout_s=1.0)
-    node = CallThread(place, 1, secret=SECRET, timeout_s=0.7)
+    head = CallThread(place, 0, timeout_s=2.5)
+    node = CallThread(place, 1, secret=SECRET, timeout_s=2.0)
     assert "(it starts without a secret)" in node.refusal()
     assert "127.0.0.1 called with a secret, and this node has none" in head.refusal()
 
@@ -207,7 +207,7 @@ def test_recorded_head_is_not_believed(place: Placement, recorded: tuple[bytes, 
     assert b'"go"' in said
     with socket.create_server(("127.0.0.1", job_port(place.job_id))) as squatter:
         threading.Thread(target=serve, args=(squatter, said), daemon=True).start()
-        text = CallThread(place, 1, secret=SECRET, timeout_s=0.5).refusal()
+        text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert "does not know this run's secret (its answer is no proof)" in text
 
 
@@ -262,7 +262,7 @@ def squatter(place: Placement, request: pytest.FixtureRequest) -> Iterator[socke
 
 
 def test_squatter_is_named(place: Placement, squatter: socket.socket) -> None:
-    text = CallThread(place, 1, secret=SECRET, timeout_s=0.5).refusal()
+    text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert f"something else answers at 127.0.0.1:{job_port(place.job_id)} and does not know" in text
     assert "\x1b" not in text
     assert "go away" not in text

@@ -84,7 +84,7 @@ def test_too_few_nodes_are_named(place: Placement) -> None:
 
 def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
-    rolls = met(place, 0, 1, timeout_s=1.0)
+    rolls = met(place, 0, 1, timeout_s=2.0)
     assert numbers(rolls) == [(0, 2), (1, 2)]
     close(rolls)
 

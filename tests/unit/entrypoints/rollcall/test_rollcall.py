@@ -41,8 +41,8 @@ def test_given_port_is_torchruns(place: Placement) -> None:
 
 def test_missing_node_is_named(place: Placement) -> None:
     place = replace(place, nnodes=3)
-    head, there = CallThread(place, 0, timeout_s=0.5), CallThread(place, 2)
-    assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 0.5 s" in head.refusal()
+    head, there = CallThread(place, 0, timeout_s=2.0), CallThread(place, 2)
+    assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 2.0 s" in head.refusal()
     assert there.refusal() == head.refusal()
 
 
@@ -127,7 +127,7 @@ def test_strangers_do_not_disturb(place: Placement, noise: bytes) -> None:
 
 def test_silent_service_on_the_port_is_not_waited_for(place: Placement) -> None:
     with socket.create_server(("127.0.0.1", job_port(place.job_id))):
-        assert "it does not answer the call" in CallThread(place, 1, timeout_s=0.3).refusal()
+        assert "it does not answer the call" in CallThread(place, 1, timeout_s=1.0).refusal()
 
 
 def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
