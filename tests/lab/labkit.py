@@ -195,7 +195,10 @@ def private_engine(kind: str) -> Iterator[PrivateEngine]:
     folder = Path(f"/tmp/imgkit-{kind}-{os.getpid()}")
     with contextlib.ExitStack() as stack:
         owner = (stack.enter_context(ordinary_user()),) if "rootless" in kind else ()
-        stack.enter_context(afterwards('"$1" stop --private "$2"; rm -rf "$2"', LAB / "engine", folder))
+        # A process of Podman may still write after the first removal.
+        stack.enter_context(
+            afterwards('"$1" stop --private "$2"; rm -rf "$2"; sleep 1; rm -rf "$2"', LAB / "engine", folder)
+        )
         output(LAB / "engine", "start", "--private", folder, *PRIVATE_ENGINES[kind], *owner)
         yield PrivateEngine(kind=kind, folder=folder)
 

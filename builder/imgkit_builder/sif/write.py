@@ -49,7 +49,10 @@ class Frame:
 
 def frame(config: ImageConfig) -> Frame:
     """The frame of an image with this configuration."""
-    settings = json_text.parse(config.raw).get("config") or {}
+    # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
+    settings = {
+        name: value for name, value in (json_text.parse(config.raw).get("config") or {}).items() if value
+    }
     return Frame(
         arch=config.arch,
         definition=own_files.definition(config).encode(),

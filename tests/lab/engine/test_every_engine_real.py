@@ -112,8 +112,8 @@ def engine(kind: str, *marks: pytest.MarkDecorator, group: str = "") -> Any:
         engine("sid", group="containerd"),
         engine("trixie", pytest.mark.soak, group="containerd"),
         engine("podman", pytest.mark.podman),
-        engine("rootless"),
-        engine("rootless-podman", pytest.mark.podman),
+        engine("rootless", pytest.mark.soak),
+        engine("rootless-podman", pytest.mark.soak, pytest.mark.podman),
     ],
 )
 def line(

@@ -83,6 +83,7 @@ def site(standin_notorch: str) -> Iterator[Site]:
             far.configure("User root", f"ProxyCommand {' '.join(map(str, login))}")
             added = made.imgkit("remote", "add", "far", f"far:{made.store}", "--recipe", f"./{name}.yaml")
             assert added.returncode == 0, added.stderr
+            until(lambda: run(far.folder / "bin/ssh", "far", "true").returncode == 0)
             done = made.from_recipe(
                 "--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c"
             )

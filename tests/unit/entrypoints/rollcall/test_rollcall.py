@@ -42,7 +42,7 @@ def test_given_port_is_torchruns(place: Placement) -> None:
 def test_missing_node_is_named(place: Placement) -> None:
     place = replace(place, nnodes=3)
     head, there = CallThread(place, 0, timeout_s=2.0), CallThread(place, 2)
-    assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 2.0 s" in head.refusal()
+    assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 2 s" in head.refusal()
     assert there.refusal() == head.refusal()
 
 
