@@ -103,7 +103,7 @@ def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
     assert "\nwhy-it-failed\n" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])
 def test_interrupted_build_leaves_no_step(home: Path, standin_notorch: str, number: signal.Signals) -> None:
     file = recipe(home, f"sleep {MARK}")
     words = [*IMGKIT, "build", str(file), "--base", standin_notorch, "--builder", "buildx"]

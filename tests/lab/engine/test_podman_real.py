@@ -194,7 +194,7 @@ with engines.connect() as engine:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])
 def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals) -> None:
     here = Path(__file__).resolve().parent
     process = subprocess.Popen(

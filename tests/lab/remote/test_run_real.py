@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -80,7 +81,7 @@ def site(standin_notorch: str) -> Iterator[Site]:
                 "-f",
                 keys / "sshd_config",
             )
-            far.configure("User root", f"ProxyCommand {' '.join(map(str, login))}")
+            far.configure("User root", f"ProxyCommand {shlex.join(map(str, login))}")
             added = made.imgkit("remote", "add", "far", f"far:{made.store}", "--recipe", f"./{name}.yaml")
             assert added.returncode == 0, added.stderr
             until(lambda: run(far.folder / "bin/ssh", "far", "true").returncode == 0)
