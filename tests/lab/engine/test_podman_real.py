@@ -238,7 +238,12 @@ def test_secret_is_in_the_step_and_nowhere_else(
 
 
 def test_other_storage_is_not_used(service: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CONTAINERS_STORAGE_CONF")
+    # Not this machine's own storage: it would note the folders of this Podman as its own for ever.
+    other = service / "other.conf"
+    other.write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{service}/other"\nrunroot = "{service}/other-run"\n'
+    )
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(other))
     with engines.connect() as engine:
         found = engines.choose(engine.facts())
     assert found.name == "classic"

