@@ -22,6 +22,24 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 TAIL_LINES = 20
 PIPE_BYTES = 1 << 20
 
+# Arguments: the pid of imgkit, then the program. The kernel remembers the request through exec. Python
+# ignores the two signals, and the program would inherit that.
+_BOUND = """
+import os, sys
+from _signal import SIG_DFL, SIGKILL, SIGPIPE, SIGXFSZ, signal
+try:
+    import ctypes
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+except (ImportError, OSError, AttributeError):
+    pass
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("imgkit has ended")
+signal(SIGPIPE, SIG_DFL)
+signal(SIGXFSZ, SIG_DFL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
 
 class Exited(ToolFailed):
     """A program of `through` failed."""
@@ -87,6 +105,19 @@ def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children inherit that
         signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
+
+
+def bound(argv: Sequence[str]) -> list[str]:
+    """The words that start `argv`, a program with its path, so that it ends when imgkit is killed with -9.
+
+    Notes
+    -----
+    Only Linux can do that; elsewhere the words are `argv` itself. The program ends with the thread that
+    starts it, which has to wait for it.
+    """
+    if sys.platform != "linux":
+        return list(argv)
+    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
 
 
 def run(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
-from imgkit_builder.base.process import run
+from imgkit_builder.base.process import bound, run
 from imgkit_entrypoints.errors import ToolFailed
 
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
@@ -117,6 +117,7 @@ def squashing(
 ) -> Iterator[IO[bytes]]:
     """Run a program that squashes, with its standard input open; on leaving, it has succeeded or was killed.
 
+    It ends with imgkit, however that ends: left alone, it would write gigabytes that nobody uses.
     A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
     out, and exits 0. With `only_errors`, the lines of its standard output do not count.
 
@@ -128,7 +129,7 @@ def squashing(
     env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     with tempfile.TemporaryFile() as messages:
         process = subprocess.Popen(
-            argv,
+            bound(argv),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if only_errors else messages,
             stderr=messages,

@@ -21,7 +21,7 @@ import pytest
 import small_sif
 from labkit import IMGKIT, imgkit, imgkit_json, output, run, until
 from layer_reference import Entry
-from stored_images import archive, convert_as, only
+from stored_images import Way, archive, convert_as, only
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
@@ -146,6 +146,32 @@ def test_kill_at_any_moment_leaves_the_old_file_the_new_or_none(sources: Sources
         states = (sources.new, sources.old if old else None)
         assert (target.read_bytes() if target.exists() else None) in states
         assert_next_run_mends(source, target, sources.new)
+
+
+@pytest.mark.parametrize("way", ["new", "old"])
+def test_killed_conversion_leaves_no_mksquashfs(sources: Sources, tmp_path: Path, way: Way) -> None:
+    """A program that hangs stands in for the mksquashfs that squashes."""
+    began = tmp_path / "be gan"
+    env = {**os.environ, **only(way, tmp_path)}
+    program = tmp_path / f"only-{way}/mksquashfs"
+    if way == "new":
+        program.write_text(f'#!/bin/sh\nexec {shutil.which("mksquashfs")} "$@"\n')
+    hangs = f'case "$*" in *-noappend*) echo $$ >"{began}"; exec sleep 600;; esac'
+    program.write_text(program.read_text().replace("\n", f"\n{hangs}\n", 1))
+    words = [*IMGKIT, "sif", sources.plain, "-o", tmp_path / "x.sif", "--no-test"]
+    with subprocess.Popen(words, env=env, stderr=subprocess.DEVNULL) as process:
+        until(lambda: began.exists() and began.read_text().strip(), within_s=60)
+        assert not has_ended(int(began.read_text()))
+        process.kill()
+    until(lambda: has_ended(int(began.read_text())), within_s=60)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether it is gone, or dead with nobody who asks for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 @contextlib.contextmanager
