@@ -112,10 +112,11 @@ def bound(argv: Sequence[str]) -> list[str]:
 
     Notes
     -----
-    Only Linux can do that; elsewhere the words are `argv` itself. The program ends with the thread that
-    starts it, which has to wait for it.
+    Only Linux can do that, and a process that has become another user may be unable to start its Python:
+    then the words are `argv` itself. The program ends with the thread that starts it, which has to
+    wait.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
     return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
 
