@@ -129,6 +129,80 @@ def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     raise typer.Exit(0 if checks.passed(found) else 1)
 
 
+@_group.command("gc")
+def gc(
+    name: str = NAME,
+    days: int = typer.Option(
+        30, metavar="N", min=1, max=36500, help="Keep what was used in the last N days."
+    ),
+    delete: bool = typer.Option(False, "--delete", help="Remove these files; default: list them."),
+    as_json: bool = RESULT_JSON,
+) -> None:
+    """List the images and deltas there that nothing uses, and remove them with --delete.
+
+    A file is in use if it was sent or chosen in the last N days, if a run of that
+    time used it, or if a job that waits or runs names it. Runs and files that
+    imgkit has not made are never touched.
+
+    \b
+    Examples:
+      imgkit remote gc mn5
+      imgkit remote gc mn5 --days 7 --delete
+    """
+    from imgkit_builder.remote import gc as unused_files
+
+    far = connected(name)
+    found = unused_files.find_unused(far, days)
+    removed = set(unused_files.remove(far, found)) if delete else set()
+    if found.unknown:
+        why = "; ".join(found.unknown)
+        print(f"imgkit: the files of all jobs there count as in use: {why}", file=sys.stderr)
+    rows = [
+        {
+            "path": file.path,
+            "bytes": file.size_bytes,
+            "last_used": int(file.used_s),
+            "removed": file.path in removed,
+        }
+        for file in found.files
+    ]
+    data = {
+        "schema": SCHEMA,
+        "remote": name,
+        "folder": far.remote.folder,
+        "days": days,
+        "in_use": found.kept,
+        "unused": rows,
+    }
+    show(
+        data,
+        _unused(rows, found.kept, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
+        as_json=as_json,
+    )
+
+
+def _unused(rows: list[dict[str, Any]], kept: int, *, delete: bool, again: str) -> str:
+    """The files in lines, and what comes next."""
+    import time
+
+    lines = []
+    for row in rows:
+        day = time.strftime("%Y-%m-%d", time.localtime(row["last_used"]))
+        word = "" if not delete else "removed  " if row["removed"] else "in use   "
+        lines.append(f"{word}{row['bytes'] / 1e6:10.1f} MB  last used {day}  {row['path']}")
+    chosen = [row for row in rows if row["removed"] or not delete]
+    size = sum(row["bytes"] for row in chosen) / 1e6
+    if not rows:
+        return f"nothing is unused; {kept} files are in use"
+    if delete:
+        return "\n".join(
+            (*lines, f"{len(chosen)} files removed, {size:.1f} MB; {kept + len(rows) - len(chosen)} stay")
+        )
+    return "\n".join(
+        (*lines, f"{len(rows)} files are unused, {size:.1f} MB; {kept} are in use", f"next: {again} --delete")
+    )
+
+
 @_group.command("disconnect")
 def disconnect(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     """End the shared connection; the next command logs in again."""

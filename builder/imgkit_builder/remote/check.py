@@ -24,7 +24,7 @@ _PROBE = (
     """\
 echo "clock $(date +%s)"
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
-for tool in dd head tail wc sort df mv sha256sum tar timeout; do
+for tool in dd head tail wc sed df mv touch find sha256sum tar timeout; do
     command -v "$tool" > /dev/null 2>&1 || echo "lacks $tool"
 done
 """

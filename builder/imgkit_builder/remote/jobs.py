@@ -17,7 +17,33 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
 
-_SUBMIT = FIND_PROGRAM + 'cd -- "$folder" && exec "$@"\n'
+# Its first words are the system, the job's name, its .sif and its delta: the note in jobs/ tells
+# `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
+# variables have any name.
+_SUBMIT = (
+    FIND_PROGRAM
+    + """\
+cd -- "$folder" || exit 1
+(
+    for file in "$3" ${4:+"$4"}; do
+        touch -c -- "$file" 2> /dev/null
+        if [ ! -e "$file" ]; then
+            echo "$file has been removed meanwhile; the same command again sends it" >&2
+            exit 1
+        fi
+    done
+) || exit 1
+said=$(shift 4 && exec "$@") || exit
+printf '%s\\n' "$said"
+id=$(printf '%s\\n' "$said" | tail -n 1)
+id=${id%%;*}
+case $id in
+    '' | .* | *[!A-Za-z0-9._-]*) ;;
+    *) printf '%s\\n' "$1" "$2" "$3" ${4:+"$4"} > "jobs/$id" ;;
+esac 2> /dev/null
+exit 0
+"""
+)
 _RUN = FIND_PROGRAM + 'exec "$@" 2>&1 < /dev/null\n'
 # The subshell ends tail when the connection ends: its input, which nobody writes to, ends then.
 _FOLLOW = (
@@ -58,6 +84,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     ToolFailed : the scheduler refused; quotes its message. Or the connection was cut, and the job may wait.
     """
     remote = connection.remote
+    folder, used = str(job.directory), (job.image, job.overlay)
     # In the script, which goes through standard input: no argument list holds a value.
     values = {name: os.environ[name] for name in job.names}
     export = f"export {' '.join(job.names)}\n" if job.names else ""
@@ -65,8 +92,13 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
         output = b"".join(
             connection.stream(
                 export + _SUBMIT,
-                {**values, "folder": str(job.directory), "program": script.submit[0]},
-                words=script.submit,
+                {**values, "folder": folder, "program": script.submit[0]},
+                words=(
+                    job.system,
+                    job.name,
+                    *(path.removeprefix(f"{folder}/") for path in used),
+                    *script.submit,
+                ),
                 data=[script.text.encode()] if script.on_stdin else [],
             )
         )

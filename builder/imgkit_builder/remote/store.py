@@ -1,4 +1,4 @@
-"""imgkit's folder on a remote: ``images``, ``deltas`` and ``runs``, and which image of it a job can use."""
+"""imgkit's folder on a remote: ``images``, ``deltas``, ``runs`` ``jobs``, and which image a job can use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EDGE_BYTES = 32768
 _LOOK = (
     FIND_PROGRAM
     + """\
-mkdir -p -- "$folder" && cd -- "$folder" && mkdir -p images deltas runs || exit 1
+mkdir -p -- "$folder" && cd -- "$folder" && mkdir -p images deltas runs jobs || exit 1
 echo "home $(pwd -P)"
 echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
@@ -35,6 +35,7 @@ for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
         echo "file $((size)) ${file##*/}"
         head -c "$edge" "$file"
         tail -c "$edge" "$file"
+        touch -c -- "$file" 2> /dev/null # imgkit remote gc spares what was chosen lately
     fi
 done
 echo end

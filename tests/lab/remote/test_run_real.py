@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -146,6 +147,27 @@ def test_edit_sends_a_delta_of_some_kilobytes(site: Site) -> None:
         recipe.write_text(RECIPE)
     assert site.sif.read_bytes() == kept
     assert len(list((site.store / "deltas").iterdir())) == 1
+
+
+def test_waiting_job_keeps_its_image(site: Site) -> None:
+    done = site.run("--detach", "--option=--hold", "--", "true")
+    assert done.returncode == 0, done.stderr
+    number = done.stdout.partition("@")[0]
+    image = site.store / (site.store / "jobs" / number).read_text().splitlines()[2]
+
+    def unused() -> list[str]:
+        done = site.imgkit("remote", "gc", "far", "--json")
+        return [row["path"] for row in json.loads(done.stdout)["unused"]]
+
+    try:
+        for path in (image, *(site.store / "jobs").iterdir(), *(site.store / "runs").iterdir()):
+            os.utime(path, (1e9, 1e9))
+        assert f"images/{image.name}" not in unused()
+        assert site.imgkit("cancel", number).returncode == 0
+        until(lambda: not site.running(number))
+        assert f"images/{image.name}" in unused()
+    finally:
+        image.touch()
 
 
 def test_failed_job_fails_the_command(site: Site) -> None:

@@ -92,6 +92,10 @@ class System(Protocol):
         """
         return ()
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Words that print the ids of all jobs that wait or run; empty if there are none."""
+        return ()
+
     def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that print how the job ended; empty if the system forgets that."""
         return ()

@@ -83,6 +83,10 @@ class Pbs(System):
         """Words that show the job while it waits or runs, and fail afterwards."""
         return ("qstat", record.id)
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Words that print the id of each job that waits or runs."""
+        return ("qselect",)
+
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""
         return (("qstat", "-Q"),)

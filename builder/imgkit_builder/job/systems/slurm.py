@@ -66,6 +66,10 @@ class Slurm(System):
         """Words that print the job's state while it waits or runs."""
         return ("squeue", "--noheader", f"--jobs={record.id}", "--format=%T")
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Words that print the id of each job that waits or runs."""
+        return ("squeue", "--noheader", "--format=%A")
+
     def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that print how the job ended; Slurm knows that for some minutes."""
         return ("scontrol", "--oneliner", "show", "job", record.id)
