@@ -30,6 +30,7 @@ from imgkit_builder.examine.verify import verify
 from imgkit_builder.image import config, inside, manifest
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.job.ssh import hostlist as ssh_hosts
+from imgkit_builder.project import toml_file
 from imgkit_builder.recipe import image_reference, requirements, sources, targets
 from imgkit_builder.recipe.describe import to_json as recipe_json
 from imgkit_builder.recipe.load import load
@@ -565,6 +566,14 @@ TARGETS = (
         change=mutate.in_text,
     ),
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
+    Target(
+        name="imgkit-toml",
+        run=_file(toml_file.read, "imgkit.toml"),
+        seeds=lambda: [
+            b'recipe = "mn5"\nnodes = 2\nbinds = [\n  "/a:/b",\n]\nenv = ["A=1", "B"]\ncommand = ["x"]\n'
+        ],
+        change=mutate.in_text,
+    ),
     Target(
         name="image-reference",
         run=_text(image_reference.parse),

@@ -20,9 +20,10 @@ VALUES = ("errors", "system", "files", "arguments", "json_text", "secret_pattern
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "remote examine signing job delta apptainer sif archive engine image recipe base values "
-        "entrypoints/values",
+        "cli": "remote project examine signing job delta apptainer sif archive engine image recipe base "
+        "values entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
+        "project": "job image recipe base entrypoints/values",
         "examine": "signing delta apptainer sif archive engine image recipe base entrypoints/values",
         "signing": "delta sif archive base entrypoints/values",
         "job": "delta sif image recipe base "

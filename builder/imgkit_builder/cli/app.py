@@ -35,6 +35,7 @@ VERBS: dict[str, str] = {
     "job": "jobs",
     "submit": "jobs",
     "remote": "remote",
+    "init": "project",
     "run": "run",
     "status": "jobs",
     "logs": "jobs",

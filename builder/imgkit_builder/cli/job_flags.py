@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from imgkit_builder.job.flags import Flag
 
 
+COMMAND = "imgkit.command"
+"""Key of ``Context.meta``: the words behind ``--``."""
+
+
 class JobCommand(TyperCommand):
     """A verb with the flags of all systems; the verb finds them in ``Context.obj``, as a `Request`.
 
@@ -22,6 +26,12 @@ class JobCommand(TyperCommand):
     """
 
     _options: tuple[_FlagOption, ...] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the words before ``--``, and keep the others as the command: RECIPE may be left out."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[COMMAND] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
 
     def get_params(self, ctx: Any) -> Any:
         """The verb's own parameters, with the flags after its arguments."""

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import complete_names
-from imgkit_builder.cli.job_flags import JobCommand
+from imgkit_builder.cli.job_flags import COMMAND, JobCommand
+from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
 from imgkit_builder.cli.remote import connected, follow
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request, Script
+    from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"job": JobCommand, "submit": JobCommand}
 """Verbs whose flags are not all in their signature."""
@@ -25,9 +28,11 @@ COMMAND_CLASSES = {"job": JobCommand, "submit": JobCommand}
 SCHEMA = 1
 
 RECIPE: str = typer.Argument(
-    metavar="RECIPE|X.sif",
+    "",
+    metavar="[RECIPE|X.sif]",
     autocompletion=complete_names,
-    help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system.",
+    help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system (default: that of "
+    "imgkit.toml, whose other values then count, too).",
 )
 
 
@@ -35,6 +40,9 @@ def verb_job(
     flags: typer.Context,
     recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
+    explain: bool = typer.Option(
+        False, "--explain", help="Print each value with what decided it: a flag, a file's line or a default."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Print exactly what would be submitted to run COMMAND on N nodes.
@@ -51,8 +59,14 @@ def verb_job(
       imgkit job olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
       imgkit job lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
       imgkit job lambda --hosts 10.0.0.1,10.0.0.2 --ssh -- dist-hello
+      imgkit job --explain
     """
-    _show(*_made(recipe, flags.obj, command), as_json=as_json)
+    asked = _asked(recipe, flags, command)
+    job, script = _made(asked)
+    if explain:
+        explained(job, asked.given, asked.project, as_json=as_json)
+        return
+    _show(job, script, as_json=as_json)
 
 
 def verb_submit(
@@ -61,6 +75,7 @@ def verb_submit(
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
     require_signature: Path | None = REQUIRE_SIGNATURE,
     dry_run: bool = typer.Option(False, "--dry-run", help="Print it and submit nothing, like imgkit job."),
+    confirm: str = CONFIRM,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Submit the output of ``imgkit job``, and print the job's id.
@@ -79,10 +94,12 @@ def verb_submit(
     from imgkit_builder.base import process
     from imgkit_builder.job import check, submit
 
-    job, script = _made(recipe, flags.obj, command)
+    asked = _asked(recipe, flags, command)
+    job, script = _made(asked)
     if dry_run:
         _show(job, script, as_json=as_json)
         return
+    confirm_values(asked.project, confirm)
     check.before_submission(job)
     if require_signature is not None:
         require_signatures(require_signature, *check.signed_files(job))
@@ -205,21 +222,44 @@ def verb_cancel(
     _thin(systems.named(record.system).cancel(record), as_json=as_json, remote=record.remote)
 
 
-def _made(recipe: str, request: Request, command: list[str] | None) -> tuple[Job, Script]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _JobWords:
+    """The words and flags of the command line, and the imgkit.toml that fills what is missing."""
+
+    recipe: str
+    given: Request
+    """The flags alone."""
+    project: ProjectFile | None
+    """None where a recipe was named: the file then does not count."""
+
+
+def _asked(recipe: str, flags: typer.Context, command: list[str] | None) -> _JobWords:
+    words = (*(command or ()), *flags.meta[COMMAND])
+    given = dataclasses.replace(flags.obj, command=words)
+    project = None if recipe else project_here()
+    if not recipe and not (project and project.recipe):
+        raise UsageError(
+            "no recipe was given, and no imgkit.toml here states one",
+            where="RECIPE",
+            hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
+        )
+    return _JobWords(recipe=recipe or (project.recipe if project else ""), given=given, project=project)
+
+
+def _made(asked: _JobWords) -> tuple[Job, Script]:
     from imgkit_builder.job import baked, systems
     from imgkit_builder.job.resolve import resolve
+    from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
 
-    file = Path(recipe)
+    file = Path(asked.recipe)
     if image.is_sif(file):
         target, default = baked.target(file), str(file.absolute())
     else:
-        target, default = targets.find(recipe), ""
-    job = resolve(
-        target,
-        dataclasses.replace(request, command=tuple(command or ()), image=request.image or default),
-    )
+        target, default = targets.find(asked.recipe), ""
+    request = origins.under(asked.given, asked.project)
+    job = resolve(target, dataclasses.replace(request, image=request.image or default))
     for warning in job.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)
     return job, systems.named(job.system).script(job)

@@ -6,38 +6,30 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from imgkit_builder.cli.common import JSON, complete_names, show, stem
-from imgkit_builder.cli.job_flags import JobCommand
+from imgkit_builder.cli.job_flags import COMMAND, JobCommand
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
 from imgkit_builder.cli.remote import connected, follow, may_ask
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request, SubmittedJob
+    from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
+    from imgkit_builder.remote.config import Remote
 
 SCHEMA = 1
-_COMMAND = "imgkit.command"
 _WATCH_S = 30
 _EARLY = "/imgkit"
 """Stands for the folder on the remote before imgkit has looked there."""
 
 
-class RunOptions(JobCommand):
-    """A verb whose RECIPE may be left out: what stands behind ``--`` is the command alone."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the words before ``--``, and keep the others for the verb."""
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta[_COMMAND] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
-COMMAND_CLASSES = {"run": RunOptions}
+COMMAND_CLASSES = {"run": JobCommand}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +50,11 @@ def verb_run(
         "",
         metavar="[RECIPE|X.sif] -- COMMAND...",
         autocompletion=complete_names,
-        help="What to run (default: the remote's recipe).",
+        help="What to run (default: the recipe of imgkit.toml, or the remote's).",
     ),
-    on: str = typer.Option(..., "--on", metavar="NAME", help="The remote (imgkit remote add)."),
+    on: str = typer.Option(
+        "", "--on", metavar="NAME", help="The remote (imgkit remote add; default: that of imgkit.toml)."
+    ),
     base: str | None = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
     detach: bool = typer.Option(
         False, "--detach", help="Submit, print the job's id, and do not follow its output."
@@ -71,6 +65,10 @@ def verb_run(
     whole: bool = typer.Option(
         False, "--whole", help="Send a whole .sif also where a delta over an older one would do."
     ),
+    plan_only: bool = typer.Option(
+        False, "--plan", help="Print each value with what decided it, and do nothing."
+    ),
+    confirm: str = CONFIRM,
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
@@ -82,8 +80,13 @@ def verb_run(
     where it ended. Ctrl-C stops following; the job goes on. The exit code is 1 if
     the job failed.
 
+    An imgkit.toml here, or above in the same git repository, states what no flag
+    states (imgkit init).
+
     \b
     Examples:
+      imgkit run
+      imgkit run --plan
       imgkit run mn5 --on mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-train
       imgkit run --on mn5 --time 10m -- dist-hello
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
@@ -92,10 +95,16 @@ def verb_run(
     from imgkit_builder.job import check, systems
     from imgkit_builder.remote import config, connection, jobs
 
-    remote = config.find(on)
-    plan = _planned(recipe or remote.recipe, flags.obj, flags.meta[_COMMAND])
+    project = project_here()
+    given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
+    remote = config.find(on or _stated_remote(project))
+    plan = _planned(recipe, given, project, remote.recipe)
     jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
+    if plan_only:
+        _explained(early, given, project, words=(on, recipe), remote=remote, as_json=as_json)
+        return
+    confirm_values(project, confirm)
     script = systems.named(early.system).script(early)
     jobs.refuse_script(early, script)
     check.check_environment(early)
@@ -150,11 +159,51 @@ def _kept(record: SubmittedJob) -> None:
         )
 
 
-def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
+def _stated_remote(project: ProjectFile | None) -> str:
+    if project and project.values.remote:
+        return project.values.remote
+    from imgkit_builder.remote import config
+
+    known = ", ".join(config.remotes())
+    raise UsageError(
+        "no remote was given, and no imgkit.toml here states one",
+        where="--on",
+        hint=f"--on NAME; there are: {known}" if known else "imgkit remote add NAME USER@HOST:DIR",
+    )
+
+
+def _explained(
+    early: Job,
+    given: Request,
+    project: ProjectFile | None,
+    *,
+    words: tuple[str, str],
+    remote: Remote,
+    as_json: bool,
+) -> None:
+    """Print what decides each value; those of the remote's folder are not known yet."""
+    from imgkit_builder.project import origins
+
+    on, recipe = words
+    stated = project.recipe if project else ""
+    rows = (
+        origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
+        origins.of_word(
+            "recipe", recipe or stated or remote.recipe, flag="RECIPE" if recipe else "", project=project
+        ),
+    )
+    explained(early, given, project, first=rows, without=("image", "directory"), as_json=as_json)
+
+
+def _planned(recipe: str, given: Request, project: ProjectFile | None, default: str) -> _Plan:
+    """What runs: `recipe`, or that of imgkit.toml, or the remote's `default`."""
     from imgkit_builder.job import baked
+    from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
 
+    word = recipe or (project.recipe if project else "") or default
+    request = dataclasses.replace(origins.under(given, project), directory=given.directory)
     if not word:
         raise UsageError(
             "no recipe was given, and the remote has none",
@@ -182,15 +231,10 @@ def _planned(word: str, request: Request, command: tuple[str, ...]) -> _Plan:
         )
     file = Path(word)
     if image.is_sif(file):
-        target, recipe, sif = baked.target(file), "", file
-    else:
-        target, recipe, sif = targets.find(word), word, Path(f"{stem(word)}.sif")
-    return _Plan(
-        target=target,
-        recipe=recipe,
-        sif=sif,
-        request=dataclasses.replace(request, command=command),
-    )
+        return _Plan(target=baked.target(file), recipe="", sif=file, request=request)
+    folder = project.file.parent if project and project.recipe and not recipe else Path()
+    sif = folder / f"{stem(word)}.sif"
+    return _Plan(target=targets.find(word), recipe=word, sif=sif, request=request)
 
 
 def _resolved(plan: _Plan, home: str, image: str) -> Job:

@@ -44,6 +44,7 @@ _OMITTED = (
     "pygments/lexers/",
     "pygments/formatters/",
     "pygments/styles/",
+    "templates/project/",
 )
 """Most of the size, and never imported; `_KEPT` lists the exceptions."""
 _KEPT = ("__init__.py", "_mapping.py")

@@ -74,7 +74,7 @@ def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
 
 def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:
     """Variables that are set inside the container; the user's own win."""
-    given = (_variable(text) for text in request.env if "=" in text)
+    given = (variable(text) for text in request.env if "=" in text)
     return {**_delta_id(run_by, Path(image), delta), **dict(given)}
 
 
@@ -114,9 +114,17 @@ def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, s
     return {delta_check.VARIABLE: descriptor.stack(image).base.image_id}
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
+def variable(text: str) -> tuple[str, str]:
+    """Name and value of ``NAME=VALUE``; ``NAME`` alone has no value.
+
+    Raises
+    ------
+    UsageError : it is no variable, or its value looks like a secret.
+    """
+    name, between, value = text.partition("=")
     _name(name, text)
+    if not between:
+        return name, ""
     kind = secret_patterns.in_value(value)
     if kind or secret_patterns.in_name(name, value):
         raise UsageError(

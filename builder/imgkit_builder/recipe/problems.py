@@ -62,16 +62,17 @@ class Problem:
 
 
 class RecipeErrors(UsageError):
-    """The error of an unusable recipe; `problems` lists all its problems in file order."""
+    """The error of an unusable recipe, or of another file `of` values; `problems` lists all its problems."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], *, of: str = "the recipe") -> None:
         self.problems = tuple(problems)
+        self._of = of
         first = self.problems[0]
         super().__init__(first.what, where=str(first.position), hint=first.hint or None)
 
     def __str__(self) -> str:
         texts = [str(problem) for problem in self.problems]
-        return texts[0] if len(texts) == 1 else "\n".join([f"{len(texts)} problems in the recipe:", *texts])
+        return texts[0] if len(texts) == 1 else "\n".join([f"{len(texts)} problems in {self._of}:", *texts])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -170,6 +170,31 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
         image.touch()
 
 
+def test_new_folder_runs_without_a_flag(site: Site) -> None:
+    before = set(site.here.iterdir())
+    made = site.imgkit("init", "--on", "far", "--time", "5m", "--nodes", "2")
+    assert made.returncode == 0, made.stderr
+    try:
+        toml = site.here / "imgkit.toml"
+        # The stand-in has no torch; and the image is the one that is there.
+        text = re.sub("^recipe.*", f'recipe = "{site.sif.name}"', toml.read_text(), flags=re.MULTILINE)
+        toml.write_text(re.sub("^command.*", 'command = ["hostname"]', text, flags=re.MULTILINE))
+        refused = site.imgkit("run")
+        assert refused.returncode == 2
+        assert "command  hostname" in refused.stderr
+        digest = re.search(r"--confirm (\w+)$", refused.stderr.strip())
+        assert digest, refused.stderr
+        done = site.imgkit("run", "--confirm", digest[1])
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.split()) == ["node1", "node2"]
+        again = site.imgkit("run", "--nodes", "1")
+        assert again.returncode == 0, again.stderr
+        assert len(again.stdout.split()) == 1
+    finally:
+        for path in set(site.here.iterdir()) - before:
+            path.unlink()
+
+
 def test_failed_job_fails_the_command(site: Site) -> None:
     done = site.run("--", "sh", "-c", "echo told; exit 3")
     assert done.returncode == 1

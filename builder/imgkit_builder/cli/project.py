@@ -1,0 +1,187 @@
+"""``imgkit init``, and what the verbs of jobs do with an ``imgkit.toml``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_entrypoints.errors import UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.job.request import Job, Request
+    from imgkit_builder.project.origins import ValueSource
+    from imgkit_builder.project.toml_file import ProjectFile
+
+SCHEMA = 1
+
+CONFIRM: str = typer.Option(
+    "",
+    "--confirm",
+    metavar="DIGEST",
+    help="Accept the remote, env, binds and command of an imgkit.toml that is new here.",
+)
+
+
+def project_here() -> ProjectFile | None:
+    """The imgkit.toml of this folder or above it, which is named on stderr; None if there is none."""
+    from imgkit_builder.recipe import targets
+
+    if targets.is_bundled():
+        return None  # reading it needs pydantic
+    from imgkit_builder.project import toml_file
+    from imgkit_builder.recipe.problems import shown
+
+    found = toml_file.find(Path.cwd())
+    if found:
+        print(f"imgkit: values from {shown(found.file)}", file=sys.stderr)
+    return found
+
+
+def confirm_values(project: ProjectFile | None, given: str) -> None:
+    """Let a person look at another person's values before the first run with them.
+
+    Raises
+    ------
+    UsageError : nobody has confirmed them, and there is nobody to ask, or the answer is no.
+    """
+    from imgkit_builder.project import confirm
+
+    if project is None or confirm.is_known(project.values):
+        return
+    digest = confirm.digest(project.values)
+    lines = [f"  {name:8} {_plain(text)}" for name, text in confirm.shown(project.values).items()]
+    if given != digest:
+        text = "\n".join([f"{project.file} is new here. A run with it uses:", *lines])
+        may_ask = sys.stdin.isatty() and sys.stderr.isatty()
+        if not may_ask or not typer.confirm(f"{text}\nGo on, and do not ask again for these?", err=True):
+            raise UsageError(
+                f"nobody has confirmed these values here:\n{text.partition(chr(10))[2]}",
+                where=str(project.file),
+                hint=f"if you trust them: --confirm {digest}",
+            )
+    try:
+        confirm.remember(project.values, project.file)
+    except OSError as error:
+        print(f"imgkit: this cannot be remembered ({error.filename}: {error.strerror})", file=sys.stderr)
+
+
+def _plain(text: str) -> str:
+    """`text` without characters that could change how a terminal shows it."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def explained(
+    job: Job,
+    given: Request,
+    project: ProjectFile | None,
+    *,
+    first: Sequence[ValueSource] = (),
+    without: Sequence[str] = (),
+    as_json: bool,
+) -> None:
+    """Print each value of `job` and what decided it."""
+    from imgkit_builder.project import origins
+
+    rows = [*first, *(one for one in origins.of_job(job, given, project) if one.name not in without)]
+    shown = [(one.name, _plain(one.value) or "-", one.source) for one in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(2)]
+    lines = [f"{name:{widths[0]}}  {value:{min(widths[1], 60)}}  {source}" for name, value, source in shown]
+    data = {
+        "schema": SCHEMA,
+        "values": [
+            {
+                "name": one.name,
+                "value": one.value,
+                "source": one.source,
+                "file": str(one.position.file) if one.position else None,
+                "line": one.position.line if one.position else None,
+            }
+            for one in rows
+        ],
+    }
+    show(data, "\n".join(lines), as_json=as_json)
+
+
+def verb_init(
+    folder: Path = typer.Argument(Path(), metavar="[DIR]", help="The folder, which may be new (default: .)."),
+    recipe: str = typer.Option(
+        "", metavar="RECIPE", help="The system to start from (default: the recipe of the remote)."
+    ),
+    on: str = typer.Option(
+        "", "--on", metavar="NAME", help="The remote (default: the one with that recipe)."
+    ),
+    account: str = typer.Option("", "--account", "-A", help="Account or project to charge."),
+    queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
+    qos: str = typer.Option("", help="Quality of service (Slurm)."),
+    time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
+    nodes: str = typer.Option("1", metavar="N|MIN:MAX", help="Number of nodes."),
+    keep: bool = typer.Option(False, "--keep", help="Leave files that are there, and write the others."),
+    as_json: bool = RESULT_JSON,
+) -> None:
+    """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
+
+    imgkit run then needs no flags in this folder. No file is overwritten.
+
+    \b
+    Examples:
+      imgkit init
+      imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
+      imgkit init --keep
+    """
+    from imgkit_builder.project import confirm, new_folder, toml_file
+    from imgkit_builder.recipe import targets
+
+    remote, recipe = _chosen(on, recipe)
+    parent = targets.find(recipe)
+    wanted = new_folder.NewFolder(
+        folder=folder.absolute(),
+        recipe=recipe,
+        remote=remote,
+        account=account,
+        queue=queue,
+        qos=qos,
+        time=time,
+        nodes=nodes,
+    )
+    made = new_folder.write(folder, new_folder.texts(wanted, parent), keep=keep)
+    file = folder / toml_file.NAME
+    if file in made:
+        confirm.remember(toml_file.read(file.absolute()).values, file.absolute())
+    left = [
+        *([] if remote else ["imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"]),
+        *(f"{key} in imgkit.toml, which {parent.name} needs" for key in new_folder.missing(wanted, parent)),
+        f"{'' if folder == Path() else f'cd {folder}; '}imgkit run --plan; imgkit run",
+    ]
+    text = "\n".join([*(f"wrote  {path}" for path in made), *(f"next   {one}" for one in left)])
+    data = {"schema": SCHEMA, "files": [str(path) for path in made], "remote": remote, "recipe": recipe}
+    show(data, text, as_json=as_json)
+
+
+def _chosen(on: str, recipe: str) -> tuple[str, str]:
+    """The remote, empty if there is none, and the recipe."""
+    from imgkit_builder.remote import config
+
+    known = list(config.remotes().values())
+    if on:
+        remotes = [config.find(on)]
+    elif recipe:
+        words = (recipe, str(Path(recipe).absolute()))
+        remotes = [one for one in known if one.recipe in words]
+    else:
+        remotes = known
+    remote = remotes[0] if len(remotes) == 1 else None
+    if not recipe and (remote is None or not remote.recipe):
+        names = ", ".join(one.name for one in known)
+        raise UsageError(
+            f"which system? There are the remotes {names}" if len(known) > 1 else "no system was named",
+            where="--recipe",
+            hint="imgkit init --on NAME"
+            if len(known) > 1
+            else "imgkit init --recipe mn5; imgkit list names them",
+        )
+    return (remote.name if remote else ""), recipe or (remote.recipe if remote else "")

@@ -1,0 +1,146 @@
+"""Flags over ``imgkit.toml`` over the recipe, and the place that each value of a job comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.job import flags
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
+from imgkit_builder.recipe.problems import KeyPath, Position, shown
+
+_STATED = ("account", "queue", "qos", "time", "nodes", "command")
+"""Keys of the file that stand for a field of `Request`, which a flag replaces."""
+
+
+def under(request: Request, project: ProjectFile | None) -> Request:
+    """`request`, which holds the flags, with the file's values where no flag was given.
+
+    ``--bind`` and ``--env`` add to the file's; a variable of a flag replaces that of the file. The job runs
+    in the file's folder.
+    """
+    if project is None:
+        return request
+    values = project.values
+    own = {_name(one) for one in request.env}
+    return dataclasses.replace(
+        request,
+        **{key: getattr(request, key) or getattr(values, key) for key in _STATED},
+        binds=(*values.binds, *request.binds),
+        env=(*(one for one in values.env if _name(one) not in own), *request.env),
+        directory=project.file.parent if request.directory == Path() else request.directory,
+    )
+
+
+def _name(variable: str) -> str:
+    return variable.partition("=")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueSource:
+    """One value of a job, and what decided it."""
+
+    name: str
+    value: str
+    flag: str = ""
+    """The flag, where one was given."""
+    position: Position | None = None
+    """The place in ``imgkit.toml`` or in a recipe."""
+
+    @property
+    def source(self) -> str:
+        """``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
+        if self.flag or self.position is None:
+            return self.flag or "default"
+        return f"{shown(self.position.file).name}:{self.position.line}"
+
+
+def of_job(job: Job, given: Request, project: ProjectFile | None) -> tuple[ValueSource, ...]:
+    """Every value of `job`; `given` holds the flags alone."""
+    finder = _Finder(job=job, given=given, project=project)
+    return tuple(finder.rows())
+
+
+def of_word(name: str, value: str, *, flag: str, project: ProjectFile | None) -> ValueSource:
+    """The origin of the remote or the recipe: `flag` if one was given, else the file if it states one."""
+    stated = project is not None and bool(getattr(project.values, name))
+    position = project.positions[name] if project and stated and not flag else None
+    return ValueSource(name=name, value=value, flag=flag, position=position)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finder:
+    job: Job
+    given: Request
+    project: ProjectFile | None
+
+    def rows(self) -> Iterator[ValueSource]:
+        job, queue = self.job, ("system", "queue")
+        nodes = f"{job.min_nodes}:{job.nodes}" if job.elastic else str(job.nodes)
+        yield self._row("nodes", nodes)
+        yield self._row("gpus", job.gpus, ("system", "node", "gpus"))
+        yield self._row("cpus", job.cpus, ("system", "node", "cpus_per_gpu"), ("system", "node", "cpus"))
+        yield self._row("time", job.time, (*queue, "time"))
+        yield self._row("account", job.account, (*queue, "account"))
+        yield self._row("queue", job.queue, (*queue, "name"))
+        yield self._row("qos", job.qos, (*queue, "qos"))
+        yield self._row("name", job.name)
+        yield self._row("image", job.image)
+        if job.overlay:
+            yield self._row("delta", job.overlay)
+        yield self._row("runtime", job.run_by, ("system", "runtime", "kind"))
+        yield self._row("stop-before", job.stop_before_s, field="stop_before_s")
+        yield self._row("directory", job.directory)
+        yield from self._lists()
+        for own in self.given.system_flags:
+            for word in flags.given(own):
+                known = next(one for one in flags.declared(type(own)) if one.names[0] == word)
+                yield ValueSource(name=word.strip("-"), value=str(getattr(own, known.field)), flag=word)
+        yield self._row("command", shlex.join(job.command))
+
+    def _lists(self) -> Iterator[ValueSource]:
+        job, given = self.job, self.given
+        values = self.project.values if self.project else ProjectValues()
+        shared = len(job.recipe.system.runtime.binds)
+        for number, one in enumerate(job.binds):
+            if number < shared:
+                yield self._stated("bind", one, ("system", "runtime", "binds", number))
+            else:
+                yield self._added("bind", one, "binds", flag=one in given.binds, file=one in values.binds)
+        for name in (*job.env, *job.names):
+            text = f"{name}={job.env[name]}" if name in job.env else f"{name} (with its value from here)"
+            here, there = (name in map(_name, of) for of in (given.env, values.env))
+            yield self._added("env", text, "env", flag=here, file=there)
+        options = job.recipe.system.queue.options
+        for number, one in enumerate((*options, *given.options)):
+            if number < len(options):
+                yield self._stated("option", one, ("system", "queue", "options", number))
+            else:
+                yield ValueSource(name="option", value=one, flag="--option")
+
+    def _row(self, name: str, value: Any, *paths: KeyPath, field: str = "") -> ValueSource:
+        """The row of a value that one flag, one key of the file or the recipe at one of `paths` states."""
+        text = "" if value is None else str(value)
+        known = next((one for one in flags.declared(Request) if one.field == (field or name)), None)
+        if known and getattr(self.given, known.field) != known.default:
+            return ValueSource(name=name, value=text, flag=known.names[0])
+        if name == "command" and self.given.command:
+            return ValueSource(name=name, value=text, flag="--")
+        if self.project is not None and bool(getattr(self.project.values, name, "")):
+            return ValueSource(name=name, value=text, position=self.project.positions[name])
+        return self._stated(name, text, *paths)
+
+    def _stated(self, name: str, value: str, *paths: KeyPath) -> ValueSource:
+        stated = self.job.recipe.positions
+        position = next((stated[path] for path in paths if path in stated), None)
+        return ValueSource(name=name, value=value, position=position)
+
+    def _added(self, name: str, value: str, key: str, *, flag: bool, file: bool) -> ValueSource:
+        """The row of one of several values that flags and the file add."""
+        position = self.project.positions.get(key) if self.project and file else None
+        return ValueSource(name=name, value=value, flag=f"--{name}" if flag else "", position=position)

@@ -1,0 +1,214 @@
+"""imgkit.toml: where it is looked for, its faults with their places, and what decides each value of a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.cli import app
+from imgkit_builder.project import confirm, toml_file
+from imgkit_builder.project.toml_file import ProjectValues
+from imgkit_entrypoints.errors import UsageError
+
+WHOLE = """\
+# a comment
+remote = "mn5"
+recipe = "./mine.yaml"
+account = "bsc98"
+nodes = 2
+binds = [
+  "/gpfs/a = b",  # no key
+]
+env = ["A=1", "HOME"]
+command = ["dist-hello"]
+"""
+RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """``call("job")`` in an empty folder with a blank: exit code, stdout and stderr."""
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    for name in ("CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["imgkit", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def written(text: str, folder: Path = Path()) -> Path:
+    file = folder / toml_file.NAME
+    file.write_text(text)
+    return file.absolute()
+
+
+def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
+    found = toml_file.read(written(WHOLE, tmp_path))
+    assert found.values == ProjectValues(
+        remote="mn5",
+        recipe="./mine.yaml",
+        account="bsc98",
+        nodes="2",
+        binds=("/gpfs/a = b",),
+        env=("A=1", "HOME"),
+        command=("dist-hello",),
+    )
+    assert found.recipe == str(tmp_path / "mine.yaml")
+    assert {key: place.line for key, place in found.positions.items()} == {
+        "remote": 2,
+        "recipe": 3,
+        "account": 4,
+        "nodes": 5,
+        "binds": 6,
+        "env": 9,
+        "command": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        ("acount = 'x'", "1:1", "acount: unknown key; allowed: account"),
+        ("\n  [job]\naccount = 'x'", "2:3", "job: unknown key"),
+        ("time = 00:30:00", "1:1", 'time: must be text, not a date or time; quote it: "00:30:00"'),
+        ("nodes = true", "1:1", "nodes: must be text, not true or false"),
+        ("nodes = '4:2'", "1:1", "nodes: '4:2' nodes; N, or MIN:MAX"),
+        ("env = {A = '1'}", "1:1", "env: must be a list of texts, not a table"),
+        ("env = ['A=1',\n 2]", "1:1", "env[1]: must be text, not an integer"),
+        ("env = ['1A=1']", "1:1", "env[0]: '1A=1' is not a variable"),
+        ("env = ['API_TOKEN=x9f83hf83hf8']", "1:1", "API_TOKEN holds a secret"),
+        ("command = 'dist-hello'", "1:1", "command: must be a list of texts, not text"),
+        ('command = ["a\\u001bb"]', "1:1", "command[0]: 'a\\x1bb' holds a control character"),
+        ("account = 'a b'", "1:1", "account: 'a b' cannot stand in a job"),
+        ("binds = ['relative']", "1:1", "binds[0]: "),
+        ("remote = 'a'\nremote = 'b'\n", "2:13", "it is no TOML: Cannot overwrite a value"),
+        ("\nremote = x\n", "2:10", "it is no TOML: Invalid value; write KEY"),
+    ],
+)
+def test_fault_is_named_with_its_place(tmp_path: Path, text: str, place: str, message: str) -> None:
+    file = written(text, tmp_path)
+    with pytest.raises(UsageError) as caught:
+        toml_file.read(file)
+    assert str(caught.value).startswith(f"{file}:{place}: ")
+    assert message in str(caught.value)
+
+
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"3 problems in imgkit\.toml:"):
+        toml_file.read(written("a = 1\nqos = 2\nenv = 3\n", tmp_path))
+
+
+def test_huge_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="more than 32768 bytes or 500 lines"):
+        toml_file.read(written("\n" * 501, tmp_path))
+
+
+def test_nearest_file_of_the_repository_counts(tmp_path: Path) -> None:
+    below = tmp_path / "repository/src/deep"
+    below.mkdir(parents=True)
+    written("account = 'outside'", tmp_path)
+    top = written("account = 'top'", tmp_path / "repository")
+    assert toml_file.find(below) is None  # no repository: a file above says nothing
+    (tmp_path / "repository/.git").mkdir()
+    found = toml_file.find(below)
+    assert found is not None
+    assert found.file == top
+    nearer = written("account = 'nearer'", tmp_path / "repository/src")
+    found = toml_file.find(below)
+    assert found is not None
+    assert found.file == nearer
+
+
+def sources(out: str) -> dict[str, tuple[str, str]]:
+    return {f"{row['name']} {row['value']}": row["source"] for row in json.loads(out)["values"]}
+
+
+def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    written(WHOLE)
+    flags = ("--time", "1h", "--env", "A=2", "--bind", "/x")
+    code, out, err = call("job", "--explain", "--json", *flags, "--", "dist-pi")
+    assert (code, err) == (0, "imgkit: values from imgkit.toml\n")
+    found = sources(out)
+    assert found["account bsc98"] == "imgkit.toml:4"
+    assert found["nodes 2"] == "imgkit.toml:5"
+    assert found["qos acc_debug"] == "mine.yaml:3"
+    assert found["gpus 4"].startswith("mn5.yaml:")
+    assert found["time 01:00:00"] == "--time"
+    assert found["bind /gpfs/a = b"] == "imgkit.toml:6"
+    assert found["bind /x"] == "--bind"
+    assert found["env A=2"] == "--env"
+    assert "env A=1" not in found
+    assert found["env HOME (with its value from here)"] == "imgkit.toml:9"
+    assert found["command dist-pi"] == "--"
+    assert found["name mine"] == "default"
+
+
+def test_named_recipe_leaves_the_file_out(call: Any) -> None:
+    written("this is no TOML")
+    code, out, err = call("job", "cpu", "--explain", "--", "dist-hello")
+    assert (code, err) == (0, "")
+    assert "dist-hello" in out
+
+
+def test_job_without_any_recipe_is_refused(call: Any) -> None:
+    code, _, err = call("job", "--", "dist-hello")
+    assert code == 2
+    assert "no recipe was given, and no imgkit.toml here states one" in err
+
+
+def test_run_without_a_remote_names_those_there_are(call: Any) -> None:
+    assert call("run", "--", "dist-hello")[2].endswith("-> imgkit remote add NAME USER@HOST:DIR\n")
+    call("remote", "add", "far", "me@far")
+    assert call("run", "--", "dist-hello")[2].endswith("-> --on NAME; there are: far\n")
+
+
+def test_plan_of_a_run_says_what_decides(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    written(WHOLE + "time = '1h'\n")
+    call("remote", "add", "mn5", "me@far")
+    code, out, _ = call("run", "--plan", "--json")
+    assert code == 0
+    found = sources(out)
+    assert found["remote mn5"] == "imgkit.toml:2"
+    assert found[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
+    assert found["time 01:00:00"] == "imgkit.toml:11"
+
+
+def test_foreign_values_wait_for_a_person(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    file = written(WHOLE + "time = '1h'\n")
+    call("remote", "add", "mn5", "me@far")
+    code, out, err = call("run")
+    assert (code, out) == (2, "")
+    assert "nobody has confirmed these values here" in err
+    for shown in (
+        "remote   mn5",
+        "A=1, HOME (with its value from here)",
+        "/gpfs/a = b",
+        "command  dist-hello",
+    ):
+        assert shown in err
+    digest = err.rpartition("--confirm ")[2].strip()
+    assert "nobody has confirmed" in call("run", "--confirm", digest[:-1] + "x")[2]
+    values = toml_file.read(file).values
+    assert digest == confirm.digest(values)
+    confirm.remember(values, file)
+    file.write_text(file.read_text().replace("nodes = 2", "nodes = 1"))
+    assert confirm.is_known(toml_file.read(file).values)  # nodes harm nobody
+    file.write_text(file.read_text().replace("HOME", "HOME2"))
+    assert not confirm.is_known(toml_file.read(file).values)
+
+
+def test_file_with_nothing_to_confirm_asks_nothing() -> None:
+    assert confirm.is_known(ProjectValues(account="x", nodes="2"))

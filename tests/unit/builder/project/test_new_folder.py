@@ -1,0 +1,98 @@
+"""What imgkit init writes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.cli import app
+from imgkit_builder.project import confirm, toml_file
+from imgkit_builder.recipe.load import load
+
+FILES = ["imgkit.toml", "train.py", ".gitignore"]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """``call("init")`` in an empty folder: exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["imgkit", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
+    code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "2:4")
+    assert code == 0
+    assert "next   cd My Folder; imgkit run --plan; imgkit run" in out
+    folder = Path("My Folder")
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "my-folder.yaml"])
+    assert load(folder.absolute() / "my-folder.yaml").system.title == "MareNostrum 5 ACC"
+    compile((folder / "train.py").read_text(), "train.py", "exec")
+    found = toml_file.read((folder / "imgkit.toml").absolute())
+    assert confirm.is_known(found.values)  # its author needs no question
+    monkeypatch.chdir(folder)
+    code, out, _ = call("run", "--plan", "--json")
+    assert code == 0
+    rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
+    assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "2:4", "00:30:00")
+    assert rows["command"] == "dist-run /workspace/train.py --steps 2000"
+
+
+def test_missing_values_are_named(call: Any) -> None:
+    code, out, _ = call("init", "--recipe", "mn5", "x")
+    assert code == 0
+    assert "imgkit remote add NAME USER@HOST:DIR" in out
+    assert "account in imgkit.toml, which mn5 needs" in out
+    text = Path("x/imgkit.toml").read_text()
+    assert '# remote = "mn5"' in text
+    assert 'qos = ""  # fill in: this system needs it' in text
+
+
+def test_files_that_are_there_are_refused_and_listed(call: Any) -> None:
+    Path("train.py").write_text("mine")
+    Path(".gitignore").write_text("mine")
+    code, out, err = call("init", "--recipe", "mn5")
+    assert (code, out) == (2, "")
+    assert "these files are there already: train.py, .gitignore" in err
+    assert not Path("imgkit.toml").exists()
+
+
+def test_keep_writes_what_is_missing(call: Any) -> None:
+    Path("train.py").write_text("mine")
+    code, out, _ = call("init", "--recipe", "mn5", "--keep", "--json")
+    assert code == 0
+    assert "train.py" not in json.loads(out)["files"]
+    assert Path("train.py").read_text() == "mine"
+    assert Path("imgkit.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("remotes", "hint"),
+    [((), "imgkit init --recipe mn5"), (("one", "two"), "imgkit init --on NAME")],
+)
+def test_system_that_nobody_named_is_not_guessed(call: Any, remotes: tuple[str, ...], hint: str) -> None:
+    for name in remotes:
+        call("remote", "add", name, f"me@{name}", "--recipe", "mn5")
+    code, _, err = call("init")
+    assert code == 2
+    assert hint in err
+
+
+def test_wrong_value_is_refused_before_any_file(call: Any) -> None:
+    code, _, err = call("init", "--recipe", "mn5", "--time", "soon")
+    assert code == 2
+    assert "'soon' is not a time limit" in err
+    assert not Path("imgkit.toml").exists()
