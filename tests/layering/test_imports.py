@@ -205,7 +205,10 @@ def test_blocker_refuses_what_it_names() -> None:
     assert "layering: docker must not be imported here" in done.stderr
 
 
-OTHER_JSON: dict[str, str] = {"entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader"}
+OTHER_JSON: dict[str, str] = {
+    "entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader",
+    "builder/imgkit_builder/apptainer/definition.py": "a program for the image reads what imgkit has written",
+}
 """File -> why it may parse JSON or open a tar by itself."""
 
 

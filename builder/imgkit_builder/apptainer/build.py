@@ -2,99 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_builder import __version__
 from imgkit_builder.apptainer import definition as definitions
 from imgkit_builder.apptainer import rights, start
-from imgkit_builder.apptainer.definition import Definition
+from imgkit_builder.apptainer.earlier import earlier
+from imgkit_builder.apptainer.finish import finish
 from imgkit_builder.apptainer.follow import Follower
+from imgkit_builder.apptainer.request import BuiltSif, Pack, Planned, SifRequest
 from imgkit_builder.apptainer.rights import Rights
 from imgkit_builder.apptainer.start import SifFile, Start
-from imgkit_builder.base import checks, files
-from imgkit_builder.base.checks import Check
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image import smoke
-from imgkit_builder.image.manifest import BaseImage, Manifest
-from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import (
-    check,
-    compression,
-    convert,
-    coverage,
-    mksquashfs,
-    runtime,
-    runtime_build,
-    table,
-)
-from imgkit_builder.sif import image as sif_image
+from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
-from imgkit_builder.sif.image import DataType, ImgkitRecord
-from imgkit_builder.sif.options import Archive, Options, Registry, Stage
+from imgkit_builder.sif.options import Archive, Options, Registry
 from imgkit_builder.sif.runtime import RuntimeTool
-from imgkit_builder.sif.table import NewObject
-from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints.errors import ToolFailed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from imgkit_builder.image.context import BuildContext
 
-ROUTE = "definition"
-"""The route in the record of such a .sif."""
-CONFIG_OBJECT = "imgkit-config"
-"""Name of the JSON object with the configuration whose digest is the image id."""
 _DEFINITION = "imgkit.def"
-
-Pack = Callable[[BaseImage], "BuildContext"]
-"""Makes the build context for a base."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SifRequest:
-    """What to build from, and where to."""
-
-    recipe: Recipe
-    target: Path
-    options: Options
-    base: str | None = None
-    """Name of the base instead of the recipe's."""
-    base_from: str | None = None
-    """A file, an OCI folder, or ``registry``, which is the default."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltSif:
-    """A whole and tested .sif."""
-
-    path: Path
-    size_bytes: int
-    arch: str
-    base: BaseImage
-    record: ImgkitRecord
-    labels: Mapping[str, str]
-    checks: tuple[Check, ...]
-    up_to_date: bool
-    stages: tuple[Stage, ...] = ()
-    log: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """What one build runs."""
-
-    context: BuildContext
-    definition: Definition
-    labels: Mapping[str, str]
-    """Those that only a build knows."""
 
 
 def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
@@ -115,7 +50,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = start.find(request.recipe, name=request.base, place=request.base_from, report=report)
     planned = _planned(request, base, pack, report) if base.known else None
-    if planned and (done := _up_to_date(request, target, base, planned, tool, packing)):
+    if planned and (done := earlier(request, base, planned, tool, packing)):
         return done
     if packing.note:
         report.note(packing.note)
@@ -128,12 +63,12 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         base = _brought(base, job)
         if planned is None:
             planned = _planned(request, base, pack, clock)
-            if done := _up_to_date(request, target, base, planned, tool, packing):
+            if done := earlier(request, base, planned, tool, packing):
                 return done
         clock.stage("unpack the context")
         _unpack(planned.context, work.folder / "build")
         follower = _run(request, base, planned, job, allowed)
-        return _finish(request, base, planned, job, follower)
+        return finish(request, base, planned, job, follower)
 
 
 def _packing(tool: RuntimeTool, options: Options) -> Compression:
@@ -141,7 +76,7 @@ def _packing(tool: RuntimeTool, options: Options) -> Compression:
     return compression.choose(tool.capabilities, options.compression, lacks_zstd=lacks)
 
 
-def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[_Planned, Start, str]:
+def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Planned, Start, str]:
     """What `build` would run: the definition and the command, with placeholders for temporary names."""
     options, target = request.options, request.target.absolute()
     convert.check_target(target, force=False)
@@ -153,51 +88,14 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[_Planned, S
     return _planned(request, base, pack, report), base, shlex.join((str(tool.path), *words))
 
 
-def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> _Planned:
+def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> Planned:
     report.stage("context")
     context = pack(base.image)
     fresh = manifests.labels(
         context.manifest, context_sha256=context.sha256, created=manifests.time_of_build()
     )
     made = definitions.definition(request.recipe, base, fresh)
-    return _Planned(context=context, definition=made, labels=fresh)
-
-
-def _up_to_date(
-    request: SifRequest, target: Path, base: Start, planned: _Planned, tool: RuntimeTool, packing: Compression
-) -> BuiltSif | None:
-    """The result without work, if `target` was built from the same definition, context and base."""
-    if request.options.force or not sif_image.is_sif(target):
-        return None
-    try:
-        sif = sif_image.read(target)
-        record = sif.record
-        if record is None or record.route != ROUTE or record.deltas:
-            return None
-        if (record.runtime, record.compression) != (str(tool), str(packing)):
-            return None
-        texts = (one for one in sif.descriptors if one.datatype == DataType.DEFFILE)
-        old = b"".join(sif_image.data(sif, one) for one in texts).decode("utf-8", "surrogateescape")
-        # Of the definition that the runtime has kept, only the time of the build may differ.
-        dated = {**planned.labels, manifests.CREATED_LABEL: definitions.created(old)}
-        if definitions.definition(request.recipe, base, dated).text.strip() != old.strip():
-            return None
-        root_sha256 = sif_image.root_sha256(target)
-        if root_sha256 != record.root_sha256 or coverage.check(target, root_sha256=root_sha256).faults:
-            return None
-    except CheckFailed:
-        return None
-    remove_leftovers(target)  # a run that was killed after it had put the file in place
-    return BuiltSif(
-        path=target,
-        size_bytes=sif.size_bytes,
-        arch=sif.arch,
-        base=base.image,
-        record=record,
-        labels=start.labels(sif),
-        checks=(),
-        up_to_date=True,
-    )
+    return Planned(context=context, definition=made, labels=fresh)
 
 
 def _brought(base: Start, job: ConversionJob) -> Start:
@@ -235,9 +133,7 @@ def _tool(job: ConversionJob) -> RuntimeTool:
     return job.tool
 
 
-def _run(
-    request: SifRequest, base: Start, planned: _Planned, job: ConversionJob, allowed: Rights
-) -> Follower:
+def _run(request: SifRequest, base: Start, planned: Planned, job: ConversionJob, allowed: Rights) -> Follower:
     tool, definition = _tool(job), job.work.folder / _DEFINITION
     files.put(definition, planned.definition.text)
     job.log.write(planned.definition.text)
@@ -256,85 +152,3 @@ def _run(
     if not job.work.part.exists():
         raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
     return follower
-
-
-def _finish(
-    request: SifRequest, base: Start, planned: _Planned, job: ConversionJob, seen: Follower
-) -> BuiltSif:
-    """Check, describe, test, publish."""
-    part, clock, target = job.work.part, job.clock, request.target.absolute()
-    clock.stage("check")
-    sif, _ = check.structure(part, config=None, layer_bytes=None)
-    labels = {name: str(value) for name, value in start.labels(sif).items()}
-    check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
-    record = _described(request, part, sif, labels, job)
-    manifest = planned.context.manifest
-    manifest = dataclasses.replace(manifest, base=dataclasses.replace(manifest.base, probe=seen.probe))
-    tested = _smoke(part, sif.arch, manifest, job) if request.options.test else ()
-    clock.stage("make durable")
-    files.publish(part, target)
-    clock.finish()
-    return BuiltSif(
-        path=target,
-        size_bytes=target.stat().st_size,
-        arch=sif.arch,
-        base=base.image,
-        record=record,
-        labels=labels,
-        checks=tuple(tested),
-        up_to_date=False,
-        stages=tuple(clock.stages),
-        log=Path(job.log.name),
-    )
-
-
-def _described(
-    request: SifRequest,
-    part: Path,
-    sif: sif_image.SifImage,
-    labels: Mapping[str, str],
-    job: ConversionJob,
-) -> ImgkitRecord:
-    """Write the configuration and the record into the part file."""
-    root = sif_image.root_sha256(part, advance=job.clock.advance)
-    diff_ids = (f"sha256:{root}",)
-    config = {
-        "architecture": sif.arch,
-        "os": "linux",
-        "created": labels.get(manifests.CREATED_LABEL, ""),
-        "config": {"Labels": dict(sorted(labels.items()))},
-        "rootfs": {"type": "squashfs", "diff_ids": list(diff_ids)},
-    }
-    raw = json.dumps(config, indent=1, sort_keys=True).encode()
-    assert sif.root is not None  # noqa: S101 - for the type checker: `check.structure` found it
-    table.add(part, NewObject(datatype=DataType.JSON, name=CONFIG_OBJECT, group=sif.root.group, data=raw))
-    record = ImgkitRecord(
-        image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
-        diff_ids=diff_ids,
-        root_sha256=root,
-        runtime=str(job.tool),
-        compression=str(job.compression),
-        route=ROUTE,
-        imgkit=__version__,
-        source=request.recipe.name,
-    )
-    coverage.put_record(part, record)
-    return record
-
-
-def _smoke(part: Path, arch: str, manifest: Manifest, job: ConversionJob) -> Sequence[Check]:
-    tool = _tool(job)
-    job.clock.stage("smoke test")
-    isolated = runtime.isolation(tool)
-    job.clock.note(isolated.said("python3"))
-    results = smoke.check(
-        lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolated)),
-        arch=arch,
-        manifest=manifest,
-    )
-    if not checks.passed(results):
-        raise CheckFailed(
-            "the .sif was built, but its smoke test failed; an older file stays as it is",
-            hint=f"{checks.table(results)}\n  -> to keep it anyway: --no-test",
-        )
-    return results

@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import re
 
-from imgkit_builder.apptainer.definition import MARK, Definition
+from imgkit_builder.apptainer.definition import MARK
 from imgkit_builder.base.process import TAIL_LINES
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside
+from imgkit_builder.image.instructions import Definition
 from imgkit_builder.image.manifest import Probe
 from imgkit_entrypoints.errors import ToolFailed
 

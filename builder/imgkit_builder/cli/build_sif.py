@@ -13,7 +13,7 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.build import BuiltSif, SifRequest
+    from imgkit_builder.apptainer.request import BuiltSif, SifRequest
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.manifest import BaseImage
@@ -111,7 +111,7 @@ def build(recipe: Recipe, options: SifBuildOptions, report: Reporter) -> Answer:
 
 
 def _request(recipe: Recipe, options: SifBuildOptions) -> SifRequest:
-    from imgkit_builder.apptainer.build import SifRequest
+    from imgkit_builder.apptainer.request import SifRequest
     from imgkit_builder.recipe.targets import module_line
     from imgkit_builder.sif.options import Options
 

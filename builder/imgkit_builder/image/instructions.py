@@ -116,3 +116,42 @@ class Layers:
     copy: tuple[Copy, ...]
     run_after_copy: tuple[RunStep, ...]
     labels: Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a definition's ``%post``."""
+
+    origin: str
+    """The recipe's line, or ``imgkit: `` and its purpose."""
+    command: str
+    """Commands of the shell."""
+
+    @property
+    def text(self) -> str:
+        """Its first command on one line, or the purpose of a step of imgkit's own."""
+        purpose = self.origin.removeprefix("imgkit: ")
+        if purpose != self.origin:
+            return purpose
+        first = self.command.replace("\\\n", " ").partition("\n")[0]
+        return " ".join(first.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """What a definition has only while imgkit builds it."""
+
+    mark: str = ""
+    """Begins the line that each step prints first; ``3/9`` follows. Empty in a text for people."""
+    files: tuple[ContextFile, ...] = ()
+    steps: tuple[Step, ...] = ()
+    """Steps before those of the recipe."""
+    labels: tuple[KeyValue, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A definition and its steps, in their order."""
+
+    text: str
+    steps: tuple[Step, ...]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_builder.image.instructions import Layers
+from imgkit_builder.image.instructions import Additions, Definition, Layers
 from imgkit_builder.image.layers import layers, refuse
 from imgkit_builder.image.quoting import copy_words, docker_key, docker_quote
+from imgkit_builder.image.steps import steps
 from imgkit_builder.recipe.model import Recipe
 
 if TYPE_CHECKING:
@@ -38,24 +39,33 @@ def dockerfile(recipe: Recipe, *, base: str | None = None, platform: str | None 
     return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform))
 
 
-def definition(
-    recipe: Recipe,
-    *,
-    base: str | None = None,
-    platform: str | None = None,
-    bootstrap: str = "docker",
-    place: str = "",
-) -> str:
+def definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
     """Text of a Singularity definition file for the same image.
 
-    `bootstrap` and `place` name where the runtime finds the base, by default in its registry. Build the text
-    inside the unpacked build context; its first lines have the commands.
+    Build the text inside the unpacked build context; its first lines have the commands.
 
     Raises
     ------
     UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
     made = layers(recipe, base=base, platform=platform)
+    return _definition(recipe, made, more=Additions(), bootstrap="docker", place=made.base.text).text
+
+
+def marked_definition(
+    recipe: Recipe, *, base: str, platform: str, more: Additions, bootstrap: str, place: str
+) -> Definition:
+    """The same with `more`, as imgkit builds it; `bootstrap` and `place` name where the runtime finds `base`.
+
+    Raises
+    ------
+    UsageError : as in `definition`.
+    """
+    made = layers(recipe, base=base, platform=platform)
+    return _definition(recipe, made, more=more, bootstrap=bootstrap, place=place)
+
+
+def _definition(recipe: Recipe, made: Layers, *, more: Additions, bootstrap: str, place: str) -> Definition:
     if made.uses_secrets:
         stated = recipe.where("image", "secrets")
         refuse("a build secret", "a definition file", stated, "use --format dockerfile and imgkit build")
@@ -63,12 +73,13 @@ def definition(
         if re.search(r"\s", label.key) or label.value != label.value.strip():
             found = f"label {label.key!r}: white space in its name or around its value"
             refuse(found, "a definition file", made.labels.origin, "remove it, or use --format dockerfile")
-    text = _fill("definition.j2", made, bootstrap=bootstrap, place=place or made.base.text)
+    run = (*more.steps, *steps(made))
+    text = _fill("definition.j2", made, more=more, steps=run, bootstrap=bootstrap, place=place)
     for number, line in enumerate(text.split("\n"), 1):
         # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
         if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
             refuse(match.group(), "a definition file", origin(text, number), "use --format dockerfile")
-    return text
+    return Definition(text=text, steps=run)
 
 
 def origin(text: str, line: int) -> str:
@@ -83,7 +94,7 @@ def origin(text: str, line: int) -> str:
     return ""
 
 
-def _fill(template: str, made: Layers, **more: str) -> str:
+def _fill(template: str, made: Layers, **further: object) -> str:
     jinja = environment("templates")
     filters: Mapping[str, Callable[..., str]] = {
         "docker_quote": docker_quote,
@@ -92,7 +103,7 @@ def _fill(template: str, made: Layers, **more: str) -> str:
     }
     jinja.filters.update(filters)
     values = {name: getattr(made, name) for name in made.__slots__}
-    return jinja.get_template(template).render(values, **more)
+    return jinja.get_template(template).render(values, **further)
 
 
 def environment(shipped: str, own: Path | None = None) -> Environment:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.apptainer import definition
-from imgkit_builder.apptainer.definition import MARK, Definition
+from imgkit_builder.apptainer.definition import MARK
 from imgkit_builder.apptainer.follow import Follower
 from imgkit_builder.apptainer.start import Start
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image import manifest
+from imgkit_builder.image.instructions import Definition, Step
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import describe, whole
 from imgkit_builder.recipe.load import load
@@ -65,7 +66,7 @@ def test_look_completes_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = [sys.executable, "-I", "-B", "-c", definition.look_program()]
     output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     follower = Follower(
-        Definition(text="", steps=(definition.Step(origin="", text=""),)), base_at="", report=Silent()
+        Definition(text="", steps=(Step(origin="", command=""),)), base_at="", report=Silent()
     )
     follower.line(f"{MARK} 1/1")
     for line in output.splitlines():
