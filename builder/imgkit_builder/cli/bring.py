@@ -121,12 +121,11 @@ def _sent(wanted: Wanted, far: Connection, there: Store, file: Path, target: str
 
 def _built(wanted: Wanted, report: Reporter) -> str:
     """The id of the recipe's image, which is built if it is not up to date."""
-    from imgkit_builder.cli.build import BuildOptions, make
+    from imgkit_builder.cli.build_image import make
+    from imgkit_builder.cli.build_options import BuildOptions
     from imgkit_builder.recipe.load import load
 
-    options = BuildOptions(
-        tag=None, base=wanted.base, platform=None, pull=False, no_cache=False, no_test=False
-    )
+    options = BuildOptions(base=wanted.base)
     found: str = make(load(wanted.recipe), wanted.recipe, options, report).data["id"]
     return found
 

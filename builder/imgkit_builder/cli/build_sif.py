@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.cli.build_options import BuildOptions
 from imgkit_builder.cli.common import show, tell_left_out, with_leave
 from imgkit_builder.cli.conversion import MB, next_line, stage_lines, stage_seconds, terminable
 from imgkit_builder.cli.progress import reporter
@@ -24,62 +24,23 @@ Answer = tuple[str, dict[str, Any]]
 """The result for people, and for ``--json``."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SifBuildOptions:
-    """The options of ``imgkit build --with apptainer``."""
-
-    base: str | None
-    base_from: str | None
-    output: Path | None
-    platform: str | None
-    no_cache: bool
-    pull: bool
-    no_test: bool
-    runtime: str | None
-    tmpdir: Path | None
-    dry_run: bool
-    large: bool = False
-
-
-def refuse_given(way: str, given: Mapping[str, object]) -> None:
-    """Raise UsageError for an option in `given` that means nothing with the chosen program."""
-    other = "docker" if way.endswith("apptainer") else "apptainer"
-    for name, value in given.items():
-        if value:
-            raise UsageError(
-                f"{name} means nothing {way}", where=name, hint=f"leave it out, or build --with {other}"
-            )
-
-
-def refuse_bundled(typed: str) -> None:
-    """Raise UsageError in the one-file tool, which has no docker SDK."""
-    from imgkit_builder.recipe import targets
-
-    if targets.is_bundled():
-        raise UsageError(
-            "the one-file imgkit does not build with Docker",
-            where="--with docker",
-            hint=f"build --with apptainer, or where imgkit is installed: imgkit build {typed}",
-        )
-
-
-def run(typed: str, options: SifBuildOptions, *, large: bool, as_json: bool, verbose: bool) -> None:
+def run(typed: str, options: BuildOptions) -> None:
     """Build the recipe that the user calls `typed`, and print the result."""
     from imgkit_builder.recipe import whole
 
     recipe = whole.find(typed)
 
     def attempt(large: bool) -> Answer:
-        with reporter(as_json=as_json, verbose=verbose) as report:
+        with reporter(as_json=options.as_json, verbose=options.verbose) as report:
             for problem in recipe.warnings:
                 report.note(f"warning: {problem}")
             return build(recipe, dataclasses.replace(options, large=large), report)
 
-    text, data = with_leave(attempt, large=large, may_ask=not as_json)
-    show(data, text, as_json=as_json)
+    text, data = with_leave(attempt, large=options.large, may_ask=not options.as_json)
+    show(data, text, as_json=options.as_json)
 
 
-def build(recipe: Recipe, options: SifBuildOptions, report: Reporter) -> Answer:
+def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     """Build or, with ``--dry-run``, say what would run.
 
     Raises
@@ -110,7 +71,7 @@ def build(recipe: Recipe, options: SifBuildOptions, report: Reporter) -> Answer:
         return _result(builds.build(request, packed, report), request.target)
 
 
-def _request(recipe: Recipe, options: SifBuildOptions) -> SifRequest:
+def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
     from imgkit_builder.apptainer.request import SifRequest
     from imgkit_builder.recipe.targets import module_line
     from imgkit_builder.sif.options import Options
@@ -130,7 +91,7 @@ def _request(recipe: Recipe, options: SifBuildOptions) -> SifRequest:
     )
 
 
-def _refuse(recipe: Recipe, options: SifBuildOptions) -> None:
+def _refuse(recipe: Recipe, options: BuildOptions) -> None:
     """Raise UsageError for another platform than this machine's."""
     from imgkit_builder.base.platform import host_platform
 

@@ -19,13 +19,45 @@ COMMAND = "imgkit.command"
 """Key of ``Context.meta``: the words behind ``--``."""
 
 
-class JobCommand(TyperCommand):
-    """A verb with the flags of all systems; the verb finds them in ``Context.obj``, as a `Request`.
+class OptionsCommand(TyperCommand):
+    """A verb with the flags of dataclasses as its options; the verb finds their value in ``Context.obj``.
 
     They are collected when the verb is used: ``imgkit --help`` neither imports a system nor finds plug-ins.
     """
 
     _options: tuple[_FlagOption, ...] = ()
+
+    def owners(self, *, quiet: bool) -> list[type[Any]]:
+        """The dataclasses; `quiet` reports nothing on the way."""
+        raise NotImplementedError
+
+    def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
+        """What the verb finds in ``Context.obj``, made of each dataclass's fields."""
+        raise NotImplementedError
+
+    def get_params(self, ctx: Any) -> Any:
+        """The verb's own parameters, with the flags after its arguments."""
+        if not self._options:
+            from imgkit_builder.job.flags import declared
+
+            owners = dict.fromkeys(self.owners(quiet=ctx.resilient_parsing))
+            self._options = tuple(_option(owner, flag) for owner in owners for flag in declared(owner))
+            at = sum(parameter.param_type_name == "argument" for parameter in self.params)
+            self.params[at:at] = [option.parameter for option in self._options]
+        return super().get_params(ctx)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the verb, with the flags in ``ctx.obj``."""
+        values: dict[type[Any], dict[str, Any]] = {}
+        for option in self._options:
+            given = option.value(ctx.params.pop(option.parameter.name))
+            values.setdefault(option.owner, {})[option.flag.field] = given
+        ctx.obj = self.made(values)
+        return super().invoke(ctx)
+
+
+class JobCommand(OptionsCommand):
+    """A verb with the flags of all systems, and a `Request` in ``Context.obj``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the words before ``--``, and keep the others as the command: RECIPE may be left out."""
@@ -33,26 +65,24 @@ class JobCommand(TyperCommand):
         ctx.meta[COMMAND] = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
 
-    def get_params(self, ctx: Any) -> Any:
-        """The verb's own parameters, with the flags after its arguments."""
-        if not self._options:
-            self._options = _collect(quiet=ctx.resilient_parsing)
-            at = sum(parameter.param_type_name == "argument" for parameter in self.params)
-            self.params[at:at] = [option.parameter for option in self._options]
-        return super().get_params(ctx)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Call the verb, with the flags in ``ctx.obj``."""
+    def owners(self, *, quiet: bool) -> list[type[Any]]:
+        """`Request`, then the flags of each system; reports plug-ins that cannot be used."""
+        from imgkit_builder.job import systems
         from imgkit_builder.job.request import Request
 
-        values: dict[type[Any], dict[str, Any]] = {}
-        for option in self._options:
-            given = option.value(ctx.params.pop(option.parameter.name))
-            values.setdefault(option.owner, {})[option.flag.field] = given
+        found = systems.installed()
+        if not quiet:
+            for error in found.errors:
+                print(f"imgkit: {error}", file=sys.stderr)
+        return [Request, *(system.flags for system in found.systems.values())]
+
+    def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
+        """The request, with what was given for systems."""
+        from imgkit_builder.job.request import Request
+
         common = values.pop(Request)
         own = (owner(**fields) for owner, fields in values.items())
-        ctx.obj = Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
-        return super().invoke(ctx)
+        return Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +99,6 @@ class _FlagOption:
         if isinstance(found, enum.Enum):
             return found.value
         return tuple(found) if isinstance(found, list) else found
-
-
-def _collect(*, quiet: bool) -> tuple[_FlagOption, ...]:
-    """The flags of every job, then those of each system; reports plug-ins that cannot be used."""
-    from imgkit_builder.job import systems
-    from imgkit_builder.job.flags import declared
-    from imgkit_builder.job.request import Request
-
-    found = systems.installed()
-    if not quiet:
-        for error in found.errors:
-            print(f"imgkit: {error}", file=sys.stderr)
-    owners: list[type[Any]] = [Request, *(system.flags for system in found.systems.values())]
-    return tuple(_option(owner, flag) for owner in dict.fromkeys(owners) for flag in declared(owner))
 
 
 def _option(owner: type[Any], flag: Flag) -> _FlagOption:
