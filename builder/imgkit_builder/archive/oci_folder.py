@@ -19,6 +19,7 @@ from pathlib import Path
 from imgkit_builder.archive import compressed, read, stored
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -231,14 +232,11 @@ def _finish(folder: Path, config: bytes, layers: list[tuple[str, int]]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as stream:
-            while chunk := stream.read(compressed.CHUNK_BYTES):
-                digest.update(chunk)
+            return files.sha256(stream, 0, path.stat().st_size)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return digest.hexdigest()
 
 
 def _unreadable(path: Path, error: OSError) -> CheckFailed:

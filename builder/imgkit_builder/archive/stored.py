@@ -1,26 +1,26 @@
 """The image of a plain archive or an OCI folder where it lies: nothing is copied, a layer can be read twice.
 
-A layer is a range of bytes of a file. Its headers are read by seeking from one to the next, and its digest is
-computed beside that in a thread. A compressed layer is decompressed each time: that takes less time than a
-copy on disk, and no space.
+A layer is a range of bytes of a file. Its headers are read by seeking from one to the next, and `scan`
+computes its digest beside that. Compressed layers are unpacked side by side into a spool, and read there.
+Without room for one, they are unpacked at each reading.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import Allowance
+from imgkit_builder.archive.layer_spool import SpoolFile
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
 from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_builder.base import files
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -57,14 +57,26 @@ class Region:
                     left -= len(chunk)
                     yield chunk
         except OSError as error:
-            raise CheckFailed(f"cannot be read: {error.strerror}", where=str(self.path)) from error
+            raise self._unreadable(error) from error
+
+    def sha256(self) -> str:
+        """Hex digest of the bytes."""
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                return files.sha256(stream, self.start, self.size_bytes)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> CheckFailed:
+        return CheckFailed(f"cannot be read: {error.strerror}", where=str(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
     """One layer; ``open`` begins a new walk over its members."""
 
-    region: Region
+    region: Region | SpoolFile
+    """Where its bytes are; a file of a spool holds plain ones."""
     diff_id: str
     """``sha256:...`` of its plain bytes."""
     name: str
@@ -75,7 +87,7 @@ class StoredLayer:
     """Digest of its bytes as they lie in the file, where `spool` has seen them; else empty."""
 
     @contextlib.contextmanager
-    def open(self, *, bodies: bool, digest: _Digest | None = None) -> Iterator[TarStream]:
+    def open(self, *, bodies: bool, digest: Digest | None = None) -> Iterator[TarStream]:
         """Walk over the members; without `bodies` their content is passed over where that is possible.
 
         A compressed layer passes its plain bytes through `digest`.
@@ -88,15 +100,16 @@ class StoredLayer:
             )
             yield TarStream(chunks, name=self.name, jump=jumps.append, limits=self.limits)
             return
-        with contextlib.closing(self._plain()) as plain:
+        with contextlib.closing(self.plain()) as plain:
             yield TarStream(digest.through(plain) if digest else plain, name=self.name, limits=self.limits)
 
-    def _plain(self) -> Generator[bytes, None, None]:
+    def plain(self) -> Generator[bytes, None, None]:
+        """Its unpacked bytes."""
         raw = self.region.chunks(compressed.CHUNK_BYTES)
         return compressed.unpacked(raw, self.compress, name=self.name)
 
 
-class _Digest:
+class Digest:
     """The sha256 of a stream that somebody else reads."""
 
     def __init__(self, allowance: Allowance) -> None:
@@ -127,50 +140,10 @@ class StoredImage:
         """Size of the layers as they lie there, compressed or not."""
         return sum(layer.region.size_bytes for layer in self.layers)
 
-    def scan(self, take: Callable[[TarStream], None], *, unpack_limit_bytes: int | None = None) -> None:
-        """Give the headers of each layer to `take`, the lowest first, and compare its bytes with its digest.
-
-        Raises
-        ------
-        CheckFailed : a layer differs from the configuration, or is damaged.
-        """
-        allowance = Allowance(self.stored_bytes, self.where, unpack_limit_bytes)
-        with ThreadPoolExecutor(1) as pool:
-            plain: dict[str, Callable[[], str]] = {}
-            for layer in self.layers:
-                # Equal layers are one file.
-                if layer.compress == "none" and layer.diff_id not in plain:
-                    known = layer.stored_sha256
-                    plain[layer.diff_id] = (
-                        functools.partial(str, known) if known else pool.submit(_sha256, layer.region).result
-                    )
-            try:
-                for number, layer in enumerate(self.layers, 1):
-                    digest = _Digest(allowance)
-                    with layer.open(bodies=False, digest=digest) as stream:
-                        take(stream)
-                        stream.drain()
-                    if layer.compress != "none":
-                        self._compare(number, layer, digest.hexdigest())
-            except CheckFailed:
-                # A layer with other bytes than it should have explains every other fault in it.
-                self._compare_all(plain)
-                raise
-            self._compare_all(plain)
-
-    def _compare_all(self, found: dict[str, Callable[[], str]]) -> None:
-        for number, layer in enumerate(self.layers, 1):
-            if layer.diff_id in found:
-                self._compare(number, layer, found[layer.diff_id]())
-
-    def _compare(self, number: int, layer: StoredLayer, found: str) -> None:
-        wanted = layer.diff_id.removeprefix("sha256:")
-        if found != wanted:
-            raise CheckFailed(
-                f"layer {number} of {len(self.layers)} is damaged: its sha256 is {found}, should be {wanted}",
-                where=self.where,
-                hint=read.AGAIN,
-            )
+    @property
+    def packed_bytes(self) -> int:
+        """Size of the layers that are compressed."""
+        return sum(layer.region.size_bytes for layer in self.layers if layer.compress != "none")
 
 
 def spool(
@@ -268,10 +241,3 @@ def _in_folder(path: Path, where: str) -> SelectedImage[Region]:
         return Region(path=file, start=0, size_bytes=file.stat().st_size) if file.is_file() else None
 
     return read.select_oci(find, where=where)
-
-
-def _sha256(region: Region) -> str:
-    digest = hashlib.sha256()
-    for chunk in region.chunks(compressed.CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()

@@ -79,7 +79,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 if not known and (done := _up_to_date(target, config, means, options)):
                     return done
                 _tell_arch(config, report)
-                stream.make(job, image_here)
+                room = space.room_for_layers(image_here, target, base, means.squasher)
+                stream.make(job, image_here, room_bytes=room)
             name = name_of(source, image_here.selected.names)
             made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
         return _finish(job, made, target, means.way)

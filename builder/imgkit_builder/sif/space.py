@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import disk_usage
 
 from imgkit_builder.archive import compressed
+from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.sif import stream
 from imgkit_builder.sif.options import Archive, EngineImage, OciFolder, Piped, Source
@@ -47,6 +48,16 @@ def _rest_of(source: Piped) -> int | None:
     except (OSError, ValueError):
         return None
     return about.st_size if stat.S_ISREG(about.st_mode) else None
+
+
+def room_for_layers(image: StoredImage, target: Path, base: Path, squasher: Squasher | None) -> int:
+    """Bytes of `base` that plain layers may take; 0 where compressed ones would probably not fit."""
+    plain = image.stored_bytes + int(image.packed_bytes * (_UNPACKED_FACTOR - 1))
+    share = temporary_share(squasher)
+    if base.stat().st_dev == target.parent.stat().st_dev:
+        share += PACKED_SHARE
+    room = disk_usage(base).free - int(plain * share)
+    return room if room >= image.packed_bytes * _UNPACKED_FACTOR else 0
 
 
 def check(source: Source, target: Path, base: Path, means: Means) -> None:

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 from imgkit_builder.archive import compressed, stored, tar_entry
 from imgkit_builder.archive.compressed import Allowance
+from imgkit_builder.archive.layer_spool import NoRoom, Spool
 from imgkit_builder.archive.merge import FolderEntry, LayerTree, Plan
+from imgkit_builder.archive.scan import scan
 from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, Member
 from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import own_files, squash, write
+from imgkit_builder.sif import limits, own_files, squash, write
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.options import Archive, EngineImage, OciFolder, Piped, Source, name_of
 from imgkit_builder.sif.own_files import OwnFile
@@ -87,8 +89,10 @@ def _plain(job: ConversionJob, source: Source) -> Iterator[Iterator[bytes]]:
             yield plain
 
 
-def make(job: ConversionJob, image: StoredImage) -> None:
+def make(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None:
     """Write the .sif of `image` to the job's part file; its record is still to come.
+
+    Compressed layers are unpacked once, in the workspace, if they fit in `room_bytes`; else twice.
 
     Raises
     ------
@@ -98,19 +102,42 @@ def make(job: ConversionJob, image: StoredImage) -> None:
     config = image.selected.config
     for name in own_files.skipped_variables(config):
         job.clock.note(f"the image sets the variable {name!r}, which no shell can set: left out")
-    job.clock.stage("read the layers")
-    merged = _merged(image, unpack_limit_bytes=job.options.unpack_limit_bytes)
-    job.clock.stage("merge and squash")
-    around = write.frame(config)
-    with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
-        _send(merged, made, job)
+    with _merged_layers(job, image, room_bytes) as merged:
+        job.clock.stage("merge and squash")
+        around = write.frame(config)
+        with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
+            _send(merged, made, job)
     write.surround(job.work.part, around)
 
 
-def _merged(image: StoredImage, *, unpack_limit_bytes: int | None) -> Merged:
+@contextlib.contextmanager
+def _merged_layers(job: ConversionJob, image: StoredImage, room_bytes: int) -> Iterator[Merged]:
+    """Yield what shows, from layers in a spool where there is room for one."""
+    if image.packed_bytes:
+        folder, advance = job.work.folder, job.clock.advance
+        if room_bytes:
+            job.clock.stage("unpack the layers")
+            with (
+                contextlib.suppress(NoRoom),
+                Spool(folder=folder, room_bytes=room_bytes, advance=advance) as spool,
+            ):
+                yield _merged(job, image, spool)
+                return
+        job.clock.note(f"the layers are unpacked twice: {folder.parent} has no room for their plain bytes")
+    job.clock.stage("read the layers")
+    yield _merged(job, image, None)
+
+
+def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> Merged:
     config = image.selected.config
     tree = LayerTree(image.where)
-    image.scan(tree.add_layer, unpack_limit_bytes=unpack_limit_bytes)
+    image = scan(
+        image,
+        tree.add_layer,
+        threads=limits.gather().processors,
+        unpack_limit_bytes=job.options.unpack_limit_bytes,
+        spool=spool,
+    )
     own = [*own_files.own_files(config), *(one for one in own_files.if_missing() if not tree.has(one.path))]
     tree.add_layer(_member(one, epoch(config.created)) for one in own)
     return Merged(image=image, plan=tree.plan(), own=tuple(own), created_s=epoch(config.created))

@@ -209,6 +209,19 @@ def test_full_temporary_disk_is_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("kib", [8, 1000])
+def test_layers_without_room_give_the_same_file(tmp_path: Path, kib: int) -> None:
+    """They promise less than 8 KiB, unpack to more than 1000, and are then unpacked twice."""
+    layers = [[file(f"zeros {number}", bytes(2_000_000))] for number in range(2)]
+    for name, packed in (("plain", bytes), ("packed", gzip.compress)):
+        (tmp_path / f"{name}.tar").write_bytes(archive(layers, packed=packed))
+    assert convert_as(0, tmp_path / "plain.tar", tmp_path / "plain.sif") == ""
+    with small_disk(tmp_path / "disk", kib) as disk:
+        assert convert_as(0, tmp_path / "packed.tar", tmp_path / "packed.sif", tmpdir=disk) == ""
+        assert not list(disk.iterdir())
+    assert image.root_sha256(tmp_path / "packed.sif") == image.root_sha256(tmp_path / "plain.sif")
+
+
 @pytest.mark.parametrize("where", ["standard input", "mksquashfs"])
 def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, where: str) -> None:
     target, began = tmp_path / "x.sif", tmp_path / "began"
