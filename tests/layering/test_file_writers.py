@@ -117,7 +117,11 @@ def test_files_are_written_in_one_place() -> None:
 
 
 REDIRECTION = re.compile(r"(?<![<0-9&])>>?\s*(?!&|/dev/null|\()(\S+)")
-OWN_NAMES = {'"$said/$rank"': "a folder of mktemp -d", '"$requeued"': "a file of mktemp"}
+OWN_NAMES = {
+    '"$said/$rank"': "a folder of mktemp -d",
+    '"$requeued"': "a file of mktemp",
+    '"$described"': "a file of mktemp",
+}
 
 
 def test_job_scripts_write_to_names_of_mktemp() -> None:

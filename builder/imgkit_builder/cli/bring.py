@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,8 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.delta.descriptor import Delta, Stack
-    from imgkit_builder.job.request import Job
+    from imgkit_builder.job.code import CodeFolder
+    from imgkit_builder.job.request import CodeRecord, Job
     from imgkit_builder.remote.connection import Connection
     from imgkit_builder.remote.store import Store
 
@@ -33,6 +36,8 @@ class Wanted:
     """Send no delta."""
     most_per_s: float | None
     """Most bytes per second to send."""
+    code: CodeFolder | None = None
+    """A folder to lay over the image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +51,23 @@ class Placed:
     overlay: str = ""
     """Path of the delta over it; empty if there is none."""
     delta: Delta | None = None
+    code: CodeRecord | None = None
+    code_files: tuple[str, ...] = ()
+    """Paths of the deltas of the code, lowest first."""
 
     def over(self, job: Job) -> Job:
-        """`job`, which has been resolved with the .sif alone, with the delta over it."""
+        """`job`, which has been resolved with the .sif alone, with the delta and the code over it."""
         from imgkit_builder.job import contents
 
-        return contents.laid_over(job, f"{self.home}/{self.overlay}", self.delta) if self.delta else job
+        if self.delta:
+            job = contents.laid_over(job, f"{self.home}/{self.overlay}", self.delta)
+        if self.code:
+            job = contents.with_code(job, self.code, [f"{self.home}/{file}" for file in self.code_files])
+        return job
 
 
 def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Placed:
-    """Let the remote have the image: nothing, a delta or the .sif is sent.
+    """Let the remote have the image: nothing, a delta or the .sif is sent, and then the code.
 
     Parameters
     ----------
@@ -89,6 +101,17 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
             where="--on",
             hint=f"imgkit remote check {far.remote.name}",
         )
+    placed = _image(wanted, far, there, image_id, name, report)
+    if wanted.code is None:
+        return placed
+    files = _code(wanted, wanted.code, far, there, report)
+    return dataclasses.replace(placed, code=wanted.code.record, code_files=files)
+
+
+def _image(
+    wanted: Wanted, far: Connection, there: Store, image_id: str, name: str, report: Reporter
+) -> Placed:
+    """Send the image if the remote lacks it; `name` is that of a .sif in the store."""
     if placed := _placed(there, whole=wanted.whole):
         report.note(f"to send: nothing; {far.remote.name} has the image")
         return placed
@@ -98,6 +121,25 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
         name = _converted(wanted, report)
     _sent(wanted, far, there, wanted.sif, f"images/{name}", report)
     return Placed(home=there.home, image=f"images/{name}")
+
+
+def _code(
+    wanted: Wanted, code: CodeFolder, far: Connection, there: Store, report: Reporter
+) -> tuple[str, ...]:
+    """Send the code if the remote lacks it; the result is the paths of its deltas, lowest first."""
+    from imgkit_builder.cli.conversion import helper, terminable
+    from imgkit_builder.delta import code as code_delta
+    from imgkit_builder.sif.options import Options
+
+    target = f"deltas/{code.name}"
+    if code.name in there.codes:
+        report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
+        return (target,)
+    with tempfile.TemporaryDirectory(prefix="imgkit-") as folder, terminable():
+        file = Path(folder, code.name)
+        code_delta.write(code.tree, file, Options(tmpdir=file.parent, helper=helper()), report)
+        _sent(wanted, far, there, file, target, report)
+    return (target,)
 
 
 def _placed(there: Store, *, whole: bool) -> Placed | None:

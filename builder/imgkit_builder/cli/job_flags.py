@@ -12,7 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.flags import Flag
+    from imgkit_builder.job.request import Request
 
 
 COMMAND = "imgkit.command"
@@ -83,6 +85,16 @@ class JobCommand(OptionsCommand):
         common = values.pop(Request)
         own = (owner(**fields) for owner, fields in values.items())
         return Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
+
+
+def read_code(request: Request, *, may_ask: bool) -> CodeFolder | None:
+    """The code of ``--code``, if it is given; asks a person about large code."""
+    if request.code is None:
+        return None
+    from imgkit_builder.cli.common import with_leave
+    from imgkit_builder.job import code
+
+    return with_leave(lambda large: code.read(request, large=large), large=request.yes, may_ask=may_ask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

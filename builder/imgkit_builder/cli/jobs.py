@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import complete_names
-from imgkit_builder.cli.job_flags import COMMAND, JobCommand
+from imgkit_builder.cli.conversion import helper, terminable
+from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
+from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
 from imgkit_builder.cli.remote import connected, follow
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import Job, Request, Script
+    from imgkit_builder.job.code import CodeFolder
+    from imgkit_builder.job.request import CodeRecord, Job, Request, Script
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"job": JobCommand, "submit": JobCommand}
@@ -62,7 +65,8 @@ def verb_job(
       imgkit job --explain
     """
     asked = _asked(recipe, flags, command)
-    job, script = _made(asked)
+    code = None if explain else read_code(asked.given, may_ask=not as_json)
+    job, script = _made(asked, code)
     if explain:
         explained(job, asked.given, asked.project, as_json=as_json)
         return
@@ -95,7 +99,8 @@ def verb_submit(
     from imgkit_builder.job import check, submit
 
     asked = _asked(recipe, flags, command)
-    job, script = _made(asked)
+    code = read_code(asked.given, may_ask=not as_json)
+    job, script = _made(asked, code)
     if dry_run:
         _show(job, script, as_json=as_json)
         return
@@ -103,6 +108,8 @@ def verb_submit(
     check.before_submission(job)
     if require_signature is not None:
         require_signatures(require_signature, *check.signed_files(job))
+    if code is not None:
+        _write_code(code, Path(job.code_files[-1]), as_json=as_json)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:
@@ -172,7 +179,8 @@ def verb_status(
 
     if job_id:
         record = submit.record_of(job_id)
-        _thin(systems.named(record.system).status(record), as_json=as_json, remote=record.remote)
+        words = systems.named(record.system).status(record)
+        _thin(words, as_json=as_json, remote=record.remote, code=record.code)
         return
     known = [words for system in systems.installed().systems.values() for words in system.queues()]
     for words in known:
@@ -246,8 +254,20 @@ def _asked(recipe: str, flags: typer.Context, command: list[str] | None) -> _Job
     return _JobWords(recipe=recipe or (project.recipe if project else ""), given=given, project=project)
 
 
-def _made(asked: _JobWords) -> tuple[Job, Script]:
-    from imgkit_builder.job import baked, systems
+def _write_code(code: CodeFolder, file: Path, *, as_json: bool) -> None:
+    """Write the delta of the code where the job looks for it, unless an earlier job of it has done so."""
+    from imgkit_builder.delta import code as code_delta
+    from imgkit_builder.sif.options import Options
+
+    if file.is_file():
+        return
+    file.parent.mkdir(exist_ok=True)
+    with terminable(), reporter(as_json=as_json) as report:
+        code_delta.write(code.tree, file, Options(helper=helper()), report)
+
+
+def _made(asked: _JobWords, code: CodeFolder | None) -> tuple[Job, Script]:
+    from imgkit_builder.job import baked, contents, systems
     from imgkit_builder.job.resolve import resolve
     from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
@@ -260,6 +280,8 @@ def _made(asked: _JobWords) -> tuple[Job, Script]:
         target, default = targets.find(asked.recipe), ""
     request = origins.under(asked.given, asked.project)
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
+    if code is not None:
+        job = contents.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
     for warning in job.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)
     return job, systems.named(job.system).script(job)
@@ -280,13 +302,14 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
         "cpus": job.cpus,
         "time": job.time,
         "image": job.image,
+        "code": dataclasses.asdict(job.code) if job.code else None,
         "submit": list(script.submit),
         "script": script.text,
         "warnings": list(job.warnings),
     }
 
 
-def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "") -> None:
+def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "", code: CodeRecord | None = None) -> None:
     """Print the command, run it here or on `remote`, and exit with its exit code."""
     from imgkit_builder.base import process
 
@@ -302,5 +325,7 @@ def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "") -> None:
     else:
         done = process.run(words, check=False)
     data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
+    if code is not None:
+        data["code"] = dataclasses.asdict(code)
     print(json.dumps(data, indent=2) if as_json else done.output, end="\n" * as_json)
     raise typer.Exit(done.returncode)

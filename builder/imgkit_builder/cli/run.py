@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from imgkit_builder.cli.common import JSON, complete_names, show, stem
-from imgkit_builder.cli.job_flags import COMMAND, JobCommand
+from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
 from imgkit_builder.cli.remote import connected, follow, may_ask
@@ -89,6 +89,7 @@ def verb_run(
       imgkit run --plan
       imgkit run mn5 --on mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-train
       imgkit run --on mn5 --time 10m -- dist-hello
+      imgkit run --on mn5 --time 10m --code . -- dist-run train.py
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
     """
     from imgkit_builder.cli import bring
@@ -108,6 +109,7 @@ def verb_run(
     script = systems.named(early.system).script(early)
     jobs.refuse_script(early, script)
     check.check_environment(early)
+    code = read_code(plan.request, may_ask=not as_json)
     for warning in early.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)
     far = connection.connect(remote, ask=may_ask())
@@ -121,6 +123,7 @@ def verb_run(
             sif=plan.sif,
             whole=whole,
             most_per_s=None if bwlimit is None else bwlimit * 1e6,
+            code=code,
         )
         placed = bring.bring(wanted, far, script.submit[0], report)
         report.stage(f"submit to {remote.name}")
@@ -133,6 +136,7 @@ def verb_run(
             "id": record.handle,
             "image": job.image,
             "delta": job.overlay or None,
+            "code": dataclasses.asdict(job.code) if job.code else None,
             "folder": placed.home,
             "name": job.name,
         }

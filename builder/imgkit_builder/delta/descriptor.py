@@ -32,6 +32,8 @@ from imgkit_entrypoints.launch import delta_check
 SCHEMA = 1
 INSIDE = delta_check.DELTA_JSON.lstrip("/")
 """A file in the delta's tree, by which the commands of the image see that the delta is there."""
+CODE_PLACE = "workspace"
+"""Folder of an image over which the code of a run lies (`delta/code.py`)."""
 _MARK = b"IMGDELTA"
 _END = struct.Struct("<Q8s")
 _MAX_BYTES = 1 << 20

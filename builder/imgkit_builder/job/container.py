@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.job.request import Job
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
@@ -104,10 +105,16 @@ def exports(job: Job) -> tuple[str, ...]:
 
 
 def _mounts(job: Job) -> tuple[str, ...]:
-    """Options that mount the delta, the libraries and the folders."""
+    """Options that mount the deltas, the libraries and the folders; the last overlay is uppermost."""
+    overlays = (*((job.overlay,) if job.overlay else ()), *job.code_files)
+    layers = (word for overlay in overlays for word in ("--overlay", f"{overlay}:ro"))
     libraries = (f"{folder}:{folder}:ro" for folder in job.recipe.system.runtime.host_libs)
     binds = (word for bind in (*libraries, *job.binds, str(job.directory)) for word in ("--bind", bind))
-    return (*(("--overlay", f"{job.overlay}:ro") if job.overlay else ()), *binds)
+    if job.code is None or not job.code.replace:
+        return (*layers, *binds)
+    # The folder itself, mounted from the delta: it hides what the overlay only adds to.
+    folder = f"{job.code_files[-1]}:/{CODE_PLACE}:image-src=/{CODE_PLACE},ro"
+    return (*layers, "--bind", folder, *binds)
 
 
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:

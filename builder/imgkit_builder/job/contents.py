@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import fields
-from imgkit_builder.job.request import Job, Request, RunBy
+from imgkit_builder.job.request import CodeRecord, Job, Request, RunBy
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
@@ -70,6 +70,28 @@ def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
     """`job`, which was resolved with its .sif alone, with `delta` over it, at the nodes' path `overlay`."""
     env = {delta_check.VARIABLE: delta.image_id, **job.env}
     return dataclasses.replace(job, overlay=fields.check("--delta", overlay), delta=delta, env=env)
+
+
+def refuse_code(request: Request, run_by: RunBy) -> None:
+    """Raise UsageError for flags of code that mean nothing in this job."""
+    if request.code is None:
+        for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
+            if given:
+                raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
+    elif request.making or run_by != "singularity":
+        does = f"{request.making} makes one" if request.making else f"{run_by} does not run one"
+        raise UsageError(
+            f"--code lies over a .sif, but {does}",
+            where="--code",
+            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
+        )
+
+
+def with_code(job: Job, code: CodeRecord, files: Sequence[str]) -> Job:
+    """`job` with the code over its image; `files` are the nodes' paths of its deltas, lowest first."""
+    checked = tuple(fields.check("--code", file) for file in files)
+    env = {delta_check.CODE_VARIABLE: code.sha256, **job.env}
+    return dataclasses.replace(job, code=code, code_files=checked, env=env)
 
 
 def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:

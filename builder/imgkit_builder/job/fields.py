@@ -35,6 +35,7 @@ FIELDS: Mapping[str, Field] = {
     "--qos": _WORD,
     "--directory": _PATH,
     "--delta": _PATH,
+    "--code": _PATH,
     "--secret-file": _PATH,
     "--env-file": _PATH,
 }

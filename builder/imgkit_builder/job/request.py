@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +44,14 @@ class Request:
     delta: Path | None = flag(
         None, metavar="X.imgdelta", help="Delta to lay over the .sif, which does not change (imgkit delta)."
     )
+    code: Path | None = flag(
+        None, metavar="DIR", help="Folder to lay over /workspace of the image, without a build."
+    )
+    code_replace: bool = flag(False, help="With --code: hide what the image itself has in /workspace.")
+    allow: tuple[str, ...] = flag(
+        (), metavar="NAME", help="With --code: take this file, although its name looks like that of a secret."
+    )
+    yes: bool = flag(False, help="With --code: take more than 100 MB without a question.")
     binds: tuple[str, ...] = flag(
         (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
     )
@@ -107,6 +117,25 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeRecord:
+    """What is kept about the code of a run."""
+
+    sha256: str
+    """Digest of the code, which is in the name of its delta."""
+    git: str
+    """``git describe --always --dirty`` of its folder; empty where git does not know that."""
+    uncommitted: bool
+    """Whether no commit holds exactly this code."""
+    replace: bool
+    """Whether the rest of /workspace is hidden."""
+
+    @property
+    def text(self) -> str:
+        """The content of ``code.json`` in the run folder."""
+        return json.dumps({"schema": 1, **dataclasses.asdict(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A request with all values found and checked against the system's limits."""
 
@@ -148,6 +177,10 @@ class Job:
     directory: Path
     stop_before_s: int
     """Seconds before the time limit at which the program is asked to save; 0: never."""
+    code: CodeRecord | None = None
+    """The code over the image and its delta; None if there is none."""
+    code_files: tuple[str, ...] = ()
+    """Paths of its deltas, lowest first."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -198,6 +231,7 @@ class SubmittedJob:
     """The queue that it was submitted to; some systems find a job only by both."""
     remote: str = ""
     """Name of the remote on which it was submitted; empty: here."""
+    code: CodeRecord | None = None
 
     @property
     def handle(self) -> str:

@@ -38,6 +38,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     _require(recipe, system.required(recipe, request), queue)
     command = _command(request)
     run_by = _run_by(recipe, request, system)
+    contents.refuse_code(request, run_by)
     directory = request.directory.absolute()
     fields.check("--directory", str(directory))
     image = contents.image(recipe, request, run_by, directory)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.job import systems
-from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.request import CodeRecord, Job, Script, SubmittedJob
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
@@ -38,6 +39,7 @@ def submit(job: Job, script: Script) -> SubmittedJob:
         recipe=job.recipe.name,
         directory=job.directory,
         queue=job.queue,
+        code=job.code,
     )
 
 
@@ -60,6 +62,7 @@ def record_of(job_id: str) -> SubmittedJob:
                 directory=Path(data["directory"]),
                 queue=data.get("queue", ""),
                 remote=data.get("remote", ""),
+                code=CodeRecord(**data["code"]) if data.get("code") else None,
             )
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -85,6 +88,7 @@ def keep(record: SubmittedJob) -> None:
         "directory": str(record.directory),
         "queue": record.queue,
         "remote": record.remote,
+        "code": dataclasses.asdict(record.code) if record.code else None,
     }
     files.put(folder / f"{record.handle}.json", json.dumps(data, indent=2) + "\n")
 

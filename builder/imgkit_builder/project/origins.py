@@ -93,6 +93,8 @@ class _Finder:
         yield self._row("image", job.image)
         if job.overlay:
             yield self._row("delta", job.overlay)
+        if job.request.code:
+            yield self._row("code", job.request.code)
         yield self._row("runtime", job.run_by, ("system", "runtime", "kind"))
         yield self._row("stop-before", job.stop_before_s, field="stop_before_s")
         yield self._row("directory", job.directory)

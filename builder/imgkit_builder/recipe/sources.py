@@ -1,7 +1,8 @@
 """The files of a folder that go into an image: what git ignores and what imgkit or a cache wrote stays out.
 
 Several lists of patterns decide, each about the folders below it. The last one that knows a path wins:
-outputs of imgkit, ``.gitignore`` from the repository's root downwards, ``.dockerignore``, then `ignore`.
+outputs of imgkit, ``.gitignore`` from the repository's root downwards or the list of git itself,
+``.dockerignore``, then `ignore`.
 Files that usually hold secrets stay out unless `ignore` brings them back by name.
 """
 
@@ -60,10 +61,25 @@ class _Patterns:
         return self.spec.check_file(self.above + path.removeprefix(self.below)).include
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """The paths that git lists, and the folders above them with a final slash."""
+
+    names: frozenset[str]
+
+    def decision(self, path: str) -> bool | None:
+        """Whether `path` stays out; None for a path of the list."""
+        return None if path in self.names else True
+
+
+_Rules = tuple[_Patterns | _Listed, ...]
+
+
 def walk(
     source: Path,
     ignore: Iterable[str] = (),
     *,
+    listed: Iterable[str] | None = None,
     hidden: Collection[Path] = (),
     left_out: list[str] | None = None,
     secret: list[str] | None = None,
@@ -73,6 +89,7 @@ def walk(
     Parameters
     ----------
     ignore : patterns of the recipe; ``!NAME`` brings back what another list leaves out.
+    listed : the paths of files that git lists below `source`, in place of the ``.gitignore`` files.
     hidden : resolved paths that must not be in an image.
     left_out : receives the names that anything but `ignore` leaves out, folders with a final slash.
     secret : receives the names that stay out because they usually hold secrets.
@@ -87,6 +104,7 @@ def walk(
     brought_back = (pattern[1:].rstrip("/").rpartition("/")[2] for pattern in ignore if pattern[:1] == "!")
     walker = _Walker(
         own=own,
+        reads_gitignore=listed is None,
         late=(*_dockerignore(source), own),
         hidden=frozenset(hidden),
         left_out=[] if left_out is None else left_out,
@@ -94,7 +112,8 @@ def walk(
         # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
         named=tuple(name for name in brought_back if name.strip("*?")),
     )
-    yield from walker.folder(source, "", _above(source))
+    above: _Rules = _above(source) if listed is None else (_Listed(names=_with_folders(listed)),)
+    yield from walker.folder(source, "", above)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +121,20 @@ class _Walker:
     own: _Patterns
     late: tuple[_Patterns, ...]
     """The patterns that win over those of folders; `own` is the last."""
+    reads_gitignore: bool
     hidden: frozenset[Path]
     left_out: list[str]
     secret: list[str]
     named: tuple[str, ...]
     """The last parts of the patterns that bring something back."""
 
-    def folder(self, folder: Path, below: str, above: tuple[_Patterns, ...]) -> Iterator[Found]:
+    def folder(self, folder: Path, below: str, above: _Rules) -> Iterator[Found]:
         """Yield what counts in `folder`; `below` is its path below the source, empty or with a last slash."""
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
         names = {entry.name for entry in entries}
-        general = (*above, *_listed(folder, below)) if ".gitignore" in names else above
+        reads = self.reads_gitignore and ".gitignore" in names
+        general = (*above, *_gitignore(folder, below)) if reads else above
         for entry in entries:
             is_folder = entry.is_dir(follow_symlinks=False)
             # The slash lets a folder match patterns such as "data/"; as in git, this excludes all below it.
@@ -140,7 +161,18 @@ class _Walker:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
 
 
-def _last_word(patterns: tuple[_Patterns, ...], path: str) -> bool | None:
+def _with_folders(listed: Iterable[str]) -> frozenset[str]:
+    names: set[str] = set()
+    for name in listed:
+        names.add(name)
+        above = name.rpartition("/")[0]
+        while above and f"{above}/" not in names:
+            names.add(f"{above}/")
+            above = above.rpartition("/")[0]
+    return frozenset(names)
+
+
+def _last_word(patterns: _Rules, path: str) -> bool | None:
     decisions = (one.decision(path) for one in reversed(patterns))
     return next((one for one in decisions if one is not None), None)
 
@@ -194,7 +226,7 @@ def _spec(patterns: Iterable[str], where: str) -> GitIgnoreSpec:
         raise UsageError(f"a pattern cannot be read: {error}", where=where, hint="correct it") from error
 
 
-def _listed(folder: Path, below: str) -> tuple[_Patterns, ...]:
+def _gitignore(folder: Path, below: str) -> tuple[_Patterns, ...]:
     """The patterns of the folder's own ``.gitignore``."""
     file = folder / ".gitignore"
     lines = _lines(file)

@@ -30,6 +30,7 @@ echo "home $(pwd -P)"
 echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 for file in images/*.sif; do echo "name ${file#images/}"; done
+for file in deltas/code-*.imgdelta; do echo "code ${file#deltas/}"; done
 for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
     if [ -f "$file" ] && size=$(wc -c < "$file"); then
         echo "file $((size)) ${file##*/}"
@@ -68,6 +69,8 @@ class Store:
     """Deltas that make the image."""
     names: tuple[str, ...]
     """All names in ``images``; a file gets its name when it is whole."""
+    codes: tuple[str, ...]
+    """Names in ``deltas`` of code."""
 
 
 def name_of(record: ImgkitRecord) -> str:
@@ -117,6 +120,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     )
     home, free, there = "", None, False
     names: list[str] = []
+    codes: list[str] = []
     images: list[str] = []
     deltas: list[HeldDelta] = []
     for word, value, body in _rows(output):
@@ -128,6 +132,8 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
             there = True
         elif word == "name":
             names.append(value)
+        elif word == "code":
+            codes.append(value)
         elif word == "file":
             size, _, name = value.partition(" ")
             with _ends(int(size), body) as path:
@@ -144,6 +150,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
         images=tuple(images),
         deltas=tuple(deltas),
         names=tuple(names),
+        codes=tuple(codes),
     )
 
 

@@ -15,18 +15,29 @@ VARIABLE = "IMGKIT_DELTA"
 """Variable of a job with a delta: the id of the image that base and delta make together."""
 DELTA_JSON = "/opt/imgkit/delta.json"
 """File of the uppermost delta; its ``image_id`` is that id."""
+CODE_VARIABLE = "IMGKIT_CODE"
+"""Variable of a job with a code delta: the digest of the code."""
+CODE_JSON = "/opt/imgkit/code.json"
+"""File of the code delta; its ``sha256`` is that digest."""
 
 
 def require(env: Mapping[str, str]) -> None:
-    """Raise NoPlan if the job has a delta but this image is not base and delta."""
-    wanted = env.get(VARIABLE, "")
-    if not wanted:
-        return
-    text = facts.Reader(root=facts.root_of(env)).text(DELTA_JSON)
+    """Raise NoPlan if the job has a delta or a code delta, and another one or none is here."""
+    if wanted := env.get(VARIABLE, ""):
+        _require_delta(wanted, _found(env, DELTA_JSON, "image_id"))
+    if wanted := env.get(CODE_VARIABLE, ""):
+        _require_code(wanted, _found(env, CODE_JSON, "sha256"))
+
+
+def _found(env: Mapping[str, str], file: str, key: str) -> str:
+    text = facts.Reader(root=facts.root_of(env)).text(file)
     try:
-        found = str(json_text.parse(text)["image_id"]) if text is not None else ""
+        return str(json_text.parse(text)[key]) if text is not None else ""
     except (ValueError, KeyError, TypeError):
-        found = "unreadable"
+        return "unreadable"
+
+
+def _require_delta(wanted: str, found: str) -> None:
     if found == wanted:
         return
     if found:
@@ -41,3 +52,13 @@ def require(env: Mapping[str, str]) -> None:
         hint="see what the runtime says: singularity exec --overlay X.imgdelta:ro BASE.sif true. If an admin "
         "has set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
     )
+
+
+def _require_code(wanted: str, found: str) -> None:
+    if found != wanted:
+        raise NoPlan(
+            f"the job's code is not here, but {'another' if found else 'that of the image'}",
+            where=f"{CODE_VARIABLE}={wanted}, and {found or 'nothing'} in {CODE_JSON}",
+            hint="submit the job again with --code; if an admin has set `enable overlay = no`, no delta "
+            "works there: build the code into the image (image.copy)",
+        )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, run, until
+from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, output, run, until
 from remotekit import SSHD, FarHost, far_host
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -146,7 +146,7 @@ def test_edit_sends_a_delta_of_some_kilobytes(site: Site) -> None:
     finally:
         recipe.write_text(RECIPE)
     assert site.sif.read_bytes() == kept
-    assert len(list((site.store / "deltas").iterdir())) == 1
+    assert len([path for path in (site.store / "deltas").iterdir() if path.name[:5] != "code-"]) == 1
 
 
 def test_waiting_job_keeps_its_image(site: Site) -> None:
@@ -193,6 +193,75 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
     finally:
         for path in set(site.here.iterdir()) - before:
             path.unlink()
+
+
+@pytest.fixture
+def code(site: Site) -> Iterator[Path]:
+    """A folder of code in git, with names that a shell would take apart."""
+    folder = site.here / "my code"
+    (folder / 'it\'s "b"').mkdir(parents=True)
+    (folder / "train.py").write_text("print('first')\n")
+    (folder / 'it\'s "b"/c d.txt').write_text("c\n")
+    (folder / "away").symlink_to("/nowhere/else")
+    (folder / ".gitignore").write_text("*.log\n")
+    (folder / "noise.log").write_text("noise\n")
+    for words in (
+        ("init", "-q"),
+        ("add", "."),
+        ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm1"),
+    ):
+        output("git", "-C", folder, *words)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> None:
+    command = (
+        "--",
+        "sh",
+        "-c",
+        'cd /workspace && python3 train.py && cat "it\'s \\"b\\""/* && ls && readlink away',
+    )
+    done = site.run("--code", code, *command)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()
+    assert first[:2] == ["first", "c"]
+    assert first[-1] == "/nowhere/else"
+    assert "noise.log" not in first
+    (code / "train.py").write_text("print('secnd')\n")  # as long as before
+    done = site.run("--code", code, *command)
+    assert done.stdout.splitlines() == ["secnd", *first[1:]]
+    sent = re.search(r"to send: \S+code-\S+\.imgdelta, ([0-9.]+) kB", done.stderr)
+    assert sent, done.stderr
+    assert float(sent[1]) < 100
+    shown = json.loads(site.imgkit("status", handle(done), "--json").stdout)["code"]
+    assert shown["git"].endswith("-dirty")
+    assert shown["uncommitted"]
+    number = handle(done).partition("@")[0]
+    assert f"deltas/code-{shown['sha256']}.imgdelta" in (site.store / "jobs" / number).read_text()
+    kept = next(site.store.glob(f"runs/*-{number}/code.json"))
+    assert json.loads(kept.read_text()) == {"schema": 1, **shown}
+    assert f"code-{shown['sha256']}.imgdelta" in sent[0]
+    again = site.run("--code", code, "--detach", "--", "true")
+    assert "to send: no code; far has that of " in again.stderr
+
+
+def test_code_lies_over_the_delta_of_the_image(site: Site, code: Path) -> None:
+    recipe = next(site.here.glob("line*.yaml"))
+    (site.here / "train.py").write_text("print('of the image')\n")
+    copied = (
+        "  copy: [{source: train.py, target: /workspace/}, {source: first.out, target: /workspace/}]\nsystem:"
+    )
+    recipe.write_text(RECIPE.replace("system:", copied, 1))
+    command = ("--", "sh", "-c", "dist-env > /dev/null && python3 /workspace/train.py && ls /workspace")
+    try:
+        done = site.from_recipe("--code", code, *command)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["first", "away", "first.out", 'it\'s "b"', "train.py"]
+        done = site.from_recipe("--code", code, "--code-replace", *command)
+        assert done.stdout.splitlines() == ["first", "away", 'it\'s "b"', "train.py"]
+    finally:
+        recipe.write_text(RECIPE)
 
 
 def test_failed_job_fails_the_command(site: Site) -> None:
@@ -275,14 +344,14 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
     told = site.imgkit("fetch", job)
     assert told.returncode == 0, told.stderr
     (folder,) = site.here.glob(f"runs/*-{job.partition('@')[0]}")
-    output = f"{folder.name}.out"
-    assert found(folder) == ["a b/c", output, "metrics.jsonl"]
-    assert (folder / output).read_text() == "done\n"
+    log = f"{folder.name}.out"
+    assert found(folder) == ["a b/c", log, "metrics.jsonl"]
+    assert (folder / log).read_text() == "done\n"
     assert "0 of 3 files were new" in site.imgkit("fetch", job).stdout
     (folder / "metrics.jsonl").write_text("changed here")
     assert "1 of 3 files were new" in site.imgkit("fetch", job).stdout
     assert site.imgkit("fetch", job, "--snapshots").returncode == 0
-    assert found(folder) == ["a b/c", output, "metrics.jsonl", "snapshots/step-1/w"]
+    assert found(folder) == ["a b/c", log, "metrics.jsonl", "snapshots/step-1/w"]
 
 
 def found(folder: Path) -> list[str]:

@@ -159,3 +159,15 @@ def test_commands_refuse_another_delta_or_none(tmp_path: Path, text: str | None,
     with pytest.raises(NoPlan, match=message) as caught:
         delta_check.require(image_root(tmp_path, text))
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("text", [None, '{"sha256": "other"}', "{"])
+def test_commands_refuse_other_code_or_none(tmp_path: Path, text: str | None) -> None:
+    env = {"IMGKIT_ROOT": str(tmp_path), "IMGKIT_CODE": "wanted"}
+    (tmp_path / "opt/imgkit").mkdir(parents=True)
+    file = tmp_path / "opt/imgkit/code.json"
+    file.write_text('{"sha256": "wanted"}')
+    delta_check.require(env)
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(NoPlan, match="the job's code is not here"):
+        delta_check.require(env)

@@ -1,0 +1,186 @@
+"""A folder of code as a delta over any image: the same files give the same bytes, of any owner and time.
+
+Such a delta has no base and no whiteouts. It holds the folder at `CODE_PLACE`, and a file by which the
+commands of the image see that it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.delta import tree, write_squashfs
+from imgkit_builder.delta.descriptor import CODE_PLACE
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
+from imgkit_builder.delta.tree import Kind, TreeEntry
+from imgkit_builder.image.members import CHUNK_BYTES, MTIME_S
+from imgkit_builder.sif import compression
+from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif.options import Options
+from imgkit_builder.sif.runtime import log_file
+from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.launch import delta_check
+
+SCHEMA = 1
+_INSIDE = delta_check.CODE_JSON.lstrip("/")
+_TIMES = 1 << 29
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeFile:
+    """One file, folder or symlink of the code."""
+
+    name: str
+    """Its path below the folder."""
+    kind: Kind
+    source: Path
+    size_bytes: int = 0
+    executable: bool = False
+    link: str = ""
+    """Target of a symlink, which nobody follows."""
+
+
+class CodeTree:
+    """The layer of a code delta; making one reads every file.
+
+    Raises
+    ------
+    UsageError : a file cannot be read.
+    """
+
+    def __init__(self, found: Iterable[CodeFile]) -> None:
+        self._files = {tree.join(CODE_PLACE, one.name): one for one in found}
+        self._digests = {path: _digest(one) for path, one in self._files.items() if one.kind == "file"}
+        whole = hashlib.sha256(b"imgkit code 1\n")
+        for path, one in self._files.items():
+            words = (one.name, one.kind, str(one.executable), one.link, self._digests.get(path, ""))
+            whole.update(b"\0".join(os.fsencode(word) for word in words) + b"\n")
+        self.sha256 = whole.hexdigest()
+        """Digest of names, kinds, content and what may be executed: it names the delta."""
+        self._mark = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1).encode() + b"\n"
+        self._tree: dict[str, dict[str, TreeEntry]] = {}
+        folders = ("opt", "opt/imgkit", CODE_PLACE)
+        for path in (*folders, _INSIDE, *self._files):
+            folder, _, name = path.rpartition("/")
+            self._tree.setdefault(folder, {})[name] = self._entry(path)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(one.size_bytes for one in self._files.values())
+
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
+        """Entries of the folder `path`; empty if it is not in this layer."""
+        return self._tree.get(path, {})
+
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
+        """The bytes of a file, which must be those that were read first."""
+        path = str(entry.place)
+        if path == _INSIDE:
+            yield self._mark
+            return
+        one = self._files[path]
+        digest, left = hashlib.sha256(), one.size_bytes
+        with _readable(one.source), one.source.open("rb", buffering=0) as stream:
+            # One byte more than expected detects a file that grew.
+            while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
+                digest.update(chunk)
+                left -= len(chunk)
+                if left < 0 or (not left and digest.hexdigest() != self._digests[path]):
+                    raise _changed(one.source)
+                yield chunk
+        if left:
+            raise _changed(one.source)
+
+    def names(self, group: int) -> tuple[str, ...]:
+        """Empty: no file has two names."""
+        return ()
+
+    def _entry(self, path: str) -> TreeEntry:
+        one = self._files.get(path)
+        if one is None:
+            is_mark = path == _INSIDE
+            return TreeEntry(
+                layer=self,
+                kind="file" if is_mark else "dir",
+                mode=0o644 if is_mark else 0o755,
+                mtime_s=MTIME_S,
+                size_bytes=len(self._mark) if is_mark else 0,
+                place=path,
+            )
+        # Python takes compiled code for current if time and size of the source are those that it knows. So
+        # the time follows from the content: the image may hold compiled code of another version of the file.
+        later_s = int(self._digests[path][:8], 16) % _TIMES if one.kind == "file" else 0
+        return TreeEntry(
+            layer=self,
+            kind=one.kind,
+            mode=0o777 if one.kind == "symlink" else 0o755 if one.kind == "dir" or one.executable else 0o644,
+            mtime_s=MTIME_S + later_s,
+            size_bytes=one.size_bytes,
+            link=one.link,
+            place=path,
+        )
+
+
+def write(code: CodeTree, target: Path, options: Options, report: Reporter) -> None:
+    """Write the delta `target`, which is whole or absent.
+
+    Raises
+    ------
+    UsageError : the folder changes while it is read.
+    ToolMissing, ToolFailed : nothing here squashes, or it failed.
+    """
+    target = target.absolute()
+    with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
+        clock = Clock(report)
+        # Every runtime mounts gzip, and the delta lies over images of either compression.
+        packing = compression.choose(None, "gzip", lacks_zstd="")
+        job = ConversionJob(tool=None, options=options, compression=packing, work=work, clock=clock, log=log)
+        clock.stage("squash the code")
+        write_squashfs.make(job, work.part, tree.everything((code,)))
+        if tree.content((SquashfsLayer(work.part),), _INSIDE) != tree.content((code,), _INSIDE):
+            raise CheckFailed(
+                "the new file does not show the code",
+                where=str(work.part),
+                hint="mksquashfs wrote other data than it got: try another version",
+            )
+        files.publish(work.part, target)
+        clock.finish()
+
+
+def _digest(one: CodeFile) -> str:
+    with _readable(one.source), one.source.open("rb", buffering=0) as stream:
+        if os.fstat(stream.fileno()).st_size != one.size_bytes:
+            raise _changed(one.source)
+        return files.sha256(stream, 0, one.size_bytes)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into an error that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise _changed(path) from None
+    except OSError as error:
+        raise UsageError(
+            f"it cannot be read: {error.strerror}",
+            where=str(path),
+            hint="chmod u+r it, or list it in .gitignore",
+        ) from error
+
+
+def _changed(path: Path) -> UsageError:
+    return UsageError(
+        "it changed while imgkit read it",
+        where=str(path),
+        hint="the same command again when no program writes there; or list it in .gitignore or .dockerignore",
+    )

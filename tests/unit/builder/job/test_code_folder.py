@@ -1,0 +1,232 @@
+"""Which files of ``--code DIR`` go to the nodes, what is refused, and that equal folders give equal bytes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.delta import code as code_delta
+from imgkit_builder.delta import tree
+from imgkit_builder.delta.code import CodeTree
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
+from imgkit_builder.image.context import LargeContext
+from imgkit_builder.job import code, contents, submit
+from imgkit_builder.job.request import CodeRecord, Request, SubmittedJob
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.recipe.targets import find
+from imgkit_builder.sif.options import Options
+from imgkit_entrypoints.errors import UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "it's my code"
+    (made / "a b").mkdir(parents=True)
+    (made / "train.py").write_text("print(1)\n")
+    (made / "a b/run").write_text("#!/bin/sh\n")
+    (made / "a b/run").chmod(0o700)
+    return made
+
+
+def read(folder: Path, *, large: bool = False, **flags: object) -> code.CodeFolder:
+    return code.read(replace(Request(code=folder), **flags), large=large)
+
+
+def names(found: CodeTree) -> list[str]:
+    return [
+        path.removeprefix("workspace/") for path, _ in tree.everything((found,)) if path[:10] == "workspace/"
+    ]
+
+
+def git(folder: Path, *words: str) -> None:
+    own = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", "-C", folder, *own, *words], check=True, capture_output=True)
+
+
+def write(found: code.CodeFolder, target: Path) -> bytes:
+    code_delta.write(found.tree, target, Options(), Silent())
+    return target.read_bytes()
+
+
+needs_squasher = pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools")
+
+
+@needs_squasher
+def test_same_folder_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    first = read(folder)
+    data = write(first, tmp_path / "1")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "train.py").chmod(0o600)
+    (other / "a b/run").chmod(0o755)
+    os.utime(other / "train.py", (5, 5))
+    second = read(other)
+    assert second.name == first.name == f"code-{first.record.sha256}.imgdelta"
+    assert write(second, tmp_path / "2") == data
+
+
+def test_edit_of_the_same_size_changes_the_time(folder: Path) -> None:
+    """Python would else take compiled code of the old version for current."""
+    before = tree.find((read(folder).tree,), "workspace/train.py")
+    (folder / "train.py").write_text("print(2)\n")
+    after = tree.find((read(folder).tree,), "workspace/train.py")
+    assert before
+    assert after
+    assert before.entry.size_bytes == after.entry.size_bytes
+    assert before.entry.mtime_s != after.entry.mtime_s
+
+
+@needs_squasher
+def test_links_are_stored_and_never_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "away").symlink_to("/etc/hostname")
+    (folder / "gone").symlink_to(".//nowhere")
+    (folder / "back").symlink_to("..")
+    write(read(folder), tmp_path / "x")
+    layer = SquashfsLayer(tmp_path / "x")
+    found = {name: entry.link for name, entry in layer.children("workspace").items() if entry.link}
+    assert found == {"away": "/etc/hostname", "gone": ".//nowhere", "back": ".."}
+
+
+@pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
+def test_ignored_files_stay_here(folder: Path, with_git: bool) -> None:
+    for name, text in ((".gitignore", "*.log\n"), (".dockerignore", "data\n"), ("x.log", ""), ("new.py", "")):
+        (folder / name).write_text(text)
+    (folder / "data").mkdir()
+    (folder / "data/big").touch()
+    if with_git:
+        git(folder, "init", "--quiet")
+    assert names(read(folder).tree) == [".dockerignore", ".gitignore", "a b", "a b/run", "new.py", "train.py"]
+
+
+def test_git_itself_says_what_it_ignores(folder: Path) -> None:
+    git(folder, "init", "--quiet")
+    (folder / ".git/info/exclude").write_text("*.tmp\n")
+    (folder / ".gitignore").write_text("kept.log\n")
+    for name in ("x.tmp", "kept.log"):
+        (folder / name).touch()
+    git(folder, "add", "--force", "kept.log")
+    inside = folder / "a b/inside"
+    inside.mkdir()
+    for name in ("one", "two.o"):
+        (inside / name).touch()
+    git(inside, "init", "--quiet")
+    (inside / ".git/info/exclude").write_text("*.o\n")
+    wanted = [".gitignore", "a b", "a b/inside", "a b/inside/one", "a b/run", "kept.log", "train.py"]
+    assert names(read(folder).tree) == wanted
+
+
+def test_folder_that_git_ignores_counts_when_named(folder: Path) -> None:
+    git(folder, "init", "--quiet")
+    (folder / ".gitignore").write_text("a b/\n")
+    assert names(read(folder / "a b").tree) == ["run"]
+
+
+def test_record_says_what_is_committed(folder: Path) -> None:
+    assert read(folder).record.git == ""
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "1")
+    git(folder, "tag", "-a", "v1", "-m", "1")
+    clean = read(folder).record
+    assert (clean.git, clean.uncommitted) == ("v1", False)
+    (folder / "new.py").touch()
+    assert read(folder).record.uncommitted
+    (folder / "train.py").write_text("print(3)\n")
+    assert read(folder).record.git == "v1-dirty"
+
+
+def test_record_of_a_job_keeps_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    known = CodeRecord(sha256="ab" * 32, git="v1-dirty", uncommitted=True, replace=False)
+    record = SubmittedJob(id="7", system="slurm", name="a", recipe="a", directory=Path("/w"), code=known)
+    submit.keep(record)
+    assert submit.record_of("7") == record
+
+
+@pytest.mark.parametrize("name", [".env", "server.pem", "id_rsa", "conf/.env"])
+def test_secret_names_are_refused_until_allowed(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("x")
+    with pytest.raises(UsageError, match="usually hold secrets") as caught:
+        read(folder)
+    assert "--allow " in str(caught.value.hint)
+    (folder / ".dockerignore").write_text(f"{name}\n")
+    assert name not in names(read(folder).tree)
+    assert name in names(read(folder, allow=(name,)).tree)
+
+
+def test_folder_that_is_none_is_refused(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    for name, message in (("train.py", "no folder"), ("gone", "no such folder"), ("empty", "no file of it")):
+        with pytest.raises(UsageError, match=message) as caught:
+            read(folder / name)
+        assert name in str(caught.value.where)
+
+
+def test_fifo_in_the_folder_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UsageError, match="only files, folders and links"):
+        read(folder)
+
+
+def test_large_code_needs_a_leave(folder: Path) -> None:
+    with (folder / "data.bin").open("wb") as file:
+        file.truncate(code.LARGE_BYTES)
+    with pytest.raises(LargeContext, match=r"data\.bin 100\.0 MB") as caught:
+        read(folder)
+    assert "--yes" in str(caught.value.hint)
+    assert read(folder, large=True).tree.size_bytes > code.LARGE_BYTES
+
+
+@needs_squasher
+@pytest.mark.parametrize(
+    "text", ["print(2)\n", "print(10)\n", "", None], ids=["other", "more", "less", "gone"]
+)
+def test_change_while_it_is_read_leaves_no_delta(folder: Path, tmp_path: Path, text: str | None) -> None:
+    found = read(folder)
+    if text is None:
+        (folder / "train.py").unlink()
+    else:
+        (folder / "train.py").write_text(text)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UsageError, match="changed while imgkit read it"):
+        write(found, tmp_path / "x")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"code": Path(), "runtime": "docker"}, "docker does not run one"),
+        ({"code": Path(), "archive": Path("x.tar"), "command": ()}, "--sif makes one"),
+        ({"code_replace": True}, "--code-replace without --code"),
+        ({"allow": ("x",)}, "--allow without --code"),
+    ],
+    ids=lambda part: "" if isinstance(part, dict) else part,
+)
+def test_code_that_means_nothing_is_refused(flags: dict[str, object], message: str) -> None:
+    request = Request(**{"command": ("dist-hello",), "runtime": "singularity", **flags})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message):
+        resolve(find("cpu"), request)
+
+
+def test_code_lies_over_the_delta(folder: Path) -> None:
+    from imgkit_builder.job import container
+
+    request = Request(command=("dist-hello",), runtime="singularity", code=folder)
+    job = replace(resolve(find("cpu"), request), overlay="/d/x.imgdelta")
+    record = CodeRecord(sha256="ab", git="", uncommitted=True, replace=True)
+    words = container.start(contents.with_code(job, record, ["/d/code"]), ("true",))
+    overlays = [word for before, word in itertools.pairwise(words) if before == "--overlay"]
+    assert overlays == ["/d/x.imgdelta:ro", "/d/code:ro"]
+    assert "/d/code:/workspace:image-src=/workspace,ro" in words
+    assert "IMGKIT_CODE=ab" in words
+    with pytest.raises(UsageError, match="cannot stand in a job"):
+        contents.with_code(job, record, ["/d/a,b"])
