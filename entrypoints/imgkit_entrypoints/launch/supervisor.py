@@ -22,7 +22,7 @@ from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
 from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
 from imgkit_entrypoints.launch.signals import CollectedSignals
-from imgkit_entrypoints.rollcall import descriptors, session
+from imgkit_entrypoints.rollcall import descriptors
 from imgkit_entrypoints.rollcall.messages import AllDone, Failed, Lost, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, LoneRoll, Roll
 
@@ -270,7 +270,7 @@ class _Supervisor:
 
     def _wait(self, *sources: GuardedCommand | CollectedSignals) -> None:
         left = min(TICK_S, max(0.0, self.end.deadline - time.monotonic()))
-        session.wait([*sources, *self.node.roll.links()], left)
+        self.node.roll.wait(sources, left)
         self.node.signals.drain()
 
     def _hear_the_others(self) -> None:

@@ -11,42 +11,33 @@ joins after the start.
 
 from __future__ import annotations
 
-import selectors
-import socket
 import time
 from collections.abc import Callable
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import descriptors, differences, messages, ports, probe, session, strangers
-from imgkit_entrypoints.rollcall.link import LONGEST, Link
-from imgkit_entrypoints.rollcall.messages import (
-    Beat,
-    Call,
-    Caller,
-    FromHead,
-    FromNode,
-    Go,
-    Offer,
-    ProbeOrder,
-    Refused,
-)
+from imgkit_entrypoints.rollcall import descriptors, differences, ports, probe, session, strangers
+from imgkit_entrypoints.rollcall.head_roll import HeadRoll
+from imgkit_entrypoints.rollcall.join import Joining
+from imgkit_entrypoints.rollcall.link import Link
+from imgkit_entrypoints.rollcall.links import Links
+from imgkit_entrypoints.rollcall.messages import Beat, Call, Caller, FromNode, Go, Offer, Refused
 from imgkit_entrypoints.rollcall.probe import OpenPorts
-from imgkit_entrypoints.rollcall.proof import LONGEST_UNPROVEN, OPEN_HEAD, NodeProof
-from imgkit_entrypoints.rollcall.session import LINGER_S, HeadRoll, MemberRoll, Roll, node_name, wait
+from imgkit_entrypoints.rollcall.session import Roll, node_name
 from imgkit_entrypoints.rollcall.strangers import Strangers
+from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Placement
 
 PROGRESS_S = 10.0
-RETRY_S = 0.5
 LOOK_S = 0.5
 """Time between two looks at nodes that have called and are waiting."""
+LONGEST_NAMES = 400
+"""Characters of the names of missing nodes in one message; it names as many as `SHOWN` of them otherwise."""
+SHOWN = 32
 LAST_CALL_S = 30.0
 """Time that a range of nodes waits for one more after the last call; torchrun's own waits as long.
 
 Nodes of one job start seconds apart, and pods as far apart as their images take to pull. So a shorter wait
 would leave nodes out, and a longer one costs every run that gets fewer than MAX."""
-PROOF_S = 10.0
-"""Time that a node gives the head to prove itself before it calls again."""
 
 Say = Callable[[str], None]
 
@@ -77,7 +68,7 @@ def call(
     assert place.nnodes > 1  # noqa: S101 - one node has nobody to call
     with probe.offering(me.address, me.interface) as opened:
         if place.node_rank != 0:
-            return _Joining(place, me, opened, timeout_s, say, stopped, secret).join()
+            return Joining(place, me, opened, timeout_s, say, stopped, secret).join()
         run = _Gathering(place, me, opened, timeout_s, say, stopped, secret)
         try:
             return run.gather()
@@ -103,13 +94,13 @@ class _Gathering:
     ) -> None:
         self.place, self.timeout_s, self.say, self.stopped = place, timeout_s, say, stopped
         self.port = ports.roll_call(place.job_id, place.port)
-        self.links: dict[int, Link[FromNode]] = {}
+        self.links = Links()
         self.callers: dict[int, Caller] = {0: me}
         self.opened = opened
         self.offers: dict[int, Offer | None] = {0: opened.offer}
         most = descriptors.make_room(place.nnodes, strangers.MOST)
         try:
-            listener = ports.listen(self.port)
+            listener = ports.listen(self.port, backlog=place.nnodes)
         except OSError as error:
             raise NoPlan(
                 f"port {self.port}, where the nodes of this run meet, is busy on the head: "
@@ -121,19 +112,22 @@ class _Gathering:
             ) from error
         self.strangers = Strangers(listener, run=place.job_id, secret=secret, most=most, say=say)
         self._looked = self._newest = time.monotonic()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self.strangers, selectors.EVENT_READ, 0)
+        if (queue := ports.longest_queue()) < place.nnodes:
+            say(
+                f"roll call: the head's kernel queues {queue} calls; some of {place.nnodes} at once may come "
+                f"seconds later. As root: sysctl -w net.core.somaxconn={place.nnodes}"
+            )
 
     def gather(self) -> Roll:
         """Wait for all nodes, compare them, and hand out the port."""
         start = progress = time.monotonic()
-        with self._selector:
+        with self.links.watching([self.strangers]):
             while not self._complete(now := time.monotonic(), start + self.timeout_s):
                 if reason := self.stopped():
                     raise NoPlan(f"stopped during the roll call: {self._name(0)} got {reason}")
                 if now - progress >= PROGRESS_S:
                     progress = now
-                    self.say(f"roll call: {self._present()}, waiting for {', '.join(self._missing()[:8])}")
+                    self.say(f"roll call: {self._present()}, waiting for {self._missing()}")
                 self._hear()
         warnings = differences.compare(self.place, self.callers)
         failures, crowded = probe.between_all(self.offers, self.links, self.opened)
@@ -144,13 +138,13 @@ class _Gathering:
             warnings += (f"strangers connect to the ports of the network test; no result from {names}",)
         port = self._torchrun_port()
         numbers = {rank: number for number, rank in enumerate(sorted(self.callers))}
-        for rank, link in self.links.items():
-            link.send(Go(port=port, warnings=warnings, nnodes=len(numbers), node_rank=numbers[rank]))
+        self.links.renumber(numbers)
+        for number, _ in self.links.items():
+            self.links.send(number, Go(port=port, warnings=warnings, nnodes=len(numbers), node_rank=number))
         self.say(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
         place = self.place.numbered(len(numbers), 0)
-        links = {numbers[rank]: link for rank, link in self.links.items()}
         hosts = {numbers[rank]: caller.host for rank, caller in self.callers.items()}
-        return HeadRoll(place, port, warnings, links=links, hosts=hosts, strangers=self.strangers)
+        return HeadRoll(place, port, warnings, links=self.links, hosts=hosts, strangers=self.strangers)
 
     def _complete(self, now: float, end: float) -> bool:
         """Return whether the run can start.
@@ -170,37 +164,29 @@ class _Gathering:
 
     def refuse(self, error: NoPlan) -> None:
         """Send the reason to every node that has called."""
-        for link in self.links.values():
-            link.send(_refusal(error))
-        end = time.monotonic() + LINGER_S
-        for link in self.links.values():
-            link.close(max(0.0, end - time.monotonic()))
+        self.links.send_all(_refusal(error))
+        self.links.close(session.LINGER_S)
 
     def _hear(self) -> None:
         """Wait a moment and read what has arrived; now and then, look for nodes that have gone."""
-        for key, _ in self._selector.select(RETRY_S):
-            if key.data:
-                self.links[key.data].receive()
-                self._drop_if_gone(key.data)
-        missing = self.place.nnodes - len(self.callers)
-        for link, called in self.strangers.callers(missing):
-            self._enter(link, called)
+        turn = self.links.hear(LOOK_S)
+        for rank in turn.gone:
+            self._drop(rank)
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        for rank, link in list(self.links.items()):
-            if now - link.sent >= session.BEAT_S:
-                link.send(Beat())
-            self._drop_if_gone(rank)
+        look = now - self._looked >= LOOK_S
+        if look or turn.others:
+            for link, called in self.strangers.callers(self.place.nnodes - len(self.callers)):
+                self._enter(link, called)
+        if look:
+            self._looked = now
+            for rank in self.links.look(now, Beat()):
+                self._drop(rank)
 
-    def _drop_if_gone(self, rank: int) -> None:
-        link = self.links[rank]
-        if link.why or time.monotonic() - link.heard > session.LOST_S:
-            self.say(f"roll call: {self._name(rank)} called and is gone ({link.why or 'silent'})")
-            self._selector.unregister(link)
-            link.close()
-            del self.links[rank], self.callers[rank], self.offers[rank]
+    def _drop(self, rank: int) -> None:
+        why = self.links[rank].why or "silent"
+        self.say(f"roll call: {self._name(rank)} called and is gone ({why})")
+        self.links.drop(rank)
+        del self.callers[rank], self.offers[rank]
 
     def _enter(self, link: Link[FromNode], called: Call) -> None:
         """Count a node in.
@@ -211,11 +197,12 @@ class _Gathering:
         """
         rank, nnodes, caller = called.node_rank, called.nnodes, called.caller
         if rank in self.links:  # it may have gone a moment ago, and calls again
-            self.links[rank].receive()
-            self._drop_if_gone(rank)
+            while self.links[rank].receive():
+                pass
+            if self.links[rank].why:
+                self._drop(rank)
         before = self.callers.get(rank)
-        key = rank if before is None else -1 - len(self.links)  # so that a refusal reaches it
-        self.links[key] = link
+        self.links.add(rank if before is None else -1, link)  # so that a refusal reaches it
         if nnodes != self.place.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
                 f"{caller.host} calls as node {rank} of {nnodes}, but the head counts "
@@ -229,8 +216,7 @@ class _Gathering:
             )
         self.callers[rank], self.offers[rank] = caller, called.offer
         self._newest = time.monotonic()
-        self._selector.register(link, selectors.EVENT_READ, rank)
-        link.send(Beat())  # shows the node that the head, and no other service, took its call
+        self.links.send(rank, Beat())  # shows the node that the head, and no other service, took its call
 
     def _torchrun_port(self) -> int:
         wanted = self.place.port
@@ -249,11 +235,9 @@ class _Gathering:
         return wanted
 
     def _never_called(self) -> NoPlan:
-        missing = self._missing()
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         others = "".join(f"; {text}" for text in self.strangers.refused)
         return NoPlan(
-            f"{shown} never called; {self._present()} after {self.timeout_s:g} s{others}",
+            f"{self._missing()} never called; {self._present()} after {self.timeout_s:g} s{others}",
             where=f"roll call on {self.callers[0].host}:{self.port}",
             hint="start this command once on every node of the job. If it was, read its output; check that "
             f"the node reaches {self.place.head} (--head NAME, firewall). Late nodes: --rollcall-timeout",
@@ -263,8 +247,20 @@ class _Gathering:
         known = self.callers.get(rank)
         return node_name(self.place, rank, known.host if known else "")
 
-    def _missing(self) -> list[str]:
-        return [self._name(rank) for rank in range(self.place.nnodes) if rank not in self.callers]
+    def _missing(self) -> str:
+        """Return the missing nodes: "nodes 1-2,5 of 8 (node[01-02,05])"."""
+        ranks = [rank for rank in range(self.place.nnodes) if rank not in self.callers]
+        text = self._names(ranks)
+        if len(text) > LONGEST_NAMES:
+            text = f"{self._names(ranks[:SHOWN])} and {len(ranks) - SHOWN} more"
+        return text
+
+    def _names(self, ranks: list[int]) -> str:
+        if len(ranks) == 1:
+            return self._name(ranks[0])
+        hosts = [self.place.hosts[rank] for rank in ranks if rank < len(self.place.hosts)]
+        named = f" ({hostlist.folded(hosts)})" if len(hosts) == len(ranks) else ""
+        return f"nodes {hostlist.number_ranges(map(str, ranks))} of {self.place.nnodes}{named}"
 
     def _present(self) -> str:
         return f"{len(self.callers)}/{self.place.nnodes} present"
@@ -272,125 +268,3 @@ class _Gathering:
 
 def _refusal(error: NoPlan) -> Refused:
     return Refused(what=error.what, where=error.where, hint=error.hint)
-
-
-class _Joining:
-    """The side of any node but the head until the head sends the start."""
-
-    def __init__(
-        self,
-        place: Placement,
-        me: Caller,
-        opened: OpenPorts,
-        timeout_s: float,
-        say: Say,
-        stopped: Callable[[], str],
-        secret: bytes | None,
-    ) -> None:
-        self.place, self.me, self.opened, self.timeout_s, self.say = place, me, opened, timeout_s, say
-        self.stopped, self.secret = stopped, secret
-        self.port = ports.roll_call(place.job_id, place.port)
-        self.where = f"{place.head}:{self.port}"
-        self.deadline = time.monotonic() + timeout_s
-
-    def join(self) -> Roll:
-        """Call the head again and again until it starts the run or refuses it."""
-        place, why, last_said = self.place, "", time.monotonic()
-        while (left := self.deadline - time.monotonic()) > 0:
-            self._check_stop()
-            address = (place.head, self.port)
-            try:
-                connection = socket.create_connection(address, timeout=min(5.0, left))
-            except (
-                OSError
-            ) as error:  # not started yet, or a pod whose name does not resolve before it is ready
-                why = f"{error.strerror or error}"
-            else:
-                link = Link(connection, messages.from_head)
-                try:
-                    if found := self._met(link):
-                        return found
-                except NoPlan:
-                    link.close()
-                    raise
-                why = link.why or "it does not answer the call"
-                link.close()
-            if time.monotonic() - last_said >= PROGRESS_S:
-                last_said = time.monotonic()
-                self.say(f"roll call: waiting for the head {self.where} ({why})")
-            time.sleep(RETRY_S)
-        raise NoPlan(
-            f"the head ({place.head}) did not answer {node_name(place, place.node_rank, self.me.host)} "
-            f"within {self.timeout_s:g} s: {why}",
-            where=self.where,
-            hint="check that this command runs on the head, and that this name leads there (--head). The "
-            "head's output says whether its port was busy. For nodes that start late: --rollcall-timeout",
-        )
-
-    def _check_stop(self) -> None:
-        if reason := self.stopped():
-            raise NoPlan(f"stopped during the roll call by {reason}")
-
-    def _met(self, link: Link[FromHead]) -> Roll | None:
-        """Return the roll once the head sends it; None if another call may help."""
-        if self.secret is not None and not self._proved(link, self.secret):
-            return None
-        place = self.place
-        link.send(
-            Call(
-                job=place.job_id,
-                node_rank=place.node_rank,
-                nnodes=place.nnodes,
-                caller=self.me,
-                offer=self.opened.offer,
-            )
-        )
-        return self._await_go(link)
-
-    def _proved(self, link: Link[FromHead], secret: bytes) -> bool:
-        """Return whether the other end has proved the secret; if not, `link.why` names it as a stranger."""
-        own = NodeProof(secret, self.place.job_id, self.place.node_rank)
-        link.longest = LONGEST_UNPROVEN
-        link.send_line(own.call)
-        end, answer = min(self.deadline, time.monotonic() + PROOF_S), None
-        while not link.why and answer is None and time.monotonic() < end:
-            self._check_stop()
-            wait([link], RETRY_S)
-            link.fill()
-            answer = link.next_line()
-        if answer is not None and (seals := own.seals(answer)):
-            link.longest = LONGEST
-            link.seal(incoming=seals[0], outgoing=seals[1])
-            return True
-        detail = "it starts without a secret" if answer == OPEN_HEAD else link.why
-        if answer is not None and answer != OPEN_HEAD:
-            detail = "its answer is no proof"
-        link.why = (
-            f"something else answers at {self.where} and does not know this run's secret "
-            f"({detail or 'it is silent'}); if it is the head, give both the same --secret-file"
-        )
-        return False
-
-    def _await_go(self, link: Link[FromHead]) -> Roll | None:
-        answered = False
-        while not link.why and time.monotonic() < (
-            link.heard + session.LOST_S if answered else self.deadline
-        ):
-            self._check_stop()
-            wait([link], RETRY_S)
-            received = link.receive()
-            answered = answered or bool(received)
-            for position, message in enumerate(received):
-                if isinstance(message, Refused):
-                    raise NoPlan(message.what, where=message.where, hint=message.hint)
-                if isinstance(message, ProbeOrder):
-                    link.send(probe.report(self.place.node_rank, message, self.opened))
-                elif isinstance(message, Go):
-                    place = self.place
-                    if message.nnodes:
-                        place = place.numbered(message.nnodes, message.node_rank)
-                    unread = received[position + 1 :]
-                    return MemberRoll(place, message.port, message.warnings, link=link, unread=unread)
-            if time.monotonic() - link.sent >= session.BEAT_S:
-                link.send(Beat())
-        return None

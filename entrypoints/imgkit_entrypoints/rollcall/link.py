@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.messages import Message
@@ -20,6 +20,8 @@ LONGEST = 64 * 1024
 """Bytes of one line; a longer one comes from another program. The codes of 4,096 nodes need 20 KiB."""
 FOREIGN = "it sent what is no message of imgkit's roll call"
 UNPROVEN = "it sent a line without the proof of this run's secret"
+
+_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 Heard = TypeVar("Heard")
 
@@ -41,7 +43,7 @@ class Link(Generic[Heard]):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.heard = self.sent = time.monotonic()
-        """Times of the last bytes in and of the last message out."""
+        """Times of the last whole line in and of the last message out."""
         self.why = ""
         """Why the connection is over; empty while it is open."""
         self.longest = longest
@@ -60,10 +62,18 @@ class Link(Generic[Heard]):
         """Sign each message from now on, and accept signed ones only (proof.py)."""
         self._seals = (incoming, outgoing)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something still waits for room in the network."""
+        return bool(self._outbox) and not self.why
+
     def send(self, message: Message) -> None:
         """Queue `message` and send as much as the network takes now."""
-        line = messages.line(message)
-        self.send_line(self._seals[1].sign(line) if self._seals else line)
+        self.send_text(messages.line(message))
+
+    def send_text(self, text: bytes) -> None:
+        """Send the text of a message (`messages.line`)."""
+        self.send_line(self._seals[1].sign(text) if self._seals else text)
 
     def send_line(self, line: bytes) -> None:
         """Queue a line as it is, and send as much as the network takes now."""
@@ -94,8 +104,8 @@ class Link(Generic[Heard]):
     def fill(self) -> None:
         """Read what has arrived, up to about two of the longest lines; `next_line` takes it from there."""
         self.flush()
-        taken = 0
-        while not self.why and not self._ended and taken <= self.longest:
+        taken, drained = 0, False
+        while not drained and not self.why and not self._ended and taken <= self.longest:
             try:
                 data = self.socket.recv(self.longest + 1)
             except (BlockingIOError, InterruptedError):
@@ -103,11 +113,13 @@ class Link(Generic[Heard]):
             except OSError as error:
                 self.why = f"the connection broke: {error.strerror or error}"
                 return
-            self.heard = time.monotonic()
             self._ended = not data
             taken += len(data)
+            drained = len(data) <= self.longest  # less than there was room for
             *lines, self._inbox = (self._inbox + data).split(b"\n")
-            self._lines.extend(lines)
+            if lines:
+                self.heard = time.monotonic()
+                self._lines.extend(lines)
 
     def next_line(self) -> bytes | None:
         """Return the next line that has arrived; None, perhaps with `why`, if there is none."""
@@ -147,15 +159,30 @@ class Link(Generic[Heard]):
                 self.socket.shutdown(socket.SHUT_WR)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; the peer has up to `linger_s` seconds to read the last messages.
+        """Close; the peer has up to `linger_s` seconds to read the last messages."""
+        close_all([self], linger_s)
 
-        A close with unread input sends a reset, which can overtake the last message.
-        """
-        end = time.monotonic() + linger_s
-        self.shut()
-        while not self.why and (left := end - time.monotonic()) > 0:
-            waiting = select.poll()  # select.select would end at descriptor 1023
-            waiting.register(self.socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-            waiting.poll(left * 1000)
-            self.receive()
-        self.socket.close()
+
+def close_all(links: Collection[Link[Any]], linger_s: float = 0.0) -> None:
+    """Close `links`; their peers have up to `linger_s` seconds together to read the last messages.
+
+    A close with unread input sends a reset, which can overtake the last message.
+    """
+    end = time.monotonic() + linger_s
+    for link in links:
+        link.shut()
+    with selectors.DefaultSelector() as waiting:
+        for link in links if linger_s else ():
+            if not link.why:
+                waiting.register(link, _BOTH if link.unsent else selectors.EVENT_READ, link)
+        while waiting.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in waiting.select(left):
+                one: Link[Any] = key.data
+                one.receive()
+                if one.why:
+                    waiting.unregister(one)
+                elif key.events == _BOTH and not one.unsent:
+                    one.shut()
+                    waiting.modify(one, selectors.EVENT_READ, one)
+    for link in links:
+        link.socket.close()

@@ -1,37 +1,13 @@
-"""The messages between a node and the head: values here, one JSON object a line on the wire.
-
-This module is the one place where the text of another node becomes a value. `from_node` and `from_head` check
-type, range and length of every field, and replace control characters in every text, so that all code behind
-them may trust a message. Further fields are ignored: another image may hold another version of imgkit.
-"""
+"""The messages between a node and the head: values here, one JSON object a line on the wire (reader.py)."""
 
 from __future__ import annotations
 
 import json
-import re
-import socket
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from imgkit_entrypoints import json_text
-
-Value = TypeVar("Value")
 Span = tuple[int, int]
 """Places of the slowest and of the furthest worker, as the hang watch counts them."""
-
-NODES = 1 << 20
-"""More nodes than any run has."""
-NAME = 255
-"""Characters of a host name, a version or a device model."""
-PORTS_OFFERED = 8
-FAILURES_REPORTED = 1024
-_PLACE = 1 << 63
-"""The hang watch counts in 64 bits."""
-_CONTROL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # C0, DEL, C1, direction
-)
-_INTERFACE = re.compile(r"[\w.:@-]{0,32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,21 +180,21 @@ def _object(message: Message) -> dict[str, Any]:
             return {"beat": span}
         case Call(job=job, node_rank=rank, nnodes=nnodes, caller=caller, offer=offer):
             said = {"job": job, "node_rank": rank, "nnodes": nnodes, "caller": asdict(caller)}
-            return {**said, "probe": asdict(offer) if offer else None}
+            return {**said, "probe": _flat(offer) if offer else None}
         case Probed(failures=failures, crowded=crowded):
-            return {"probed": [asdict(one) for one in failures], "crowded": crowded}
+            return {"probed": [_flat(one) for one in failures], "crowded": crowded}
         case NodeDone(code=code):
             return {"done": code}
         case StopWanted(reason=reason, requeue=requeue):
             return {"stop": reason, "requeue": requeue}
         case Refused():
-            return {"refused": asdict(message)}
+            return {"refused": _flat(message)}
         case ProbeOrder(targets=targets):
-            return {"probe": [{"target": rank, **asdict(offer)} for rank, offer in targets]}
+            return {"probe": [{"target": rank, **_flat(offer)} for rank, offer in targets]}
         case Go():
-            return {"go": asdict(message)}
+            return {"go": _flat(message)}
         case Lost():
-            return {"lost": asdict(message)}
+            return {"lost": _flat(message)}
         case Failed(node=node, code=code, head=head):
             return {"failed": {"node": node, "code": code}, **({"head": True} if head else {})}
         case StopAsked(node=node, reason=reason, requeue=requeue):
@@ -227,178 +203,6 @@ def _object(message: Message) -> dict[str, Any]:
             return {"closed": {"codes": codes}}
 
 
-def from_node(text: bytes) -> FromNode:
-    """Return the message in a line that a node sent to the head.
-
-    Raises
-    ------
-    ValueError : it is no such message.
-    """
-    said = _fields(json_text.parse(text))
-    if "beat" in said:
-        return Beat(span=_span(said["beat"]))
-    if "done" in said:
-        return NodeDone(code=_code(said["done"]))
-    if "stop" in said:
-        return StopWanted(reason=_text(said["stop"]), requeue=_flag(said.get("requeue", True)))
-    if "probed" in said:
-        failures = _tuple(said["probed"], FAILURES_REPORTED, _failure)
-        return Probed(failures=failures, crowded=_flag(said.get("crowded", False)))
-    nnodes = _integer(said.get("nnodes"), 1, NODES)
-    return Call(
-        job=_text(said.get("job")),
-        node_rank=_integer(said.get("node_rank"), 0, NODES),
-        nnodes=nnodes,
-        caller=_caller(_fields(said.get("caller"))),
-        offer=None if said.get("probe") is None else _offer(_fields(said["probe"])),
-    )
-
-
-def from_head(text: bytes) -> FromHead:
-    """Return the message in a line that the head sent to a node.
-
-    Raises
-    ------
-    ValueError : it is no such message.
-    """
-    said = _fields(json_text.parse(text))
-    if "beat" in said:
-        return Beat(span=_span(said["beat"]))
-    if "refused" in said:
-        told = _fields(said["refused"])
-        return Refused(
-            what=_text(told.get("what")), where=_maybe(told.get("where")), hint=_maybe(told.get("hint"))
-        )
-    if "probe" in said:
-        return ProbeOrder(targets=_tuple(said["probe"], PORTS_OFFERED, _target))
-    if "go" in said:
-        told = _fields(said["go"])
-        nnodes = _integer(told.get("nnodes", 0), 0, NODES)
-        return Go(
-            port=_port(told.get("port")),
-            warnings=_tuple(told.get("warnings"), NODES, _text),
-            nnodes=nnodes,
-            node_rank=_integer(told.get("node_rank"), 1, nnodes - 1) if nnodes else 0,
-        )
-    if "lost" in said:
-        told = _fields(said["lost"])
-        return Lost(node=_text(told.get("node")), why=_text(told.get("why")))
-    if "failed" in said:
-        told = _fields(said["failed"])
-        head = _flag(said.get("head", False))
-        return Failed(node=_text(told.get("node")), code=_code(told.get("code")), head=head)
-    if "stop" in said:
-        told = _fields(said["stop"])
-        requeue = _flag(said.get("requeue", True))
-        return StopAsked(node=_text(told.get("node")), reason=_text(told.get("reason")), requeue=requeue)
-    if "closed" in said:
-        return AllDone(codes=_tuple(_fields(said["closed"]).get("codes"), NODES, _code))
-    raise ValueError("it is no message of the head")
-
-
-def printable(text: str) -> str:
-    """Return a text of another node without characters that steer a terminal or turn its direction."""
-    return _CONTROL.sub("?", text)
-
-
-def _fields(said: object) -> Mapping[str, Any]:
-    if not isinstance(said, dict):
-        raise ValueError("an object is missing")
-    return said
-
-
-def _integer(said: object, low: int, high: int) -> int:
-    if type(said) is not int or not low <= said <= high:  # a bool is an int to isinstance
-        raise ValueError("an integer is missing or out of range")
-    return said
-
-
-def _code(said: object) -> int:
-    return _integer(said, 0, 255)
-
-
-def _port(said: object) -> int:
-    return _integer(said, 1, 65535)
-
-
-def _flag(said: object) -> bool:
-    if not isinstance(said, bool):
-        raise ValueError("true or false is missing")
-    return said
-
-
-def _text(said: object, longest: int | None = None) -> str:
-    """Return a text made printable; without `longest`, only the line's own limit bounds it."""
-    if not isinstance(said, str) or (longest is not None and len(said) > longest):
-        raise ValueError("a text is missing or too long")
-    return printable(said)
-
-
-def _name(said: object) -> str:
-    return _text(said, NAME)
-
-
-def _maybe(said: object) -> str | None:
-    return None if said is None else _text(said)
-
-
-def _tuple(said: object, most: int, each: Callable[[Any], Value]) -> tuple[Value, ...]:
-    if not isinstance(said, list) or len(said) > most:
-        raise ValueError("a list is missing or too long")
-    return tuple(each(one) for one in said)
-
-
-def _span(said: object) -> Span | None:
-    if said is None or (type(said) is int and said == 1):  # imgkit 0.1 sends 1 before the start
-        return None
-    low, high = _tuple(said, 2, lambda one: _integer(one, -_PLACE, _PLACE))
-    return (low, high)
-
-
-def _caller(said: Mapping[str, Any]) -> Caller:
-    own = _fields(said.get("identity"))
-    return Caller(
-        host=_name(said.get("host")),
-        identity=Identity(
-            image=_name(own.get("image", "")),
-            torch=_name(own.get("torch", "")),
-            nccl=_name(own.get("nccl", "")),
-        ),
-        nproc=_integer(said.get("nproc", 1), 0, NODES),
-        gpu=_name(said.get("gpu", "")),
-    )
-
-
-def _offer(said: Mapping[str, Any]) -> Offer:
-    """Return an offer. Its address and interface must be names: they appear in commands that users paste."""
-    address, interface = _name(said.get("address")), _name(said.get("interface"))
-    try:
-        socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
-    except OSError:
-        raise ValueError("an address is missing") from None
-    if not _INTERFACE.fullmatch(interface):
-        raise ValueError("no name of an interface")
-    ports = _tuple(said.get("ports"), PORTS_OFFERED, _port)
-    return Offer(address=address, interface=interface, ports=ports)
-
-
-def _target(said: object) -> tuple[int, Offer]:
-    told = _fields(said)
-    return _integer(told.get("target"), 0, NODES), _offer(told)
-
-
-def _failure(said: object) -> Failure:
-    told = _fields(said)
-
-    def bytes_of(name: str) -> int:
-        return _integer(told.get(name), 0, 1 << 31)
-
-    return Failure(
-        source=_integer(told.get("source"), 0, NODES),
-        target=_integer(told.get("target"), 0, NODES),
-        port=_port(told.get("port")),
-        size=bytes_of("size"),
-        arrived=bytes_of("arrived"),
-        packet=bytes_of("packet"),
-        why=_name(told.get("why")),
-    )
+def _flat(message: Message | Offer | Failure) -> dict[str, Any]:
+    """Return the fields of a value; asdict copies each of them and is a sixth of a roll call."""
+    return {name: getattr(message, name) for name in message.__slots__}

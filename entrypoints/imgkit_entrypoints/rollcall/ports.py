@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 
 PROBES = 64
 """Ports tried for torchrun before giving up."""
+BACKLOG = 1024
 
 
 def roll_call(job_id: str, port: int | None) -> int:
@@ -23,26 +25,37 @@ def roll_call(job_id: str, port: int | None) -> int:
     return port + 1 if port < 65535 else port - 1
 
 
-def listen(port: int) -> socket.socket:
+def listen(port: int, *, backlog: int = 0) -> socket.socket:
     """Open a non-blocking listener on all addresses of this machine, IPv4 and IPv6.
+
+    The kernel queues `backlog` connections, at least `BACKLOG`, and never more than `longest_queue`.
 
     Raises
     ------
     OSError : the port is busy (EADDRINUSE) or not allowed.
     """
+    backlog = max(backlog, BACKLOG)
     if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists():
         try:
             listener = socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-            listener = socket.create_server(("", port), backlog=1024)  # this machine has IPv6 switched off
+            listener = socket.create_server(("", port), backlog=backlog)  # this machine has IPv6 switched off
     else:
-        listener = socket.create_server(("", port), backlog=1024)
+        listener = socket.create_server(("", port), backlog=backlog)
     listener.setblocking(False)
     return listener
+
+
+def longest_queue(root: Path = Path("/")) -> int:
+    """Return the kernel's own limit of connections that wait for one listener."""
+    try:
+        return int((root / "proc/sys/net/core/somaxconn").read_text())
+    except (OSError, ValueError):
+        return sys.maxsize  # it does not tell
 
 
 def is_free(port: int) -> bool:

@@ -19,9 +19,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import Failure, FromNode, Offer, Probed, ProbeOrder
-from imgkit_entrypoints.rollcall.session import wait
+from imgkit_entrypoints.rollcall.links import Links
+from imgkit_entrypoints.rollcall.messages import Failure, Offer, Probed, ProbeOrder
 
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
 """Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames."""
@@ -89,7 +88,7 @@ def offering(address: str, interface: str) -> Iterator[OpenPorts]:
 
 
 def between_all(
-    offered: Mapping[int, Offer | None], links: Mapping[int, Link[FromNode]], own: OpenPorts
+    offered: Mapping[int, Offer | None], links: Links, own: OpenPorts
 ) -> tuple[list[Failure], list[int]]:
     """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
@@ -101,25 +100,24 @@ def between_all(
     targets = {
         rank: {other: offers[other] for other in partners(place, ranks)} for place, rank in enumerate(ranks)
     }
-    waited = {rank: links[rank] for rank in targets if rank}
-    for rank, link in waited.items():
-        link.send(ProbeOrder(targets=tuple(targets[rank].items())))
+    waited = {rank for rank in targets if rank}
+    for rank in waited:
+        links.send(rank, ProbeOrder(targets=tuple(targets[rank].items())))
     end = time.monotonic() + LIMIT_S + ANSWER_S
     found = list(attempt(0, targets.get(0, {})))
     crowded = []
     while waited and (left := end - time.monotonic()) > 0:
-        wait(waited.values(), min(left, 0.5))
-        for rank, link in list(waited.items()):
-            reports = [message for message in link.receive() if isinstance(message, Probed)]
-            if reports or link.why:
-                failures = (replace(one, source=rank) for report in reports for one in report.failures)
+        turn = links.hear(left)
+        for rank, message in turn.heard:
+            if isinstance(message, Probed) and rank in waited:
+                failures = (replace(one, source=rank) for one in message.failures)
                 found += [one for one in failures if one.target in targets[rank]]
-                crowded += [rank for report in reports if report.crowded]
-                del waited[rank]
-    if found:
-        wait(links.values(), SETTLE_S)
-    for link in links.values():
-        link.receive()
+                crowded += [rank] if message.crowded else []
+                waited.remove(rank)
+        waited.difference_update(turn.gone)
+    settled = time.monotonic() + SETTLE_S
+    while found and (left := settled - time.monotonic()) > 0:
+        links.hear(left)
     crowded += [0] if own.crowded() else []
     left_out = {*crowded, *(rank for rank, link in links.items() if link.why)}
     return [one for one in found if not left_out & {one.source, one.target}], crowded

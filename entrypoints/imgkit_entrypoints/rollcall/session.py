@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import selectors
+import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from imgkit_entrypoints.errors import EXIT_SAVED
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     Beat,
     Failed,
     FromHead,
-    FromNode,
     Lost,
     NodeDone,
-    Refused,
     Span,
     StopAsked,
     StopWanted,
@@ -26,7 +23,6 @@ from imgkit_entrypoints.rollcall.messages import (
 
 if TYPE_CHECKING:  # the only node of a run starts sooner without them
     from imgkit_entrypoints.rollcall.link import Link
-    from imgkit_entrypoints.rollcall.strangers import Strangers
     from imgkit_entrypoints.schedulers.placement import Placement
 
 BEAT_S = 5.0
@@ -53,12 +49,11 @@ class Readable(Protocol):
 
 def wait(sources: Iterable[Readable], seconds: float) -> None:
     """Return when one of `sources` has something to read, or after `seconds`."""
-    # select.select would end at descriptor 1023.
-    with selectors.DefaultSelector() as selector:
-        for source in sources:
-            if source.fileno() >= 0:
-                selector.register(source.fileno(), selectors.EVENT_READ)
-        selector.select(seconds)
+    waiting = select.poll()  # select.select would end at descriptor 1023, and an epoll costs more for a few
+    for source in sources:
+        if source.fileno() >= 0:
+            waiting.register(source.fileno(), select.POLLIN)
+    waiting.poll(max(0.0, seconds) * 1000)
 
 
 class Roll(ABC):
@@ -79,12 +74,12 @@ class Roll(ABC):
         """Places of the workers of all nodes, as far as beats have arrived."""
 
     @abstractmethod
-    def links(self) -> Sequence[Link[FromNode] | Link[FromHead]]:
-        """Links to wait for before the next `tick`; call `tick` at least once a second."""
+    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
+        """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
 
     @abstractmethod
     def tick(self) -> list[Event]:
-        """Read, beat, and return the events since the last call; never blocks."""
+        """Read, beat, and return the events since the last call; never blocks; due about once a second."""
 
     @abstractmethod
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
@@ -94,11 +89,9 @@ class Roll(ABC):
     def done(self, code: int) -> None:
         """This node's run is over with `code`; `AllDone` follows when all nodes have said so."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave; the others have a moment to read the last message."""
-        end = time.monotonic() + LINGER_S
-        for link in self.links():
-            link.close(max(0.0, end - time.monotonic()))
 
     def node(self, rank: int, host: str = "") -> str:
         """Return node `rank` as users know it."""
@@ -116,8 +109,11 @@ class LoneRoll(Roll):
     def everyone(self) -> Span | None:
         return None
 
-    def links(self) -> Sequence[Link[FromNode]]:
-        return ()
+    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
+        wait(sources, seconds)
+
+    def close(self) -> None:
+        pass
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         pass
@@ -127,106 +123,6 @@ class LoneRoll(Roll):
 
     def tick(self) -> list[Event]:
         return [] if self._code is None else [AllDone(codes=(self._code,))]
-
-
-class HeadRoll(Roll):
-    """Node 0: it hears all nodes and passes everything on."""
-
-    def __init__(
-        self,
-        place: Placement,
-        port: int,
-        warnings: Sequence[str],
-        *,
-        links: Mapping[int, Link[FromNode]],
-        hosts: Mapping[int, str],
-        strangers: Strangers,
-    ) -> None:
-        super().__init__(place, port, warnings)
-        self._links, self._hosts = dict(links), hosts
-        # Open to the end, or a command started twice on a host would begin a second run of this job.
-        self._strangers = strangers
-        self._codes: dict[int, int] = {}
-        self._closed = False
-        self._spans: dict[int, Span | None] = {}
-
-    @property
-    def everyone(self) -> Span | None:
-        spans = [span for span in (self.span, *self._spans.values()) if span]
-        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
-
-    def links(self) -> Sequence[Link[FromNode]]:
-        return tuple(self._links.values())
-
-    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._tell(StopAsked(node=self.node(0, self._hosts[0]), reason=reason, requeue=requeue))
-
-    def done(self, code: int) -> None:
-        self._codes[0] = code
-        if code not in (0, EXIT_SAVED):
-            self._tell(Failed(node=self.node(0, self._hosts[0]), code=code, head=True))
-
-    def close(self) -> None:
-        self._strangers.close()
-        super().close()
-
-    def _refuse_late(self) -> None:
-        """Refuse further callers: each is late, or one too many."""
-        what = "all nodes of this run had called before this process did"
-        hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
-        if self.place.min_nnodes is not None:
-            what = f"the run has started with {self.place.nnodes} nodes, and no node can join it later"
-            hint = "start it with the others: the head waits for MAX nodes, or 30 s for one more than it has"
-        for link, _ in self._strangers.callers():
-            self._strangers.dismiss(link, Refused(what=what, where=self._hosts[0], hint=hint))
-
-    def tick(self) -> list[Event]:
-        events: list[Event] = []
-        self._refuse_late()
-        now = time.monotonic()
-        for rank, link in list(self._links.items()):
-            name = self.node(rank, self._hosts[rank])
-            for message in link.receive():
-                events += self._heard(rank, name, message)
-            if now - link.sent >= BEAT_S:
-                link.send(Beat(span=self.everyone))
-            silent = now - link.heard > LOST_S
-            if link.why or (silent and rank not in self._codes):
-                del self._links[rank]
-                link.close()
-                if rank not in self._codes:
-                    lost = Lost(node=name, why=link.why or f"no sign of life for {LOST_S:g} s")
-                    events.append(lost)
-                    self._tell(lost)
-        if len(self._codes) == self.place.nnodes and not self._closed:
-            self._closed = True
-            codes = tuple(self._codes[rank] for rank in sorted(self._codes))
-            over = AllDone(codes=codes)
-            self._tell(over)
-            events.append(over)
-        return events
-
-    def _heard(self, rank: int, name: str, message: FromNode) -> list[Event]:
-        event: Event
-        if isinstance(message, Beat):
-            self._spans[rank] = message.span
-            return []
-        if isinstance(message, NodeDone):
-            self._codes[rank] = message.code
-            if message.code in (0, EXIT_SAVED):
-                return []
-            event = Failed(node=name, code=message.code)
-        elif isinstance(message, StopWanted):
-            event = StopAsked(node=name, reason=message.reason, requeue=message.requeue)
-        else:
-            return []
-        self._tell(event, but=rank)
-        return [event]
-
-    def _tell(self, message: Event, but: int | None = None) -> None:
-        for rank, link in self._links.items():
-            if rank != but:
-                link.send(message)
 
 
 class MemberRoll(Roll):
@@ -252,8 +148,12 @@ class MemberRoll(Roll):
     def everyone(self) -> Span | None:
         return self._everyone
 
-    def links(self) -> Sequence[Link[FromHead]]:
-        return () if self._over else (self._link,)
+    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
+        wait(sources if self._over else [*sources, self._link], seconds)
+
+    def close(self) -> None:
+        if not self._over:
+            self._link.close(LINGER_S)
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         self._link.send(StopWanted(reason=reason, requeue=requeue))

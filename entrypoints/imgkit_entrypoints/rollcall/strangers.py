@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from imgkit_entrypoints.rollcall import messages
+from imgkit_entrypoints.rollcall import reader
 from imgkit_entrypoints.rollcall.link import FOREIGN, LONGEST, Link
 from imgkit_entrypoints.rollcall.messages import Call, FromNode, Refused
 from imgkit_entrypoints.rollcall.proof import LONGEST_UNPROVEN, OPEN_HEAD, HeadProof, wants_proof
@@ -114,7 +114,7 @@ class Strangers:
                     continue  # this one has gone again (ECONNABORTED)
                 return
             self._make_room(most - 1)
-            link = Link(connection, messages.from_node, longest=LONGEST_UNPROVEN)
+            link = Link(connection, reader.from_node, longest=LONGEST_UNPROVEN)
             host = address[0].removeprefix("::ffff:")  # an IPv4 address, as a listener for both sees it
             self._know(_Stranger(link=link, address=host, since=time.monotonic()))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from typing import NoReturn
 
 from imgkit_entrypoints.errors import NoPlan
@@ -17,6 +18,7 @@ MOST = 65536
 LONGEST_NAME = 253
 """Characters of a host name (RFC 1123)."""
 _NUMBER = re.compile("[0-9]+")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 _COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
 
 
@@ -55,6 +57,37 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
         counts += [int(found["count"])] * times
         at += len(item) + 1
     return tuple(counts)
+
+
+def folded(hosts: Iterable[str]) -> str:
+    """Return hosts as Slurm prints them, ``node[003-007,012]``; `expand_nodelist` reads it.
+
+    Only the last number before the first dot becomes a range, or the last number of an address.
+    """
+    groups: dict[str, list[str]] = {}  # by the name with an asterisk in place of its number
+    for host in hosts:
+        label, dot, domain = host.partition(".")
+        if label.isdigit():
+            label, dot, domain = host, "", ""
+        if found := _NUMBERED.fullmatch(label):
+            groups.setdefault(f"{found[1]}*{found[3]}{dot}{domain}", []).append(found[2])
+        else:
+            groups[host] = []
+    return ",".join(
+        name.replace("*", f"[{number_ranges(numbers)}]" if len(set(numbers)) > 1 else "".join(numbers[:1]))
+        for name, numbers in groups.items()
+    )
+
+
+def number_ranges(numbers: Iterable[str]) -> str:
+    """Return decimal numbers as ranges in ascending order, ``003-007,012``; a range keeps its width."""
+    found: list[list[str]] = []
+    for number in sorted(set(numbers), key=lambda one: (int(one), len(one))):
+        if found and number == f"{int(found[-1][-1]) + 1:0{len(found[-1][0])}d}":
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(one[0] if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in found)
 
 
 class _Reader:

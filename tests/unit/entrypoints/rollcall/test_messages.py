@@ -16,9 +16,12 @@ import pytest
 from rollcall_nodes import placement
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import differences, gather, messages, ports, probe, session
-from imgkit_entrypoints.rollcall.gather import _Gathering, _Joining
+from imgkit_entrypoints.rollcall import differences, gather, join, messages, ports, probe, reader, session
+from imgkit_entrypoints.rollcall.gather import _Gathering
+from imgkit_entrypoints.rollcall.head_roll import HeadRoll
+from imgkit_entrypoints.rollcall.join import Joining
 from imgkit_entrypoints.rollcall.link import Link
+from imgkit_entrypoints.rollcall.links import Links
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     Beat,
@@ -38,10 +41,10 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     StopAsked,
     StopWanted,
-    printable,
 )
 from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
-from imgkit_entrypoints.rollcall.session import Event, HeadRoll, MemberRoll
+from imgkit_entrypoints.rollcall.reader import printable
+from imgkit_entrypoints.rollcall.session import Event, MemberRoll
 from imgkit_entrypoints.rollcall.strangers import Strangers
 
 OFFER = Offer(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
@@ -88,12 +91,12 @@ RAW = (
 def test_message_of_a_node_arrives_as_it_was(message: FromNode) -> None:
     caller = dataclasses.replace(CALL.caller, address="", interface="")  # the offer has them
     expected = dataclasses.replace(CALL, caller=caller) if message is CALL else message
-    assert messages.from_node(messages.line(message)) == expected
+    assert reader.from_node(messages.line(message)) == expected
 
 
 @pytest.mark.parametrize("message", FROM_HEAD, ids=str)
 def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
-    assert messages.from_head(messages.line(message)) == message
+    assert reader.from_head(messages.line(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
 )
 def test_other_line_of_a_node_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        messages.from_node(line)
+        reader.from_node(line)
 
 
 @pytest.mark.parametrize("field", ["address", "interface"])
@@ -126,7 +129,7 @@ def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
     said = json.loads(messages.line(CALL))
     said["probe"][field] = value
     with pytest.raises(ValueError, match=r"missing|no name"):
-        messages.from_node(json.dumps(said).encode())
+        reader.from_node(json.dumps(said).encode())
 
 
 def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
@@ -143,7 +146,7 @@ def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
 def test_codes_of_4096_nodes_fit_into_a_line() -> None:
     one, other = socket.socketpair()
     with one, other:
-        sender, receiver = Link(one, messages.from_node), Link(other, messages.from_head)
+        sender, receiver = Link(one, reader.from_node), Link(other, reader.from_head)
         sender.send(AllDone(codes=(255,) * 4096))
         assert receiver.receive() == [AllDone(codes=(255,) * 4096)]
 
@@ -188,11 +191,11 @@ class Fuzzed:
         self.place, self.secret = placement(), secret
         self.stack = stack
         room = Strangers(socket.create_server(("127.0.0.1", 0)), run="", secret=None, say=self.say)
-        self.head = HeadRoll(self.place, 1, (), links={}, hosts={0: "a", 1: "b"}, strangers=room)
+        self.head = HeadRoll(self.place, 1, (), links=Links(), hosts={0: "a", 1: "b"}, strangers=room)
         self.listener = ports.listen(0)
         self.gathering = self.new_gathering()
         opened = stack.enter_context(probe.offering("", ""))
-        self.joining = _Joining(
+        self.joining = Joining(
             dataclasses.replace(self.place, node_rank=1), CALL.caller, opened, 60.0, self.say, str, secret
         )
         self.targets: tuple[tuple[Callable[[bytes], None], Any], ...] = (
@@ -205,7 +208,7 @@ class Fuzzed:
     def new_gathering(self) -> _Gathering:
         """A head in its roll call, on the same listener."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ports, "listen", lambda _: self.listener.dup())
+            patch.setattr(ports, "listen", lambda *_, **__: self.listener.dup())
             closed = probe.OpenPorts(None, ())
             return _Gathering(self.place, CALL.caller, closed, 60.0, self.say, str, self.secret)
 
@@ -235,17 +238,18 @@ class Fuzzed:
 
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""
-        peer, link, sign = self.pair(messages.from_node)
-        self.head._links[1] = link
+        peer, link, sign = self.pair(reader.from_node)
+        self.head._links.add(1, link)
         self.head._codes.clear()
         with peer:
             peer.sendall(sign(line) + b"\n")
             self.check(self.head.tick())
-        link.close()
+        if 1 in self.head._links:
+            self.head._links.drop(1)
 
     def to_member(self, line: bytes) -> None:
         """Send a line of the head to a node in the session."""
-        peer, link, sign = self.pair(messages.from_head)
+        peer, link, sign = self.pair(reader.from_head)
         roll = MemberRoll(self.joining.place, 1, (), link=link, unread=())
         with peer:
             peer.sendall(sign(line) + b"\n")
@@ -254,7 +258,7 @@ class Fuzzed:
 
     def to_joining(self, line: bytes) -> None:
         """Send a line of the head to a node that waits for the start."""
-        peer, link, sign = self.pair(messages.from_head)
+        peer, link, sign = self.pair(reader.from_head)
         with peer:
             peer.sendall(sign(line) + b"\n")
             peer.shutdown(socket.SHUT_WR)
@@ -283,17 +287,16 @@ class Fuzzed:
                 run._hear()
             except NoPlan as refused:
                 self.say(str(refused).replace("\n", ""))
-        if len(run.callers) > 1 or run.links:
-            for link in run.links.values():
-                link.close()
+        if len(run.callers) > 1 or run.links.values():
+            run.links.close(0.0)
             run.strangers.close()
-            run._selector.close()
             self.gathering = self.new_gathering()
 
 
 def fuzz(lines: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send mutated lines everywhere; nothing raises."""
-    monkeypatch.setattr(gather, "RETRY_S", 0.0)
+    monkeypatch.setattr(gather, "LOOK_S", 0.0)
+    monkeypatch.setattr(join, "RETRY_S", 0.0)
     monkeypatch.setattr(session, "BEAT_S", 60.0)
     monkeypatch.setattr(probe, "attempt", lambda *_: ())  # it would connect to the fuzzed addresses
     chance = random.Random(seed)  # noqa: S311

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, stranger
 
-from imgkit_entrypoints.rollcall import gather
+from imgkit_entrypoints.rollcall import join
 from imgkit_entrypoints.rollcall.messages import AllDone, Lost, StopAsked
 from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
@@ -65,7 +65,7 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
         return straight(via, timeout=timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gather.socket, "create_connection", relayed)
+        patch.setattr(join.socket, "create_connection", relayed)
         node = CallThread(replace(place, head="relay"), 1, secret=SECRET)
         rolls = [head.roll(), node.roll()]
     rolls[1].ask_stop("SIGTERM")
@@ -279,7 +279,7 @@ def test_node_outlasts_a_squatter(place: Placement) -> None:
 
 def test_broken_proof_in_the_session_is_a_lost_node(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3), secret=SECRET)
-    rolls[1].links()[0].socket.sendall(b"0" * 64 + b' {"stop": "now", "requeue": true}\n')
+    rolls[1]._link.socket.sendall(b"0" * 64 + b' {"stop": "now", "requeue": true}\n')
     lost = Lost(node="node 1 of 3 (as07r3b13)", why="it sent a line without the proof of this run's secret")
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
     assert events == [[lost], [lost]]

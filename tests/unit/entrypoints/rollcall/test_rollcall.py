@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from rollcall_nodes import CallThread, close, hear, meet
 
-from imgkit_entrypoints.rollcall import messages, ports, session
+from imgkit_entrypoints.rollcall import ports, reader, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.messages import AllDone, Failed, Identity, Lost, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, Roll
@@ -179,7 +179,7 @@ def test_silent_node_is_lost(place: Placement, monkeypatch: pytest.MonkeyPatch, 
 
 def test_lost_node_is_named_to_all(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
-    rolls[1].links()[0].socket.close()
+    rolls[1]._link.socket.close()
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
     expected = Lost(node="node 1 of 3 (as07r3b13)", why="it closed the connection")
     assert events == [[expected], [expected]]
@@ -230,7 +230,7 @@ def test_link_beyond_descriptor_1023_closes() -> None:
     mine, other = socket.socketpair()
     try:
         number = os.dup2(mine.fileno(), 2000)
-        link = Link(socket.socket(fileno=number), messages.from_node)
+        link = Link(socket.socket(fileno=number), reader.from_node)
         other.sendall(b'{"beat": null}\n')
         link.close(linger_s=0.1)
         assert link.fileno() == -1

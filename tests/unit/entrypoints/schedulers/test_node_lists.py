@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
+from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist, folded, number_ranges
 
 # Right-hand sides are the output of `scontrol show hostnames` of Slurm 22.05, which refuses text after a
 # bracket; newer versions write such text.
@@ -179,3 +179,33 @@ def test_malformed_counts_are_pointed_at(text: str, column: int) -> None:
     with pytest.raises(NoPlan) as caught:
         expand_counts(text)
     assert caught.value.what.split("\n")[2] == "  " + " " * column + "^"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ("node003 node004 node005 node007", "node[003-005,007]"),
+        ("n8 n9 n10 n11", "n[8-11]"),
+        ("n098 n099 n100", "n[098-100]"),
+        ("n1 n01", "n[1,01]"),
+        ("b2 a1 b1 login b", "b[1-2],a1,login,b"),
+        ("as07r3b12 as07r3b13", "as07r3b[12-13]"),
+        ("n1.cluster2.org n2.cluster2.org", "n[1-2].cluster2.org"),
+        ("10.0.0.8 10.0.0.9", "10.0.0.[8-9]"),
+        ("n4 n4", "n4"),
+    ],
+)
+def test_hosts_fold_into_ranges(hosts: str, text: str) -> None:
+    assert folded(hosts.split()) == text
+
+
+NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{1,3}(-ib|\.x)?|[a-z]{1,3}", fullmatch=True)
+
+
+@given(hosts=st.lists(NAMES, min_size=1, max_size=30, unique=True))
+def test_folded_hosts_expand_to_the_same(hosts: list[str]) -> None:
+    assert sorted(expand_nodelist(folded(hosts))) == sorted(hosts)
+
+
+def test_ranges_of_numbers_ascend() -> None:
+    assert number_ranges(["10", "3", "4", "1", "5"]) == "1,3-5,10"

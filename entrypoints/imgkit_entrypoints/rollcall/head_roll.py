@@ -1,0 +1,158 @@
+"""The head's side of the session: it hears all nodes and passes everything on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from imgkit_entrypoints.errors import EXIT_SAVED
+from imgkit_entrypoints.rollcall import session
+from imgkit_entrypoints.rollcall.links import Links, Turn
+from imgkit_entrypoints.rollcall.messages import (
+    AllDone,
+    Beat,
+    Failed,
+    FromNode,
+    Lost,
+    NodeDone,
+    Refused,
+    Span,
+    StopAsked,
+    StopWanted,
+)
+from imgkit_entrypoints.rollcall.session import Event, Readable, Roll
+from imgkit_entrypoints.rollcall.strangers import Strangers
+from imgkit_entrypoints.schedulers.placement import Placement
+
+LULL_S = 0.1
+"""Time that messages wait for company: with thousands of nodes, to wake costs more than to read a message."""
+LOOKS = 5
+"""Looks at all nodes within the time between two beats."""
+
+
+class HeadRoll(Roll):
+    """Node 0."""
+
+    def __init__(
+        self,
+        place: Placement,
+        port: int,
+        warnings: Sequence[str],
+        *,
+        links: Links,
+        hosts: Mapping[int, str],
+        strangers: Strangers,
+    ) -> None:
+        super().__init__(place, port, warnings)
+        self._links, self._hosts = links, hosts
+        # Open to the end, or a command started twice on a host would begin a second run of this job.
+        self._strangers = strangers
+        self._codes: dict[int, int] = {}
+        self._closed = False
+        self._spans: dict[int, Span] = {}
+        self._others: Span | None = None
+        self._events: list[Event] = []
+        self._next_look = time.monotonic()
+
+    @property
+    def everyone(self) -> Span | None:
+        return _around([span for span in (self.span, self._others) if span])
+
+    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        with self._links.watching([self._strangers, *sources]):
+            while not self._events:
+                now = time.monotonic()
+                turn = self._links.hear(max(0.0, min(end, self._next_look) - now))
+                self._take(turn)
+                if set(turn.others) - {self._strangers} or time.monotonic() >= end:
+                    return
+                if turn.heard and not self._events:
+                    session.wait(sources, min(LULL_S, end - time.monotonic()))
+
+    def tick(self) -> list[Event]:
+        self._take(self._links.hear(0.0))
+        events, self._events = self._events, []
+        return events
+
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
+        self._links.send_all(StopAsked(node=self.node(0, self._hosts[0]), reason=reason, requeue=requeue))
+
+    def done(self, code: int) -> None:
+        self._codes[0] = code
+        if code not in (0, EXIT_SAVED):
+            self._links.send_all(Failed(node=self.node(0, self._hosts[0]), code=code, head=True))
+
+    def close(self) -> None:
+        self._strangers.close()
+        self._links.close(session.LINGER_S)
+
+    def _take(self, turn: Turn) -> None:
+        """React to what has arrived, and look at all nodes when it is time."""
+        for rank, message in turn.heard:
+            self._heard(rank, message)
+        for rank in turn.gone:
+            self._gone(rank)
+        now = time.monotonic()
+        look = now >= self._next_look
+        if look or self._strangers in turn.others:
+            self._refuse_late()
+        if look:
+            self._next_look = now + session.BEAT_S / LOOKS
+            self._others = _around(self._spans.values())
+            for rank in self._links.look(now, Beat(span=self.everyone)):
+                self._gone(rank)
+        if len(self._codes) == self.place.nnodes and not self._closed:
+            self._closed = True
+            over = AllDone(codes=tuple(self._codes[rank] for rank in sorted(self._codes)))
+            self._links.send_all(over)
+            self._events.append(over)
+
+    def _heard(self, rank: int, message: FromNode) -> None:
+        event: Event
+        if isinstance(message, Beat):
+            if message.span is None:
+                self._spans.pop(rank, None)
+            else:
+                self._spans[rank] = message.span
+            return
+        name = self.node(rank, self._hosts[rank])
+        if isinstance(message, NodeDone):
+            self._codes[rank] = message.code
+            if message.code in (0, EXIT_SAVED):
+                return
+            event = Failed(node=name, code=message.code)
+        elif isinstance(message, StopWanted):
+            event = StopAsked(node=name, reason=message.reason, requeue=message.requeue)
+        else:
+            return
+        self._links.send_all(event, but=rank)
+        self._events.append(event)
+
+    def _gone(self, rank: int) -> None:
+        """Take leave of a node that has closed its link or is silent; a node that is done may be silent."""
+        link = self._links[rank]
+        if rank in self._codes and not link.why:
+            return
+        why = link.why or f"no sign of life for {session.LOST_S:g} s"
+        self._links.drop(rank)
+        if rank not in self._codes:
+            lost = Lost(node=self.node(rank, self._hosts[rank]), why=why)
+            self._links.send_all(lost)
+            self._events.append(lost)
+
+    def _refuse_late(self) -> None:
+        """Refuse further callers: each is late, or one too many."""
+        what = "all nodes of this run had called before this process did"
+        hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
+        if self.place.min_nnodes is not None:
+            what = f"the run has started with {self.place.nnodes} nodes, and no node can join it later"
+            hint = "start it with the others: the head waits for MAX nodes, or 30 s for one more than it has"
+        for link, _ in self._strangers.callers():
+            self._strangers.dismiss(link, Refused(what=what, where=self._hosts[0], hint=hint))
+
+
+def _around(spans: Iterable[Span]) -> Span | None:
+    """Return the slowest and the furthest place of all."""
+    lows, highs = zip(*spans, strict=True) if (spans := tuple(spans)) else ((), ())
+    return (min(lows), max(highs)) if lows else None

@@ -1,0 +1,113 @@
+"""A simulation of all nodes of a run but the head: sockets that speak the protocol, without launchers."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_entrypoints.rollcall import messages, ports, session
+from imgkit_entrypoints.rollcall.messages import Beat, Call, Caller, Identity, Offer, Probed
+from imgkit_entrypoints.rollcall.proof import NodeProof, Seal
+from imgkit_entrypoints.schedulers.placement import Placement, job_port
+
+HERE = "127.0.0.1"
+SECRET = os.urandom(32)
+ME = Caller(
+    host="node", identity=Identity(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100",
+    address=HERE, interface="lo",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class SimulatedNode:
+    """One connection that speaks for a node."""
+
+    rank: int
+    connection: socket.socket
+    proof: NodeProof
+    seals: tuple[Seal, Seal] | None = None
+
+    def send(self, message: messages.Message) -> None:
+        """Send a message with its proof."""
+        assert self.seals is not None
+        self.connection.sendall(self.seals[1].sign(messages.line(message)) + b"\n")
+
+
+class SimulatedNodes:
+    """All nodes but the head."""
+
+    def __init__(self, place: Placement) -> None:
+        self.place = place
+        self.nodes: list[SimulatedNode] = []
+        self.calling_s = self.after_last_s = 0.0
+        self._waiting = selectors.DefaultSelector()
+        self._listener = socket.create_server((HERE, 0), backlog=64)
+        port = self._listener.getsockname()[1]
+        self._offer = Offer(address=HERE, interface="lo", ports=(port,))
+        self._started = 0
+
+    def call(self) -> None:
+        """Call for every node; answers that have arrived are heard in between."""
+        port = job_port(self.place.job_id)
+        while not any(ports._listeners(port, Path("/"))):
+            time.sleep(0.001)
+        began = time.monotonic()
+        for rank in range(1, self.place.nnodes):
+            node = SimulatedNode(
+                rank, socket.create_connection((HERE, port)), NodeProof(SECRET, self.place.job_id, rank)
+            )
+            node.connection.sendall(node.proof.call + b"\n")
+            self._waiting.register(node.connection, selectors.EVENT_READ, node)
+            self.nodes.append(node)
+            if rank % 64 == 0:
+                self._hear(0)
+        self.calling_s = time.monotonic() - began
+
+    def start(self) -> None:
+        """Answer the head until every node has its start."""
+        began = time.monotonic()
+        while self._started < self.place.nnodes - 1:
+            self._hear(1.0)
+        self.after_last_s = time.monotonic() - began
+
+    def beat(self, seconds: float) -> None:
+        """Beat for each node every `session.BEAT_S`, the nodes spread evenly over that time."""
+        began, sent = time.monotonic(), 0
+        while (passed := time.monotonic() - began) < seconds:
+            due = int(passed / session.BEAT_S * len(self.nodes))
+            while sent < due:
+                self.nodes[sent % len(self.nodes)].send(Beat(span=(7, 8)))
+                sent += 1
+            self._hear(0.002)
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Leave."""
+        for node in self.nodes:
+            node.connection.close()
+        self._listener.close()
+        self._waiting.close()
+
+    def _hear(self, seconds: float) -> None:
+        for key, _ in self._waiting.select(seconds):
+            assert isinstance(key.fileobj, socket.socket)
+            heard = key.fileobj.recv(65536)
+            assert heard, "the head closed a connection"
+            node: SimulatedNode = key.data
+            if node.seals is None:
+                node.seals = node.proof.seals(heard.rstrip(b"\n"))
+                assert node.seals, heard
+                place = self.place
+                node.send(
+                    Call(
+                        job=place.job_id, node_rank=node.rank, nnodes=place.nnodes, caller=ME,
+                        offer=self._offer,
+                    )
+                )  # fmt: skip
+            if b'{"probe"' in heard:
+                node.send(Probed(failures=()))
+            self._started += heard.count(b'{"go"')
