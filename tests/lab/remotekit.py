@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit import IMGKIT, Done, output, run, until
+from labkit import IMGKIT, Cluster, Done, output, run, until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "sshd"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FarHost:
-    """An account that ssh reaches by the name ``far``, and a person's home here."""
+    """An account that ssh reaches by the names ``far`` and ``far2``, and a person's home here."""
 
     folder: Path
     """Short, since sockets lie in it."""
@@ -57,14 +58,14 @@ class FarHost:
             "HostKeyAlias far",
         )
         (self.folder / "ssh_config").write_text(
-            "Host far\n" + "".join(f"  {row}\n" for row in (*common, *lines))
+            "Host far far2\n" + "".join(f"  {row}\n" for row in (*common, *lines))
         )
 
-    def direct(self) -> None:
+    def direct(self, user: str = "") -> None:
         """Reach ``far`` without a proxy; ends the shared connection."""
-        self.through()
+        self.through(user=user)
 
-    def through(self, *words: object) -> None:
+    def through(self, *words: object, user: str = "") -> None:
         """Reach ``far`` through a ProxyCommand; ends the shared connection."""
         self.disconnect()
         port = next(
@@ -73,7 +74,7 @@ class FarHost:
             if "Port " in line
         )
         proxy = (f"ProxyCommand {shlex.join(map(str, words))}",) if words else ()
-        self.configure("HostName 127.0.0.1", f"Port {port}", f"User {getpass.getuser()}", *proxy)
+        self.configure("HostName 127.0.0.1", f"Port {port}", f"User {user or getpass.getuser()}", *proxy)
 
     def know(self, key: Path) -> None:
         """Make the public key `key` the one that ssh expects of ``far``."""
@@ -81,8 +82,42 @@ class FarHost:
         (self.folder / "known_hosts").write_text(f"far {kind} {text}\n")
 
     def disconnect(self) -> None:
-        """End the shared connection of ``far``."""
-        run(self.folder / "bin/ssh", "-O", "exit", "-o", f"ControlPath={self.folder}/run/imgkit/%C", "far")
+        """End the shared connections."""
+        for name in ("far", "far2"):
+            self.master("exit", name)
+
+    def master(self, word: str, name: str = "far") -> Done:
+        """Ask the process that holds the shared connection."""
+        return run(
+            *(self.folder / "bin/ssh", "-O", word, "-o", f"ControlPath={self.folder}/run/imgkit/%C", name)
+        )
+
+    def kill_master(self) -> None:
+        """Kill the process that holds the shared connection; its socket stays."""
+        found = re.search(r"pid=(\d+)", self.master("check").stderr)
+        assert found
+        os.kill(int(found[1]), signal.SIGKILL)
+
+
+def login_node(
+    host: FarHost, cluster: Cluster, user: str = "root", *, through: Sequence[object] = ()
+) -> None:
+    """Configure `host` for the login node of a virtual cluster that is up.
+
+    Parameters
+    ----------
+    through : a program before the words that reach the node, such as ``lab/remote/wire_proxy.py``.
+    """
+    keys = cluster.state / "etc"
+    for key in ("id", "id.pub"):
+        shutil.copy(keys / key, host.folder / key)
+    (host.folder / "id").chmod(0o600)
+    shutil.chown(host.folder / "id", os.geteuid())
+    host.know(keys / "hostkey.pub")
+    serve = (*cluster.argv("exec", "login", "--clean-env", "--"), SSHD, "-i", "-f", keys / "sshd_config")
+    words = shlex.join(map(str, (*through, *serve)))
+    host.configure(f"User {user}", f"ProxyCommand {words}")
+    until(lambda: run(host.folder / "bin/ssh", "far", "true").returncode == 0)
 
 
 @contextlib.contextmanager

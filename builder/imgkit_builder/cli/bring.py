@@ -163,12 +163,16 @@ def _sent(wanted: Wanted, far: Connection, there: Store, file: Path, target: str
 
 def _built(wanted: Wanted, report: Reporter) -> str:
     """The id of the recipe's image, which is built if it is not up to date."""
-    from imgkit_builder.cli.build_image import make
+    from imgkit_builder.cli.build_image import make, up_to_date
     from imgkit_builder.cli.build_options import BuildOptions
-    from imgkit_builder.recipe.load import load
 
     options = BuildOptions(base=wanted.base)
-    found: str = make(load(wanted.recipe), wanted.recipe, options, report).data["id"]
+    done = up_to_date(wanted.recipe, options, report)
+    if done is None:
+        from imgkit_builder.recipe.load import load
+
+        done = make(load(wanted.recipe), wanted.recipe, options, report)
+    found: str = done.data["id"]
     return found
 
 

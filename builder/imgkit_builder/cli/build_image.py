@@ -38,9 +38,12 @@ def run(typed: str, options: BuildOptions) -> None:
     """Build the recipe that the user calls `typed`, and print the result."""
     refuse_bundled(typed)
     fresh = options.dry_run or options.pull or options.no_cache
-    if not fresh and (done := up_to_date(typed, options)):
-        show(done.data, done.text, as_json=options.as_json)
-        return
+    if not fresh:
+        with reporter(as_json=options.as_json, verbose=options.verbose, waits=False) as report:
+            done = up_to_date(typed, options, report)
+        if done is not None:
+            show(done.data, done.text, as_json=options.as_json)
+            return
     from imgkit_builder.recipe.load import load
 
     recipe = load(typed)
@@ -68,21 +71,20 @@ def refuse_bundled(typed: str) -> None:
         )
 
 
-def up_to_date(typed: str, options: BuildOptions) -> Outcome | None:
+def up_to_date(typed: str, options: BuildOptions, report: Reporter) -> Outcome | None:
     """The outcome of the last build, if another one would change nothing; loads next to nothing."""
     from imgkit_builder.engine import unchanged
 
     found = unchanged.find(_asked(typed, options))
     if found is None:
         return None
-    with reporter(as_json=options.as_json, verbose=options.verbose, waits=False) as report:
-        for note in found.answer.notes:
-            report.note(note)
-        tell_left_out(found.code, report)
-        report.note(
-            f"{found.tag} is up to date: recipe, files, base and imgkit are those of its build (to build "
-            "it anyway: --no-cache)"
-        )
+    for note in found.answer.notes:
+        report.note(note)
+    tell_left_out(found.code, report)
+    report.note(
+        f"{found.tag} is up to date: recipe, files, base and imgkit are those of its build (to build "
+        "it anyway: --no-cache)"
+    )
     data: dict[str, Any] = {**json_text.parse(found.answer.data), "up_to_date": True, "checks": []}
     return Outcome(text=found.answer.text, data=data)
 

@@ -24,7 +24,7 @@ _PROBE = (
     """\
 echo "clock $(date +%s)"
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
-for tool in dd head tail wc sed df mv touch find sha256sum tar timeout; do
+for tool in cat cut dd df find grep head mkdir mv rm sed sha256sum sleep tail tar timeout touch tr wc; do
     command -v "$tool" > /dev/null 2>&1 || echo "lacks $tool"
 done
 """
@@ -32,7 +32,8 @@ done
     + """\
 for tool in sbatch qsub; do
     if command -v "$tool" > /dev/null 2>&1; then
-        echo "$tool $("$tool" --version 2>&1 < /dev/null | head -n 1)"
+        if said=$("$tool" --version 2>&1 < /dev/null); then word=$tool; else word=broken; fi
+        echo "$word $(echo "$said" | head -n 1)"
     fi
 done
 if why=$(mkdir -p -- "$folder" 2>&1) && why=$(cd -- "$folder" 2>&1); then
@@ -44,8 +45,12 @@ if why=$(mkdir -p -- "$folder" 2>&1) && why=$(cd -- "$folder" 2>&1); then
 else
     echo "closed $why"
 fi
-if command -v quota > /dev/null 2>&1; then
-    echo "quota $(timeout 5 quota -s 2> /dev/null < /dev/null | tail -n 1)"
+# Of the file system that holds the folder: Lustre has a program of its own.
+if command -v lfs > /dev/null 2>&1; then
+    echo "quota $(timeout 5 lfs quota -q -h -u "$(id -un)" . 2> /dev/null < /dev/null | tail -n 1)"
+elif command -v quota > /dev/null 2>&1; then
+    device=$(df -P . | tail -n 1 | cut -d ' ' -f 1)
+    echo "quota $(timeout 5 quota -w -s 2> /dev/null < /dev/null | grep -F -- "$device " | head -n 1)"
 fi
 runtime='
 for module; do module load "$module" || exit 1; done > /dev/null 2>&1
@@ -58,7 +63,10 @@ if found=$(sh -c "$runtime" 2> /dev/null < /dev/null); then
 elif [ $# -gt 0 ] && found=$(bash -lc "$runtime" imgkit "$@" 2> /dev/null < /dev/null); then
     echo "runtime $(echo "$found" | tail -n 1), after module load $*"
 fi
-if bash -lc 'type module' > /dev/null 2>&1 < /dev/null; then echo "modules there"; fi
+if bash -lc 'type module' > /dev/null 2>&1 < /dev/null; then
+    found=$(timeout 20 bash -lc 'module -t avail' 2>&1 < /dev/null)
+    echo "modules $(echo "$found" | grep -iE '^(singularity|apptainer)' | head -n 8 | tr '\\n' ' ')"
+fi
 for one in python3 python3.13 python3.12 python3.11 python3.10; do
     if found=$("$one" -c 'import sys; v = sys.version_info; print("%d %d.%d" % ((v >= (3, 10),) + v[:2]))' \\
         2> /dev/null < /dev/null); then
@@ -142,6 +150,13 @@ def _scheduler(answer: Mapping[str, list[str]], target: Target | None, wanted: s
     if (system or next(iter(there), "")) in there:
         name = system or next(iter(there))
         return Check(name="scheduler", verdict="ok", found=f"{name}: {there[name]}")
+    if broken := answer.get("broken"):
+        return Check(
+            name="scheduler",
+            verdict="fail",
+            found=f"it does not answer: {broken[0]}",
+            hint="is this a login node of the cluster? imgkit remote add NAME USER@HOST --replace",
+        )
     found = f"{wanted} is not on the PATH" if wanted else "neither sbatch nor qsub is on the PATH"
     return Check(
         name="scheduler",
@@ -226,11 +241,10 @@ def _modules(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Check:
             found=f"the recipe's jobs load {', '.join(modules)}, and there is no module command",
             hint="a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE",
         )
-    return Check(
-        name="modules",
-        verdict="ok" if "modules" in answer else "skip",
-        found="module works" if "modules" in answer else "no module command",
-    )
+    if "modules" not in answer:
+        return Check(name="modules", verdict="skip", found="no module command")
+    runtimes = answer["modules"][0] or "none of them is named singularity or apptainer"
+    return Check(name="modules", verdict="ok", found=f"module works: {runtimes}")
 
 
 def _clock(answer: Mapping[str, list[str]], here_s: float, took_s: float) -> Check:

@@ -38,14 +38,14 @@ _LINE = (
 
 FIND_PROGRAM = """\
 if ! command -v "$program" > /dev/null 2>&1; then
-    more=$(
-        (. /etc/profile) < /dev/null > /dev/null 2>&1 && . /etc/profile < /dev/null > /dev/null 2>&1
-        printf %s "$PATH"
-    )
+    for shell in bash sh; do
+        more=$("$shell" -lc 'echo && echo "$PATH"' < /dev/null 2> /dev/null | tail -n 1)
+        if [ -n "$more" ]; then break; fi
+    done
     PATH=${more:-$PATH}:/usr/local/bin:/usr/sbin
 fi
 """
-"""Some sites put the scheduler on the PATH of login shells only."""
+"""Some sites put the scheduler on the PATH of login shells only, by /etc/profile or the user's own file."""
 
 
 class Cut(ToolFailed):
@@ -135,20 +135,22 @@ class Connection:
 
     def login(self) -> None:
         """Connect now where ssh may ask something, so that its question does not meet a progress bar."""
-        if self.ask and not self.is_open():
-            self.run(":")
-
-    def is_open(self) -> bool:
-        """Whether a shared connection is open."""
-        return self.control is not None and self._master("check")
+        for host in self._hosts() if self.ask else ():
+            if not self._master("check", host):
+                self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:
-        """End the shared connection; False if there was none."""
-        return self.control is not None and self._master("exit")
+        """End the shared connections; False if there was none."""
+        ended = [self._master("exit", host) for host in self._hosts()]
+        return any(ended)
 
-    def _master(self, word: str) -> bool:
-        words = (*self._options(), "-O", word, "--", self.remote.address)
-        return process.run(words, check=False).returncode == 0
+    def _hosts(self) -> tuple[str, ...]:
+        return (self.remote.address, *filter(None, [self.remote.transfer]))
+
+    def _master(self, word: str, host: str) -> bool:
+        if self.control is None:
+            return False
+        return process.run((*self._options(), "-O", word, "--", host), check=False).returncode == 0
 
     def _options(self) -> tuple[str, ...]:
         given = {

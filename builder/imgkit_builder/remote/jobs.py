@@ -74,6 +74,8 @@ wait "$tail" 2> /dev/null
 exit 0
 """
 )
+# What came too late for tail, which looks for an absent file once a second.
+_REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
 def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
@@ -177,16 +179,17 @@ def follow(
     log = log_file(record)
     shown, failures = 0, 0
     while True:
-        values = {
-            "program": words[0] if words else "tail",
-            "log": str(log),
-            "from": str(shown + 1),
-        }
         before = shown
         try:
-            for chunk in connection.stream(_FOLLOW, values, words=words, hold=True):
-                write(chunk)
-                shown += len(chunk)
+            for script in (_FOLLOW, _REST):
+                values = {
+                    "program": words[0] if words else "tail",
+                    "log": str(log),
+                    "from": str(shown + 1),
+                }
+                for chunk in connection.stream(script, values, words=words, hold=script is _FOLLOW):
+                    write(chunk)
+                    shown += len(chunk)
         except Cut as error:
             failures = 1 if shown > before else failures + 1
             if failures >= ATTEMPTS:

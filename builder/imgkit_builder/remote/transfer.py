@@ -21,6 +21,7 @@ from imgkit_entrypoints.errors import CheckFailed
 
 BLOCK_BYTES = 1 << 16
 """An attempt goes on at a multiple of it."""
+"""Also what is sent at once where the speed is limited."""
 _CHUNK_BYTES = 1 << 20
 ATTEMPTS = 4
 """Attempts in a row that bring nothing before the transfer gives up."""
@@ -177,7 +178,7 @@ def _data(
     stream: BinaryIO, at: int, size: int, whole: _Sum, report: Reporter, most_per_s: float | None
 ) -> Iterator[bytes]:
     digest, done, began = hashlib.sha256(), 0, time.monotonic()
-    while chunk := stream.read(_CHUNK_BYTES):
+    while chunk := stream.read(BLOCK_BYTES if most_per_s else _CHUNK_BYTES):
         digest.update(chunk)
         done += len(chunk)
         if done <= at:

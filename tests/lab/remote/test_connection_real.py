@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import output
+from labkit import ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.remote import connection, gc, store, transfer
+from imgkit_builder.remote.config import Remote
 
 pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far")]
 
@@ -151,3 +156,122 @@ def test_values_never_stand_in_an_argument_list(far: FarHost, tmp_path: Path) ->
         rows(far)
     assert "private" not in "".join(far.calls())
     assert output("ls", folder) == ""
+
+
+TOOLS = (
+    *("cat", "cut", "date", "dd", "df", "find", "grep", "head", "id", "mkdir", "mv", "rm", "sed", "sh"),
+    *("sha256sum", "sleep", "sort", "tail", "tar", "timeout", "touch", "tr", "uname", "wc"),
+)
+
+
+def login_shell(far: FarHost, **programs: str) -> list[str]:
+    """A login shell whose PATH has what every cluster has, and these programs: paths, or texts of scripts."""
+    folder = far.folder / "tools"
+    folder.mkdir()
+    for name in TOOLS:
+        found = shutil.which(name)
+        assert found
+        (folder / name).symlink_to(found)
+    for name, text in programs.items():
+        (folder / name).unlink(missing_ok=True)
+        if text.startswith("/"):
+            (folder / name).symlink_to(text)
+        else:
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+    shell = far.folder / "shell"
+    shell.write_text(f'#!/bin/sh\nPATH={folder}\nexport PATH\nexec /bin/sh -c "$SSH_ORIGINAL_COMMAND"\n')
+    shell.chmod(0o755)
+    return [str(shell)]
+
+
+def test_login_node_needs_no_python_and_no_rsync(
+    far: FarHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
+        add(far, tmp_path / "a b")
+        found = rows(far)
+        assert found["python"]["found"] == "none; imgkit run does not need it"
+        assert "tools" not in found
+        assert found["internet"]["found"].startswith("unknown: there is no curl")
+        for name, value in far.env.items():
+            monkeypatch.setenv(name, value)
+        reached = connection.connect(Remote(name="mine", address="far", folder=f"{tmp_path}/a b"))
+        there = store.look(reached, image_id=f"sha256:{'0' * 64}", program="sh")
+        source = tmp_path / "x"
+        source.write_bytes(b"x" * 100_000)
+        transfer.upload(reached, source, home=there.home, target="images/x.sif", report=Silent())
+        assert (tmp_path / "a b/images/x.sif").read_bytes() == source.read_bytes()
+        assert gc.find_unused(reached, 30).files == ()
+
+
+def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
+    forced = login_shell(far)
+    (far.folder / "tools/sha256sum").unlink()
+    with sshd(far, forced=forced):
+        add(far, tmp_path / "x")
+        found = rows(far)
+    assert found["tools"]["verdict"] == "fail"
+    assert found["tools"]["found"] == "no sha256sum"
+
+
+def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
+    fakes = {
+        "python3": "echo 0 3.6",
+        "quota": 'echo "other 1G 2G 3G"; echo "$(df -P . | tail -n 1 | cut -d " " -f 1) 120G 400G"',
+        "curl": "exit 0",
+        "date": "echo $(($(/bin/date +%s) + 3600))",
+        "sbatch": "echo slurm 23.02.7",
+        "bash": (
+            'case $2 in *avail*) printf "/opt/modules:\\nsingularity/3.11.5\\ngcc/12\\n" >&2 ;;'
+            " 'type module') ;; *) exit 1 ;; esac"
+        ),
+    }
+    with sshd(far, forced=login_shell(far, **fakes)):
+        add(far, tmp_path / "x")
+        found = rows(far)
+    assert found["python"]["found"].startswith("3.6, older than 3.10")
+    assert found["folder"]["found"].endswith("120G 400G")
+    assert found["internet"]["found"] == "from the login node"
+    assert found["scheduler"]["found"] == "slurm: slurm 23.02.7"
+    assert found["modules"]["found"] == "module works: singularity/3.11.5"
+    assert found["clock"]["verdict"] == "warn"
+    assert re.fullmatch(r"3\d\d\d s ahead", found["clock"]["found"])
+
+
+def test_scheduler_that_does_not_answer_fails_the_check(far: FarHost, tmp_path: Path) -> None:
+    with sshd(far, forced=login_shell(far, sbatch="echo no configuration >&2; exit 1")):
+        add(far, tmp_path / "x")
+        found = rows(far)
+    assert found["scheduler"]["verdict"] == "fail"
+    assert found["scheduler"]["found"] == "it does not answer: no configuration"
+
+
+def test_killed_connection_is_made_again(far: FarHost, tmp_path: Path) -> None:
+    with sshd(far):
+        add(far, tmp_path / "x")
+        rows(far)
+        far.kill_master()
+        assert rows(far)["login"]["verdict"] == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
+def test_two_users_keep_apart_below_one_folder(far: FarHost) -> None:
+    parent = public_folder("two")
+    parent.chmod(0o1777)
+    try:
+        with ordinary_user() as name, sshd(far):
+            add(far, parent / "mine")
+            assert rows(far)["folder"]["verdict"] == "ok"
+            output("usermod", "--password", "*", name)
+            far.folder.chmod(0o711)
+            far.direct(name)
+            assert rows(far)["folder"]["verdict"] == "fail"
+            done = far.imgkit("remote", "check", "mine")
+            assert f"{parent}/mine cannot be used: " in done.stdout
+            assert "Permission denied" in done.stdout
+            add(far, parent / "yours", "--replace")
+            assert rows(far)["folder"]["verdict"] == "ok"
+        assert (parent / "mine").stat().st_uid != (parent / "yours").stat().st_uid
+    finally:
+        shutil.rmtree(parent)

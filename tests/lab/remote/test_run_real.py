@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, output, run, until
-from remotekit import SSHD, FarHost, far_host
+from remotekit import FarHost, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
 RECIPE = f"""\
@@ -69,23 +68,9 @@ def site(standin_notorch: str) -> Iterator[Site]:
         (made.here / f"{name}.yaml").write_text(RECIPE)
         cluster.up(2)
         try:
-            keys = cluster.state / "etc"
-            for key in ("id", "id.pub"):
-                shutil.copy(keys / key, folder / key)
-            (folder / "id").chmod(0o600)
-            shutil.chown(folder / "id", os.geteuid())
-            far.know(keys / "hostkey.pub")
-            login = (
-                *cluster.argv("exec", "login", "--clean-env", "--"),
-                SSHD,
-                "-i",
-                "-f",
-                keys / "sshd_config",
-            )
-            far.configure("User root", f"ProxyCommand {shlex.join(map(str, login))}")
+            login_node(far, cluster)
             added = made.imgkit("remote", "add", "far", f"far:{made.store}", "--recipe", f"./{name}.yaml")
             assert added.returncode == 0, added.stderr
-            until(lambda: run(far.folder / "bin/ssh", "far", "true").returncode == 0)
             done = made.from_recipe(
                 "--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c"
             )
@@ -326,7 +311,7 @@ def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
         ) as started,
     ):
         until(lambda: "line 2" in told.read_text())
-        site.far.disconnect()
+        site.far.kill_master()
         _, said = started.communicate(timeout=120)
     assert started.returncode == 0, said
     assert told.read_text().splitlines() == [f"line {number}" for number in range(1, 13)]

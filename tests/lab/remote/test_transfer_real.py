@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +161,38 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
             assert not place.exists()
     assert place.read_bytes() == sif.read_bytes()
     assert list(place.parent.iterdir()) == [place]
+
+
+def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    (tmp_path / "s/images").mkdir(parents=True)
+    before = len(far.calls())
+    reached = connection.connect(
+        Remote(name="far", address="far", folder=str(tmp_path / "s"), transfer="far2")
+    )
+    transfer.upload(reached, sif, home=str(tmp_path / "s"), target="images/x.sif", report=Notes())
+    assert (tmp_path / "s/images/x.sif").read_bytes() == sif.read_bytes()
+    calls = far.calls()[before:]
+    assert len(calls) == 3
+    assert all(" -- far2 exec " in call for call in calls)
+    reached.run(":")
+    assert " -- far exec " in far.calls()[-1]
+    assert reached.close()
+    assert far.master("check", "far2").returncode != 0
+
+
+def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    (tmp_path / "images").mkdir()
+    began = time.monotonic()
+    transfer.upload(
+        reach(tmp_path),
+        sif,
+        home=str(tmp_path),
+        target="images/x.sif",
+        report=Notes(),
+        most_per_s=3 * MB,
+    )
+    assert time.monotonic() - began >= 2
+    assert (tmp_path / "images/x.sif").read_bytes() == sif.read_bytes()
 
 
 def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: Path) -> None:

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -82,6 +83,15 @@ class Pbs(System):
     def alive(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job while it waits or runs, and fail afterwards."""
         return ("qstat", record.id)
+
+    def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that print how the job ended, where the server keeps a history."""
+        return ("qstat", "-x", "-f", record.id)
+
+    def succeeded(self, output: str) -> bool | None:
+        """Whether the job ended well, by the output of `outcome`."""
+        found = re.search(r"^\s*Exit_status = (-?\d+)\s*$", output, re.MULTILINE)
+        return int(found[1]) == 0 if found else None
 
     def unfinished(self) -> tuple[str, ...]:
         """Words that print the id of each job that waits or runs."""

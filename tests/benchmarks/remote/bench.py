@@ -1,0 +1,183 @@
+"""What ``imgkit run --on`` costs between an edit, ``sbatch`` and the output; a table for docs/benchmarks.md.
+
+    PYTHON tests/benchmarks/remote/bench.py [--repeat N] [PART ...]          as root
+
+PYTHON has imgkit and its tests' packages. The parts are `edit` (an edited line, until the first line of the
+job's output) and `same` (nothing changed, until `sbatch` has answered), with a new connection and an open
+one. Each runs over three wires in turn: none, 20 Mbit/s, and 20 Mbit/s with 30 ms of round trip
+(``tests/lab/remote/wire_proxy.py``). The cluster is the virtual one of ``ci/lab/cluster`` with a real sshd
+and a real Slurm, the image the stand-in without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
+from labkit import IMGKIT, Cluster, output, run, until
+from measure import spread
+from remotekit import FarHost, far_host, login_node
+
+ROOT = Path(__file__).parents[3]
+BASE = "imgkit.local/standin:24.03-notorch"
+RECIPE = f"""\
+image:
+  base: {BASE}
+  platform: amd64
+  copy: [{{source: edited.sh, target: /workspace/}}]
+system:
+  scheduler: slurm
+  runtime: {{kind: singularity, command: singularity}}
+  node: {{gpus: 0, cpus: 2}}
+"""
+WIRES: dict[str, tuple[str, str] | None] = {
+    "none": None,
+    "20 Mbit/s": ("20", "0"),
+    "20 Mbit/s, 30 ms": ("20", "30"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One run of ``imgkit run``."""
+
+    wall_s: float
+    """Seconds to the first line of output."""
+    queue_s: float
+    """Seconds between submission and start, which are a part of it; Slurm knows whole seconds."""
+    moved_kB: float
+    """Bytes on the wire, both directions; nan without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A person's folder here and a login node."""
+
+    far: FarHost
+    cluster: Cluster
+    here: Path
+    counts: Path
+
+    def wire(self, name: str) -> None:
+        """Reach the login node by the wire `name`, with no connection open."""
+        self.far.disconnect()
+        proxy = ROOT / "tests/lab/remote/wire_proxy.py"
+        speed = WIRES[name]
+        login_node(
+            self.far, self.cluster, through=(sys.executable, proxy, *speed, self.counts) if speed else ()
+        )
+
+    def edit(self) -> None:
+        """Change one line of the file that the recipe copies."""
+        (self.here / "edited.sh").write_text(f"echo edited {time.monotonic_ns()}\n")
+
+    def moved(self) -> float:
+        """Bytes on the wire since its proxy began."""
+        return sum(map(int, self.counts.read_text().split())) if self.counts.exists() else 0
+
+    def queued(self, job: str) -> float:
+        """Seconds between submission and start of a job, for which this waits."""
+        record = ""
+
+        def started() -> bool:
+            nonlocal record
+            record = output(*self.cluster.argv("exec", "login", "--", "scontrol", "show", "job", job))
+            return "StartTime=Unknown" not in record and "JobState=PENDING" not in record
+
+        until(started)
+        times = (re.findall(rf"{name}=(\S+)", record)[0] for name in ("SubmitTime", "StartTime"))
+        submitted, began = (time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) for text in times)
+        return began - submitted
+
+    def turn(self, *options: str) -> Turn:
+        """Run the recipe and stop the clock at its first line of output."""
+        before = self.moved()
+        words = (*IMGKIT, "run", "--on", "far", "--base", BASE, "--time", "5m", *options)
+        began = time.monotonic()
+        with subprocess.Popen(
+            (*words, "--", "sh", "/workspace/edited.sh"), cwd=self.here, env={**os.environ, **self.far.env},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as started:  # fmt: skip
+            assert started.stdout is not None
+            line = started.stdout.readline()
+            wall_s = time.monotonic() - began
+            moved = self.moved()
+            _, said = started.communicate()
+        if started.returncode != 0 or not line:
+            sys.exit(f"imgkit run failed:\n{said[-2000:]}")
+        found = re.search(r"(\d+)@far", line + said)
+        assert found
+        # A connection that the turn itself opened begins to count anew.
+        return Turn(
+            wall_s=wall_s,
+            queue_s=self.queued(found[1]),
+            moved_kB=(moved - before if moved >= before else moved) / 1000 if moved else float("nan"),
+        )
+
+
+@contextmanager
+def site() -> Iterator[Site]:
+    """The virtual cluster, with the image and its .sif on both sides."""
+    folder, name = Path(f"/tmp/imgkit-wire-{os.getpid()}"), f"wire{os.getpid()}"
+    cluster = Cluster(state=folder / "c")
+    with far_host(folder) as far:
+        made = Site(far=far, cluster=cluster, here=folder / "here", counts=folder / "counts")
+        made.here.mkdir()
+        (made.here / f"{name}.yaml").write_text(RECIPE)
+        made.edit()
+        cluster.up(1)
+        try:
+            login_node(far, cluster)
+            words = ("remote", "add", "far", f"far:{folder}/store", "--recipe", f"./{name}.yaml")
+            output(*IMGKIT, *words, env=far.env, folder=made.here)
+            made.turn()
+            yield made
+        finally:
+            far.disconnect()
+            cluster.down()
+            run("docker", "rmi", "--force", f"{name}:latest")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("parts", nargs="*", metavar="PART", default=["edit", "same"], help="edit, same")
+    options = parser.parse_args()
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, median (range)")
+    print("| part | wire | connection | s | of it in the queue | kB moved |\n|---|---|---|---|---|---|")
+    with site() as made:
+        turns: dict[tuple[str, str, str], list[Turn]] = {}
+        for _ in range(options.repeat):
+            for wire in WIRES:
+                made.wire(wire)
+                for part in options.parts:
+                    for connection in ("new", "open"):
+                        if connection == "new":
+                            made.far.disconnect()
+                        if part == "edit":
+                            made.edit()
+                        turn = made.turn(*(("--detach",) if part == "same" else ()))
+                        turns.setdefault((part, wire, connection), []).append(turn)
+                        print(part, wire, connection, turn, file=sys.stderr, flush=True)
+        for key in sorted(turns):
+            columns = zip(*((turn.wall_s, turn.queue_s, turn.moved_kB) for turn in turns[key]), strict=True)
+            seconds, queue, moved = (spread(column) for column in columns)
+            print(f"| {' | '.join(key)} | {seconds} | {queue} | {moved} |")
+
+
+if __name__ == "__main__":
+    main()

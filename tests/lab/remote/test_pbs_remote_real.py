@@ -1,0 +1,120 @@
+"""``imgkit run --on`` over a real sshd to a STAND-IN for PBS (``ci/lab/pbs-standin``), as a plain user."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import LAB, Cluster, Done, cluster_marks, run, until
+from remotekit import FarHost, far_host, login_node
+
+BASE = "imgkit.local/standin:24.03-notorch"
+RECIPE = f"""\
+image:
+  base: {BASE}
+  platform: amd64
+system:
+  title: the virtual PBS
+  scheduler: pbs
+  runtime: {{kind: singularity, command: singularity}}
+  node: {{gpus: 0, cpus: 2}}
+  queue: {{options: [-l, place=scatter]}}
+"""
+
+pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-pbs")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A person's folder here, and a login node of PBS."""
+
+    far: FarHost
+    here: Path
+    store: Path
+
+    def imgkit(self, *words: object) -> Done:
+        return self.far.imgkit(*words, folder=self.here)
+
+    def run(self, *words: object) -> Done:
+        return self.imgkit(
+            "run", "--on", "far", "--base", BASE, "--time", "5m", "--pbs-start", "pbsdsh", *words
+        )
+
+
+@pytest.fixture(scope="module")
+def site(standin_notorch: str) -> Iterator[Site]:
+    folder = Path(f"/tmp/imgkit-qsub-{os.getpid()}")
+    cluster = Cluster(state=folder / "c")
+    with far_host(folder) as far:
+        folder.chmod(0o711)
+        cluster.up(2, "--no-slurm")
+        serving = subprocess.Popen(
+            [sys.executable, LAB / "pbs-standin", cluster.state], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert serving.stdout is not None
+            assert serving.stdout.readline() == "serving\n"
+            login_node(far, cluster, "researcher")
+            name = f"qsub{os.getpid()}"
+            made = Site(far=far, here=folder / "here", store=cluster.state / "home/researcher/my store")
+            made.here.mkdir()
+            (made.here / f"{name}.yaml").write_text(RECIPE)
+            added = made.imgkit("remote", "add", "far", "far:my store", "--recipe", f"./{name}.yaml")
+            assert added.returncode == 0, added.stderr
+            yield made
+        finally:
+            far.disconnect()
+            serving.terminate()
+            serving.wait()
+            cluster.down()
+            run("docker", "rmi", "--force", f"qsub{os.getpid()}:latest")
+
+
+def test_pbs_job_is_followed_to_its_end_and_fetched(site: Site) -> None:
+    make = 'echo "$(hostname) has [$1]"; cd "$IMGKIT_RUN_DIR" && echo 1 > "of $(hostname)"'
+    done = site.run("--nodes", "2", "--", "sh", "-c", make, "x", "a  b'c")
+    assert done.returncode == 0, done.stderr
+    assert {"node1 has [a  b'c]", "node2 has [a  b'c]"} <= set(done.stdout.splitlines())
+    found = re.search(r"job (\d+\.standin@far);", done.stderr)
+    assert found, done.stderr
+    fetched = site.imgkit("fetch", found[1])
+    assert fetched.returncode == 0, fetched.stderr
+    (folder,) = site.here.glob("runs/*.standin")
+    names = {path.name for path in folder.iterdir()}
+    assert {"of node1", "of node2"} <= names
+    assert any(".o" in name for name in names)
+    assert site.imgkit("logs", found[1]).stdout == done.stdout
+    assert (site.store / "jobs" / found[1].partition("@")[0]).read_text().startswith("pbs\n")
+
+
+def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
+    done = site.run("--detach", "--", "sleep", "500")
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    shown = site.imgkit("status", job)
+    assert shown.returncode == 0, shown.stdout
+    assert " R\n" in shown.stdout
+    for path in (*(site.store / "images").iterdir(), *(site.store / "jobs").iterdir()):
+        os.utime(path, (1e9, 1e9))
+    assert "nothing is unused" in site.imgkit("remote", "gc", "far").stdout
+    assert site.imgkit("cancel", job).returncode == 0
+    until(lambda: site.imgkit("status", job).returncode != 0)
+    assert site.imgkit("logs", job).returncode == 1
+
+
+def test_remote_check_names_qsub(site: Site) -> None:
+    done = site.imgkit("remote", "check", "far")
+    assert re.search(r"scheduler +pbs", done.stdout), done.stdout
+
+
+def test_failed_pbs_job_fails_the_command(site: Site) -> None:
+    done = site.run("--", "sh", "-c", "echo told; exit 3")
+    assert "told" in done.stdout.splitlines()
+    assert "has ended with an error" in done.stderr
+    assert done.returncode == 1
