@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import zlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.base import process
+from imgkit_builder.base.platform import processors
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 128 << 10
+_AHEAD_BYTES = 4 << 20
+"""What a thread unpacks at once, so that it seldom waits for the others."""
 UNPACKED_FACTOR = 100
 """Most bytes to which one byte unpacks: images reach 5, an archive made to fill a disk reaches 1000."""
 UNPACKED_LEAST_BYTES = 10**9
 _MAGICS: tuple[tuple[bytes, Compress], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+_MEMBER = b"\x1f\x8b\x08\0\0\0\0\0"
+"""The start of a gzip member without a time."""
 _REFUSED = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
 
 
@@ -118,6 +125,11 @@ class Gunzip:
         self._waiting = b""
 
     @property
+    def is_between(self) -> bool:
+        """Whether everything that it was given is unpacked, and is whole."""
+        return self._inflate.eof and self.is_hungry
+
+    @property
     def is_hungry(self) -> bool:
         """Whether everything that it was given is unpacked."""
         return not self._waiting and not self._given
@@ -176,27 +188,107 @@ def _raw(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def _gunzipped(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
+    pieces = iter(raw)
+    start = next(pieces, b"")
+    way = _in_members if start.find(_MEMBER, 1) > 0 else _in_one
+    return way(itertools.chain((start,), pieces), name)
+
+
+def _in_one(raw: Iterator[bytes], name: str) -> Iterator[bytes]:
     """Unpack in a thread while the caller works on what came before; `raw` is read by the caller's thread.
 
     zlib lets other threads run, and so do writes and digests. A read may wait for ever, as from a pipe, and
     a thread that waits cannot be interrupted.
     """
-    gunzip, pieces, before = Gunzip(name), iter(raw), b""
+    gunzip = Gunzip(name)
+    before: list[bytes] = []
     with ThreadPoolExecutor(1) as pool:
         while True:
             if gunzip.is_hungry:
-                piece = next(pieces, None)
+                piece = next(raw, None)
                 if piece is None:
                     break
                 gunzip.give(piece)
-            coming = pool.submit(gunzip.take)
-            if before:
-                yield before
+            coming = pool.submit(_some, gunzip)
+            yield from before
             before = coming.result()
-    if before:
-        yield before
+    yield from before
     if rest := gunzip.finish():
         yield rest
+
+
+def _some(gunzip: Gunzip) -> list[bytes]:
+    """The next 4 MiB, or what is there: each step costs threads a wait for each other."""
+    found: list[bytes] = []
+    while sum(map(len, found)) < _AHEAD_BYTES and not gunzip.is_hungry:
+        if plain := gunzip.take():
+            found.append(plain)
+    return found
+
+
+def _in_members(raw: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """Unpack small members side by side, as `imgkit save` writes them.
+
+    Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
+    only if the data before ended there.
+    """
+    workers = min(processors(), 8)
+    waiting: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
+    between, gunzip = True, Gunzip(name)
+    with ThreadPoolExecutor(workers) as pool:
+        groups = _cut(raw)
+        while True:
+            while len(waiting) <= workers and (group := next(groups, None)):
+                waiting.append((group, pool.submit(_members, group)))
+            if not waiting:
+                break
+            group, coming = waiting.popleft()
+            for piece, plain in zip(group, coming.result(), strict=True):
+                if between and plain is not None:
+                    yield plain
+                else:
+                    yield from gunzip.feed(piece)
+                    between = gunzip.is_between
+    if not between and (rest := gunzip.finish()):
+        yield rest
+
+
+def _cut(raw: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """Cut a gzip stream where members seem to begin, and where none does for long."""
+    held = b""
+    for chunk in raw:
+        held += chunk
+        start, pieces = 0, []
+        while (end := held.find(_MEMBER, start + 1)) > 0:
+            pieces.append(held[start:end])
+            start = end
+        held = held[start:]
+        if len(held) > CHUNK_BYTES:
+            pieces.append(held[: -len(_MEMBER)])
+            held = held[-len(_MEMBER) :]
+        if pieces:
+            yield pieces
+    if held:
+        yield [held]
+
+
+def _members(pieces: list[bytes]) -> list[bytes | None]:
+    """What each of `pieces` unpacks to if it is one small member of a gzip file; else None."""
+    left, found = _AHEAD_BYTES, list[bytes | None]()
+    for piece in pieces:
+        plain = _member(piece, left)
+        left -= len(plain or b"")
+        found.append(plain)
+    return found
+
+
+def _member(piece: bytes, most: int) -> bytes | None:
+    inflate = zlib.decompressobj(wbits=31)
+    try:
+        plain = inflate.decompress(piece, min(most, CHUNK_BYTES)) if most > 0 else b""
+    except zlib.error:
+        return None
+    return plain if inflate.eof and not inflate.unused_data else None
 
 
 def _unzstd(raw: Iterable[bytes], name: str) -> Iterator[bytes]:

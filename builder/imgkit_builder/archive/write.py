@@ -24,6 +24,7 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files, process
+from imgkit_builder.base.platform import processors
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
@@ -206,7 +207,7 @@ def _compressed(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
 
 def _gzip(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Gzip members of 256 KiB each, made side by side: any gzip reader takes them as one file."""
-    workers = min(_cpus(), 8)
+    workers = min(processors(), 8)
     with ThreadPoolExecutor(workers) as pool:
         pending: deque[Future[bytes]] = deque()
         for block in _blocks(chunks):
@@ -231,8 +232,3 @@ def _blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
             yield bytes(block[:_BLOCK])
             del block[:_BLOCK]
     yield bytes(block)
-
-
-def _cpus() -> int:
-    # Not on macOS.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

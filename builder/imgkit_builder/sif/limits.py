@@ -6,11 +6,11 @@ quarter of the node's memory. The job is then killed (apptainer issue 2601, sing
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.base import platform
 from imgkit_entrypoints.arguments import digits
 
 _UNLIMITED_V1 = 1 << 60
@@ -41,10 +41,7 @@ class Limits:
 
 def gather(root: Path = Path("/")) -> Limits:
     """Read affinity and the control groups (v1 or v2) of this process below `root`."""
-    try:
-        processors = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        processors = os.cpu_count() or 1
+    processors = platform.processors()
     memory: int | None = None
     for folder in _groups(root):
         quota = _cpu_quota(folder)
