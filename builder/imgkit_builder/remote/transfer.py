@@ -17,7 +17,7 @@ from typing import BinaryIO
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.remote.connection import Connection, Cut, ScriptFailed
 from imgkit_builder.remote.store import free_bytes
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 BLOCK_BYTES = 1 << 16
 """An attempt goes on at a multiple of it."""
@@ -26,6 +26,8 @@ _CHUNK_BYTES = 1 << 20
 ATTEMPTS = 4
 """Attempts in a row that bring nothing before the transfer gives up."""
 _KEY_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 18
+"""A file up to this size, as most deltas are, goes in one round trip."""
 
 _STATE = """\
 cd -- "$home" || exit 1
@@ -35,19 +37,21 @@ if [ -f "$part" ]; then size=$(wc -c < "$part") || exit 1; fi
 echo "part $((size))"
 """
 _SEND = """\
-cd -- "$home" && exec dd of="$part" bs="$block" seek="$blocks" conv=notrunc,fsync > /dev/null
+cd -- "$home" && dd of="$part" bs="$block" seek="$blocks" conv=notrunc,fsync > /dev/null || exit 1
 """
+# Another transfer of the same file may give the part its name at any moment.
 _KEEP = """\
 cd -- "$home" || exit 1
-if [ ! -f "$part" ]; then
-    if [ -f "$target" ]; then echo kept; else echo lost; fi
-    exit 0
-fi
-set -- $(sha256sum < "$part")
+set -- $(sha256sum 2> /dev/null < "$part")
 if [ "$1" = "$sum" ]; then
-    mv -f -- "$part" "$target" && echo kept
-else
+    mv -f -- "$part" "$target" 2> /dev/null
+    if [ -f "$target" ]; then echo kept; else echo "$target cannot be made" >&2; exit 1; fi
+elif [ -f "$part" ]; then
     rm -f -- "$part" && echo "other $1"
+elif [ -f "$target" ]; then
+    echo kept
+else
+    echo lost
 fi
 """
 
@@ -83,6 +87,10 @@ def upload(
     size = source.stat().st_size
     folder, _, name = target.rpartition("/")
     part = f"{folder}/.{name}.{_key(source)}.part"
+    if size <= _SMALL_BYTES and not most_per_s:
+        report.stage(f"send {source.name} to {connection.remote.name}")
+        if _sent_at_once(connection, source, home, part, target):
+            return
     reached, failures, wrong = -1, 0, 0
     while True:
         try:
@@ -164,14 +172,31 @@ def _send(
             for _ in connection.stream(_SEND, values, data=data, by_transfer=True):
                 pass
         except ScriptFailed as error:
-            if "space" in error.said or "quota" in error.said.lower():
-                raise CheckFailed(
-                    f"the disk of {connection.remote.name} is full", where=f"{home}/{part}", hint=error.hint
-                ) from error
-            raise
+            raise _explained(error, connection, f"{home}/{part}") from error
         for _ in data:  # dd may end first: the sum needs the rest
             pass
     return whole
+
+
+def _sent_at_once(connection: Connection, source: Path, home: str, part: str, target: str) -> bool:
+    """Send a small file in one round trip; False if it did not arrive whole, and the usual way decides."""
+    data = source.read_bytes()
+    values = {"home": home, "part": part, "target": target, "block": str(BLOCK_BYTES), "blocks": "0"}
+    values["sum"] = hashlib.sha256(data).hexdigest()
+    try:
+        output = b"".join(connection.stream(_SEND + _KEEP, values, data=[data], by_transfer=True))
+    except Cut:
+        return False
+    except ScriptFailed as error:
+        raise _explained(error, connection, f"{home}/{part}") from error
+    return output.decode(errors="replace").strip() == "kept"
+
+
+def _explained(error: ScriptFailed, connection: Connection, where: str) -> ToolFailed | CheckFailed:
+    """Tell a full disk from other failures."""
+    if "space" in error.said or "quota" in error.said.lower():
+        return CheckFailed(f"the disk of {connection.remote.name} is full", where=where, hint=error.hint)
+    return error
 
 
 def _data(

@@ -180,6 +180,27 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
     assert far.master("check", "far2").returncode != 0
 
 
+def test_small_file_goes_in_one_round_trip(far: FarHost, tmp_path: Path) -> None:
+    (tmp_path / "deltas").mkdir()
+    small = tmp_path / "x"
+    small.write_bytes(b"some bytes" * 1000)
+    before = len(far.calls())
+    transfer.upload(reach(tmp_path), small, home=str(tmp_path), target="deltas/x", report=Notes())
+    assert len(far.calls()) - before == 1
+    assert (tmp_path / "deltas/x").read_bytes() == small.read_bytes()
+    assert len(list((tmp_path / "deltas").iterdir())) == 1
+
+
+def test_small_file_that_is_cut_is_sent_again(far: FarHost, tmp_path: Path) -> None:
+    (tmp_path / "deltas").mkdir()
+    small = tmp_path / "x"
+    small.write_bytes(random.Random(3).randbytes(200_000))  # noqa: S311
+    (far.folder / "limits").write_text("100000")
+    far.through(sys.executable, PROXY, "%p", far.folder / "limits")
+    transfer.upload(reach(tmp_path), small, home=str(tmp_path), target="deltas/x", report=Notes())
+    assert (tmp_path / "deltas/x").read_bytes() == small.read_bytes()
+
+
 def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
     (tmp_path / "images").mkdir()
     began = time.monotonic()
