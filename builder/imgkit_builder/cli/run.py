@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _WATCH_S = 30
+_RECIPE_FILES = (".yaml", ".yml", ".json")
 _EARLY = "/imgkit"
 """Stands for the folder on the remote before imgkit has looked there."""
 
@@ -236,6 +238,12 @@ def _planned(recipe: str, given: Request, project: ProjectFile | None, default: 
     file = Path(word)
     if image.is_sif(file):
         return _Plan(target=baked.target(file), recipe="", sif=file, request=request)
+    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in _RECIPE_FILES):
+        raise UsageError(
+            f"{file} is no .sif, and imgkit run sends no archive: many clusters lack what converts it",
+            where="RECIPE",
+            hint=f"imgkit sif {shlex.quote(word)}, then imgkit run {shlex.quote(stem(word))}.sif --on NAME",
+        )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
     return _Plan(target=targets.find(word), recipe=word, sif=sif, request=request)

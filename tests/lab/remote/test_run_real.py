@@ -384,6 +384,15 @@ def test_system_without_a_queue_is_refused(site: Site, words: tuple[str, ...]) -
     assert "has no queue that takes a .sif over ssh" in done.stderr
 
 
+def test_archive_is_refused_by_name(site: Site) -> None:
+    (site.here / "mn5.tar").write_bytes(b"x" * 1024)
+    done = site.imgkit("run", "mn5.tar", "--on", "far", "--", "true")
+    (site.here / "mn5.tar").unlink()
+    assert done.returncode == 2
+    assert "mn5.tar is no .sif" in done.stderr
+    assert "imgkit sif mn5.tar, then imgkit run mn5.sif --on NAME" in done.stderr
+
+
 def test_remote_without_the_scheduler_is_refused(site: Site) -> None:
     name = f"pbs{os.getpid()}"
     (site.here / f"{name}.yaml").write_text(RECIPE.replace("scheduler: slurm", "scheduler: pbs"))
