@@ -20,15 +20,16 @@ VALUES = ("errors", "system", "files", "arguments", "json_text", "secret_pattern
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "remote project examine signing job delta apptainer sif archive engine image recipe base "
-        "values entrypoints/values",
+        "cli": "remote project examine signing job delta buildah apptainer sif archive engine image recipe "
+        "base values entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base entrypoints/values",
-        "examine": "signing delta apptainer sif archive engine image recipe base entrypoints/values",
+        "examine": "signing delta buildah apptainer sif archive engine image recipe base entrypoints/values",
         "signing": "delta sif archive base entrypoints/values",
         "job": "delta sif image recipe base "
         "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
         "delta": "sif archive image base values entrypoints/launch entrypoints/values",
+        "buildah": "apptainer sif engine image base values entrypoints/values",
         "apptainer": "sif archive image recipe base values entrypoints/values",
         "sif": "archive image base values entrypoints/values",
         "engine": "archive image recipe base entrypoints/values",

@@ -10,13 +10,13 @@ from imgkit_builder.apptainer import rights, start
 from imgkit_builder.apptainer.earlier import earlier
 from imgkit_builder.apptainer.finish import finish
 from imgkit_builder.apptainer.follow import Follower
-from imgkit_builder.apptainer.request import BuiltSif, Pack, Planned, SifRequest
+from imgkit_builder.apptainer.request import BuildPlan, BuiltSif, Pack, Planned, SifRequest
 from imgkit_builder.apptainer.rights import Rights
 from imgkit_builder.apptainer.start import SifFile, Start
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build
+from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build, space
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.options import Archive, Options, Registry
@@ -54,6 +54,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         return done
     if packing.note:
         report.note(packing.note)
+    start.check_space(base, target, tmp_base(target, options.tmpdir), share=space.temporary_share(None))
     with (
         workspace(target, tmp_base(target, options.tmpdir)) as work,
         runtime.log_file(target.stem) as log,
@@ -76,7 +77,7 @@ def _packing(tool: RuntimeTool, options: Options) -> Compression:
     return compression.choose(tool.capabilities, options.compression, lacks_zstd=lacks)
 
 
-def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Planned, Start, str]:
+def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
     """What `build` would run: the definition and the command, with placeholders for temporary names."""
     options, target = request.options, request.target.absolute()
     convert.check_target(target, force=False)
@@ -85,7 +86,13 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Planned, St
     base = start.find(request.recipe, name=request.base, place=request.base_from, report=report)
     part = target.with_name(f".{target.name}.TOKEN.part")
     words = runtime_build.words(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
-    return _planned(request, base, pack, report), base, shlex.join((str(tool.path), *words))
+    planned = _planned(request, base, pack, report)
+    return BuildPlan(
+        context=planned.context,
+        text=planned.definition.text,
+        base=base.image,
+        command=shlex.join((str(tool.path), *words)),
+    )
 
 
 def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> Planned:

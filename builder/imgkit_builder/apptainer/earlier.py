@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from imgkit_builder.apptainer import definition as definitions
 from imgkit_builder.apptainer import start
 from imgkit_builder.apptainer.finish import ROUTE
 from imgkit_builder.apptainer.request import BuiltSif, Planned, SifRequest
 from imgkit_builder.apptainer.start import Start
 from imgkit_builder.image import manifest as manifests
+from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.compression import Compression
-from imgkit_builder.sif.image import DataType
+from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.workspace import remove_leftovers
 from imgkit_entrypoints.errors import CheckFailed
@@ -21,21 +24,30 @@ def earlier(
     request: SifRequest, base: Start, planned: Planned, tool: RuntimeTool, packing: Compression
 ) -> BuiltSif | None:
     """The result without work, if the target was built from the same definition, context and base."""
+
+    def same(sif: SifImage, record: ImgkitRecord) -> bool:
+        if (record.route, record.runtime, record.compression) != (ROUTE, str(tool), str(packing)):
+            return False
+        texts = (one for one in sif.descriptors if one.datatype == DataType.DEFFILE)
+        old = b"".join(sif_image.data(sif, one) for one in texts).decode("utf-8", "surrogateescape")
+        # Of the definition that the runtime has kept, only the time of the build may differ.
+        dated = {**planned.labels, manifests.CREATED_LABEL: definitions.created(old)}
+        return definitions.definition(request.recipe, base, dated).text.strip() == old.strip()
+
+    return whole(request, base.image, same)
+
+
+def whole(
+    request: SifRequest, base: BaseImage, same: Callable[[SifImage, ImgkitRecord], bool]
+) -> BuiltSif | None:
+    """The target as a result, if it is undamaged, and `same` says that a build would make it again."""
     target = request.target.absolute()
     if request.options.force or not sif_image.is_sif(target):
         return None
     try:
         sif = sif_image.read(target)
         record = sif.record
-        if record is None or record.route != ROUTE or record.deltas:
-            return None
-        if (record.runtime, record.compression) != (str(tool), str(packing)):
-            return None
-        texts = (one for one in sif.descriptors if one.datatype == DataType.DEFFILE)
-        old = b"".join(sif_image.data(sif, one) for one in texts).decode("utf-8", "surrogateescape")
-        # Of the definition that the runtime has kept, only the time of the build may differ.
-        dated = {**planned.labels, manifests.CREATED_LABEL: definitions.created(old)}
-        if definitions.definition(request.recipe, base, dated).text.strip() != old.strip():
+        if record is None or record.deltas or not same(sif, record):
             return None
         root_sha256 = sif_image.root_sha256(target)
         if root_sha256 != record.root_sha256 or coverage.check(target, root_sha256=root_sha256).faults:
@@ -47,7 +59,7 @@ def earlier(
         path=target,
         size_bytes=sif.size_bytes,
         arch=sif.arch,
-        base=base.image,
+        base=base,
         record=record,
         labels=start.labels(sif),
         checks=(),

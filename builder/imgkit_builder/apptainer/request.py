@@ -58,3 +58,14 @@ class Planned:
     definition: Definition
     labels: Mapping[str, str]
     """Those that only a build knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPlan:
+    """What a build would run."""
+
+    context: BuildContext
+    text: str
+    """The definition or the Dockerfile."""
+    base: BaseImage
+    command: str

@@ -28,6 +28,8 @@ class Rights:
     fault: str = ""
     """Why they cannot, or what steps cannot do."""
     hint: str = ""
+    has_range: bool = False
+    """Whether the user has a range of further users, from /etc/subuid and /etc/subgid."""
     namespace: bool = False
     """Whether root needs a user namespace of its own: see ``sif/namespace.py``."""
 
@@ -52,7 +54,7 @@ def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
         and _has_range(root / "etc/subgid", uid)
         and shutil.which("newuidmap")
     ):
-        return Rights(way="as root of a user namespace, with the users of /etc/subuid")
+        return Rights(way="as root of a user namespace, with the users of /etc/subuid", has_range=True)
     few = "other owners become root: a step that starts a server as another user fails"
     hint = "ask an administrator for a range in /etc/subuid and /etc/subgid, and for newuidmap"
     if shutil.which("fakeroot"):

@@ -13,7 +13,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.image.manifest import STANDIN_LABEL, BaseImage
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, coverage
+from imgkit_builder.sif import check, coverage, space
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.options import Archive, OciFolder, Registry
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -97,6 +97,23 @@ def identified(start: Start, config: ImageConfig, names: tuple[str, ...]) -> Sta
     found = dataclasses.replace(start, image=_of_config(config, names, start.source.path), known=True)
     _refuse_platform(found)
     return found
+
+
+def check_space(start: Start, target: Path, temporary: Path, *, share: float) -> None:
+    """Look for free space before the work; the size of a base in a registry is unknown.
+
+    Raises
+    ------
+    CheckFailed : there is too little on the disk of `target`, or on that of `temporary`, which gets `share`
+        times the size of the image.
+    """
+    if isinstance(start.source, SifFile):
+        size: int | None = int(start.source.path.stat().st_size * space.UNPACKED_FACTOR)
+        share = 1.0  # its files once, as its layers are merged already
+    else:
+        size = space.source_bytes(start.source)
+    if size is not None:
+        space.need(size, int(size * share), target, temporary)
 
 
 def verify(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""``imgkit build --with apptainer``: a recipe becomes a tested .sif, without an engine."""
+"""``imgkit build --with apptainer`` and ``buildah``: a recipe becomes a tested .sif, without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.request import BuiltSif, SifRequest
+    from imgkit_builder.apptainer.request import BuildPlan, BuiltSif, SifRequest
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.manifest import BaseImage
@@ -47,7 +47,8 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     ------
     ImgkitError : as `apptainer.build.build` does, and for what a definition cannot do.
     """
-    from imgkit_builder.apptainer import build as builds
+    from imgkit_builder.apptainer import build as by_apptainer
+    from imgkit_builder.buildah import build as by_buildah
     from imgkit_builder.image.context import pack, revision
 
     _refuse(recipe, options)
@@ -65,10 +66,11 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
         tell_left_out(context.code, report)
         return context
 
+    way = by_buildah if options.program == "buildah" else by_apptainer
     with terminable():
         if options.dry_run:
-            return _plan(request, *builds.plan(request, packed, report))
-        return _result(builds.build(request, packed, report), request.target)
+            return _plan(request, way.plan(request, packed, report), options)
+        return _result(way.build(request, packed, report), request.target)
 
 
 def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
@@ -92,40 +94,46 @@ def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
 
 
 def _refuse(recipe: Recipe, options: BuildOptions) -> None:
-    """Raise UsageError for another platform than this machine's."""
+    """Raise UsageError for another platform than this machine's, and for secrets in a definition."""
     from imgkit_builder.base.platform import host_platform
 
     host = host_platform()
     stated = options.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
     if stated != host:
         raise UsageError(
-            f"a definition builds for this machine's platform, {host}, and not for {stated}",
+            f"--with {options.program} builds for this machine's platform, {host}, and not for {stated}",
             where="--platform" if options.platform else recipe.where("image", "platforms"),
             hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
         )
+    if recipe.image.used_secrets and options.program == "apptainer":
+        raise UsageError(
+            "--with apptainer has no build secrets: a definition keeps what it says",
+            where=recipe.where("image", "secrets"),
+            hint="build --with buildah, or with Docker",
+        )
 
 
-def _plan(request: SifRequest, planned: Any, base: Any, command: str) -> Answer:
-    text = planned.definition.text
+def _plan(request: SifRequest, planned: BuildPlan, options: BuildOptions) -> Answer:
+    text, base = planned.text, planned.base
     rows = {
         "recipe": f"{request.recipe.name} ({request.recipe.file})",
-        "base": f"{base.image.name}, from {request.base_from or 'its registry'}",
-        "platform": base.image.platform,
+        "base": f"{base.name}, from {request.base_from or 'its registry'}",
+        "platform": base.platform,
         "target": str(request.target),
         "context": f"{planned.context.size_bytes} bytes",
-        "run": command,
+        "run": planned.command,
     }
     head = "".join(f"# {key:9} {value}\n" for key, value in rows.items())
     data = {
         "schema": SCHEMA,
         "dry_run": True,
         "recipe": request.recipe.name,
-        "base": base.image.name,
-        "platform": base.image.platform,
+        "base": base.name,
+        "platform": base.platform,
         "sif": str(request.target),
         "context_bytes": planned.context.size_bytes,
-        "commands": [command],
-        "definition": text,
+        "commands": [planned.command],
+        "dockerfile" if options.program == "buildah" else "definition": text,
     }
     return head + text.rstrip("\n"), data
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -55,11 +55,9 @@ def run(
     buildx = [*_BUILDX, "--metadata-file", str(told), *options, "-"]
     argv = _podman(options, token) if builder.name == "podman" else buildx
     env = own_storage() if builder.name == "podman" else _buildx_env(engine)
-    with context.open(watch.report) as tar, _guarded(argv, token, builder.containers, env) as guard:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for data in pumped(guard, _chunks(labels.with_dockerfile(tar, dockerfile))):
-            watch.text(decoder.decode(data))
-        code = guard.wait()
+    chunks = context_chunks(context, dockerfile, watch)
+    with contextlib.closing(chunks):
+        code = guarded(argv, chunks, watch.text, token=token, containers=builder.containers, env=env)
     if code:
         raise watch.failed(code)
     try:
@@ -94,9 +92,38 @@ def _buildx_env(engine: Engine) -> dict[str, str]:
     return env
 
 
+def context_chunks(
+    context: BuildContext, dockerfile: str, watch: BuildFollower
+) -> Generator[bytes, None, None]:
+    """The tar of `context` with the text `dockerfile` as ``labels.DOCKERFILE``."""
+    with context.open(watch.report) as tar:
+        yield from _chunks(labels.with_dockerfile(tar, dockerfile))
+
+
+def guarded(
+    argv: list[str],
+    chunks: Iterator[bytes],
+    take: Callable[[str], None],
+    *,
+    env: Mapping[str, str],
+    token: str = "",
+    containers: Path | None = None,
+    folder: Path | None = None,
+) -> int:
+    """Feed `chunks` to the program `argv`, give its output to `take`, and return its exit code.
+
+    ``build_guard`` ends all of it when this process is interrupted or killed.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with _guard(argv, token, containers, env, folder) as guard:
+        for data in pumped(guard, chunks):
+            take(decoder.decode(data))
+        return guard.wait()
+
+
 @contextlib.contextmanager
-def _guarded(
-    argv: list[str], token: str, containers: Path | None, env: Mapping[str, str]
+def _guard(
+    argv: list[str], token: str, containers: Path | None, env: Mapping[str, str], folder: Path | None
 ) -> Iterator[subprocess.Popen[bytes]]:
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
     ended, alive = os.pipe()
@@ -110,6 +137,7 @@ def _guarded(
             stdout=subprocess.PIPE,
             bufsize=0,
             env=dict(env),
+            cwd=folder,
             pass_fds=(ended,),
             start_new_session=True,
         ) as guard,

@@ -24,15 +24,21 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
     so a cached result never becomes wrong.
     """
-    kept = _kept(base.id)
-    known = _read(kept)
-    if known is not None:
-        return known
+    found = known(base.id)
+    if found is not None:
+        return found
     name = base.name if engine.names_manifests else base.id or base.name
     finished = containers.run(engine, name, inside.argv(), platform=base.platform)
-    seen = inside.parse(finished.output)
+    return learned(base.id, finished.output) or Probe(
+        skipped=_why_not(engine, base, finished.returncode, finished.output)
+    )
+
+
+def learned(image_id: str, output: str) -> Probe | None:
+    """The probe in the `output` of ``image.inside``, which is kept for later; None where it has none."""
+    seen = inside.parse(output)
     if seen is None:
-        return Probe(skipped=_why_not(engine, base, finished.returncode, finished.output))
+        return None
     found = Probe(
         python=seen.python,
         torch=seen.torch,
@@ -40,7 +46,8 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
         nccl=seen.nccl,
         pip_conflicts=seen.pip_conflicts or (),
     )
-    files.write_cache(kept, json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2) + "\n")
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2)
+    files.write_cache(_kept(image_id), text + "\n")
     return found
 
 
@@ -57,9 +64,10 @@ def _kept(image_id: str) -> Path:
     return files.cache_dir() / "probe" / f"{image_id.partition(':')[2] or 'unknown'}.json"
 
 
-def _read(kept: Path) -> Probe | None:
+def known(image_id: str) -> Probe | None:
+    """The probe of an earlier run."""
     try:
-        data = json_text.parse(files.read_own(kept))
+        data = json_text.parse(files.read_own(_kept(image_id)))
         if data.pop("schema") != SCHEMA:
             return None
         data["pip_conflicts"] = tuple(data["pip_conflicts"])

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.apptainer import rights
+from imgkit_builder.apptainer.rights import Rights
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.base.sizes import size_text
+from imgkit_builder.buildah import program
 from imgkit_builder.examine import engines
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import mksquashfs, runtime, space, squash_ways
@@ -70,6 +72,7 @@ def examine(
         *_modules(target),
         *(_unprivileged(machine, tool) if tool.verdict in ("ok", "warn") else ()),
         *((_definitions(machine),) if tool.verdict in ("ok", "warn") else ()),
+        *_buildah(machine),
         way,
         _zstd(),
         *_disks(machine, purpose, engine),
@@ -161,7 +164,16 @@ def _namespaces(machine: Machine) -> Check:
 
 def _definitions(machine: Machine) -> Check:
     """How steps of a recipe would run without an engine."""
-    name, found = "build --with apptainer", rights.look(root=machine.root, uid=machine.uid)
+    return _steps("build --with apptainer", rights.look(root=machine.root, uid=machine.uid))
+
+
+def _buildah(machine: Machine) -> Iterator[Check]:
+    """How buildah would run them, where it is installed."""
+    if shutil.which(program.NAME):
+        yield _steps("build --with buildah", program.look(root=machine.root, uid=machine.uid))
+
+
+def _steps(name: str, found: Rights) -> Check:
     if not found.way:
         return Check(name=name, verdict="warn", found=found.fault, hint=found.hint)
     said = f"steps run {found.way}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.job import contents, limits
 from imgkit_builder.job import fields as job_fields
-from imgkit_builder.recipe import rules
+from imgkit_builder.recipe import rules, toml_text
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
 from imgkit_entrypoints.errors import UsageError
 
@@ -122,18 +121,9 @@ def _text(file: Path) -> str:
     return text
 
 
-def _toml() -> Callable[[str], dict[str, Any]]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    loads: Callable[[str], dict[str, Any]] = tomllib.loads
-    return loads
-
-
 def _parsed(text: str, file: Path, found: Collector) -> dict[str, Any]:
     try:
-        return _toml()(text)
+        return toml_text.parse(text)
     except (ValueError, RecursionError) as error:
         message = str(error) or "its brackets lie too deep within each other"
         place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
@@ -148,7 +138,7 @@ def _statements(text: str, file: Path) -> Iterator[tuple[str, Position]]:
 
     No parser of TOML gives places. But a value ends at the first line where its statement is TOML.
     """
-    loads, lines, start = _toml(), text.split("\n"), 0
+    loads, lines, start = toml_text.parse, text.split("\n"), 0
     for end in range(len(lines)):
         statement = "\n".join(lines[start : end + 1])
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
+
+from imgkit_builder.recipe import toml_text
 
 PYPROJECT = "pyproject.toml"
 _MOST_CHARACTERS = 1 << 20
@@ -28,17 +29,14 @@ def of_project(folder: Path) -> tuple[str, ...]:
     ------
     OSError : there is no pyproject.toml, or it cannot be read.
     ValueError : it is not TOML, or its dependencies are not a list of texts.
+    ToolMissing : this Python cannot read TOML.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     with (folder / PYPROJECT).open(encoding="utf-8") as stream:
         text = stream.read(_MOST_CHARACTERS + 1)
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"it has more than {_MOST_CHARACTERS} characters")
     try:
-        content: dict[str, Any] = tomllib.loads(text)
+        content: dict[str, Any] = toml_text.parse(text)
     except RecursionError:
         raise ValueError("its brackets lie too deep within each other") from None
     project = content.get("project", {})

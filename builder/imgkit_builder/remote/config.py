@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import files
 from imgkit_builder.job.ssh import hostlist
+from imgkit_builder.recipe import toml_text
 from imgkit_builder.recipe.problems import choices
 from imgkit_entrypoints.errors import UsageError
 
@@ -199,14 +199,10 @@ def _checked(text: str) -> dict[str, Any]:
     """The tables of the file, each with values that `Remote` takes."""
     if not text.strip():
         return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     from pydantic import ValidationError
 
     try:
-        data = tomllib.loads(text)
+        data = toml_text.parse(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"it is no TOML: {error}", where=str(path()), hint="correct the file") from error
     try:

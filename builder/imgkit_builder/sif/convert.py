@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from imgkit_builder import __version__
 from imgkit_builder.archive import oci_folder
@@ -25,7 +26,7 @@ from imgkit_builder.sif.options import (
 )
 from imgkit_builder.sif.plan import Means, Way
 from imgkit_builder.sif.runtime import log_file
-from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
+from imgkit_builder.sif.workspace import Workspace, remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 
@@ -60,30 +61,50 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     base = tmp_base(target, options.tmpdir)
     space.check(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:
-        job = ConversionJob(
-            tool=means.tool,
-            options=options,
-            compression=means.packing,
-            work=work,
-            clock=Clock(report),
-            log=log,
-            squasher=means.squasher,
-        )
-        if means.way == "export":
-            made = _exported(job, source)
-        elif means.way == "layers":
-            made = _built(job, source)
-        else:
-            with stream.stored_image(job, source) as image_here:
-                config = image_here.selected.config
-                if not known and (done := _up_to_date(target, config, means, options)):
-                    return done
-                _tell_arch(config, report)
-                room = space.room_for_layers(image_here, target, base, means.squasher)
-                stream.make(job, image_here, room_bytes=room)
-            name = name_of(source, image_here.selected.names)
-            made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
-        return _finish(job, made, target, means.way)
+        return _converted(source, target, options, means, Place(work=work, log=log, clock=Clock(report)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a conversion takes place."""
+
+    work: Workspace
+    log: TextIO
+    clock: Clock
+
+
+def convert_in(place: Place, source: Source, target: Path, options: Options) -> Converted:
+    """Convert as `convert` does, as the last part of something longer that has made its workspace."""
+    means = plan.ready(plan.choose(source, options), options, place.clock)
+    space.check(source, target, place.work.folder.parent, means)
+    return _converted(source, target, options, means, place)
+
+
+def _converted(source: Source, target: Path, options: Options, means: Means, place: Place) -> Converted:
+    job = ConversionJob(
+        tool=means.tool,
+        options=options,
+        compression=means.packing,
+        work=place.work,
+        clock=place.clock,
+        log=place.log,
+        squasher=means.squasher,
+    )
+    if means.way == "export":
+        made = _exported(job, source)
+    elif means.way == "layers":
+        made = _built(job, source)
+    else:
+        with stream.stored_image(job, source) as image_here:
+            config = image_here.selected.config
+            if _known_config(source) is None and (done := _up_to_date(target, config, means, options)):
+                return done
+            _tell_arch(config, job.clock)
+            room = space.room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
+            stream.make(job, image_here, room_bytes=room)
+        name = name_of(source, image_here.selected.names)
+        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
+    return _finish(job, made, target, means.way)
 
 
 def _exported(job: ConversionJob, source: Source) -> _Made:

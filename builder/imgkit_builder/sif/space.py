@@ -18,7 +18,7 @@ from imgkit_entrypoints.errors import CheckFailed
 
 _LAYOUT_SHARE = 3.3
 """Peak of the temporary files per image byte where a runtime builds: layers, its copy, files and squashfs."""
-_UNPACKED_FACTOR = 3.0
+UNPACKED_FACTOR = 3.0
 """Guessed ratio of a compressed archive."""
 
 
@@ -35,7 +35,7 @@ def source_bytes(source: Source) -> int | None:
         return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
     if isinstance(source, Archive):
         size = source.path.stat().st_size
-        return size if compressed.kind(source.path) == "none" else int(size * _UNPACKED_FACTOR)
+        return size if compressed.kind(source.path) == "none" else int(size * UNPACKED_FACTOR)
     if isinstance(source, Piped):
         return _rest_of(source)
     return None
@@ -65,9 +65,14 @@ def check(source: Source, target: Path, base: Path, means: Means) -> None:
     size = source_bytes(source)
     if size is None:
         return
-    packed = int(size * PACKED_SHARE)
     spool = size if means.squasher and stream.is_spooled(source, means.way) else 0
-    needs = {base: int(size * temporary_share(means.squasher)) + spool}
+    need(size, int(size * temporary_share(means.squasher)) + spool, target, base)
+
+
+def need(size: int, temporary: int, target: Path, base: Path) -> None:
+    """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
+    packed = int(size * PACKED_SHARE)
+    needs = {base: temporary}
     if base.stat().st_dev == target.parent.stat().st_dev:
         needs[base] += packed
     else:
