@@ -27,7 +27,7 @@ image:
   run: [{run}]
 system: {{scheduler: standalone}}
 """
-SECRET = """
+USES_VARIABLE = """
 image:
   base: tiny:1
   secrets: [{id: token, env: IMGKIT_TEST_TOKEN}]
@@ -120,7 +120,7 @@ def test_sif_as_base_is_refused(tiny: Path) -> None:
 
 
 def test_missing_secret_is_refused(tiny: Path) -> None:
-    (tiny / "secret.yaml").write_text(SECRET)
+    (tiny / "secret.yaml").write_text(USES_VARIABLE)
     done = imgkit("build", "./secret.yaml", *WITH, "--base-from", "tiny.tar", folder=tiny)
     assert (done.returncode, "IMGKIT_TEST_TOKEN" in done.stderr) == (2, True), done.stderr
 
