@@ -52,12 +52,12 @@ def _rest_of(source: Piped) -> int | None:
 
 def room_for_layers(image: StoredImage, target: Path, base: Path, squasher: Squasher | None) -> int:
     """Bytes of `base` that plain layers may take; 0 where compressed ones would probably not fit."""
-    plain = image.stored_bytes + int(image.packed_bytes * (_UNPACKED_FACTOR - 1))
+    plain = image.stored_bytes + int(image.packed_bytes * (UNPACKED_FACTOR - 1))
     share = temporary_share(squasher)
     if base.stat().st_dev == target.parent.stat().st_dev:
         share += PACKED_SHARE
     room = disk_usage(base).free - int(plain * share)
-    return room if room >= image.packed_bytes * _UNPACKED_FACTOR else 0
+    return room if room >= image.packed_bytes * UNPACKED_FACTOR else 0
 
 
 def check(source: Source, target: Path, base: Path, means: Means) -> None:
