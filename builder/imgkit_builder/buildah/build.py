@@ -29,6 +29,7 @@ from imgkit_builder.image.config import parse_config
 from imgkit_builder.image.manifest import CONTEXT_LABEL, BaseImage, Probe
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.sif import convert, runtime, runtime_build
+from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.compression import ZSTD
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.convert import Place
@@ -80,22 +81,22 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
             built = _run(buildah, ref, context, secrets, place)
             tested = _smoke(buildah, built, context, clock) if options.test else ()
             clock.stage("take the image out of buildah")
-            folder = buildah.folder / request.recipe.name
-            buildah.need("push", "--disable-compression", built, f"oci:{folder.name}")
+            folder = buildah.folder / "image" / request.recipe.name
+            folder.parent.mkdir()
+            buildah.need("push", "--disable-compression", built, f"oci:image/{folder.name}")
             buildah.remove()
-            done = convert.convert_in(place, OciFolder(path=folder), target, options)
-    values = manifests.labels(context.manifest, context_sha256=context.sha256, created="")
+            made = convert.convert_in(place, OciFolder(path=folder), target, options)
     return BuiltSif(
-        path=done.path,
-        size_bytes=done.size_bytes,
-        arch=done.arch,
+        path=made.path,
+        size_bytes=made.size_bytes,
+        arch=made.arch,
         base=image,
-        record=done.record,
-        labels=values,
+        record=made.record,
+        labels=start.labels(sif_image.read(made.path)),
         checks=tuple(tested),
         up_to_date=False,
-        stages=done.stages,
-        log=done.log,
+        stages=made.stages,
+        log=made.log,
     )
 
 

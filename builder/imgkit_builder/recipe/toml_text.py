@@ -27,4 +27,5 @@ def parse(text: str) -> dict[str, Any]:
                 where=sys.executable,
                 hint="run imgkit with Python 3.11 or newer, or: python3 -m pip install --user tomli",
             ) from None
-    return tomllib.loads(text)
+    found: dict[str, Any] = tomllib.loads(text)
+    return found
