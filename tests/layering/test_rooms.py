@@ -29,7 +29,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "job": "delta sif image recipe base "
         "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
         "delta": "sif archive image base values entrypoints/launch entrypoints/values",
-        "buildah": "apptainer sif engine image base values entrypoints/values",
+        "buildah": "apptainer sif engine image base entrypoints/values",
         "apptainer": "sif archive image recipe base values entrypoints/values",
         "sif": "archive image base values entrypoints/values",
         "engine": "archive image recipe base entrypoints/values",
