@@ -32,6 +32,7 @@ class FarHost:
     def env(self) -> dict[str, str]:
         return {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": f"{self.folder}/cache",
             "XDG_CONFIG_HOME": f"{self.folder}/config",
             "XDG_STATE_HOME": f"{self.folder}/state",
             "XDG_RUNTIME_DIR": f"{self.folder}/run",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,20 +125,17 @@ def _image(
 def _code(
     wanted: Wanted, code: CodeFolder, far: Connection, there: Store, report: Reporter
 ) -> tuple[str, ...]:
-    """Send the code if the remote lacks it; the result is the paths of its deltas, lowest first."""
+    """Send what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
     from imgkit_builder.cli.conversion import helper, terminable
-    from imgkit_builder.delta import code as code_delta
+    from imgkit_builder.remote import code as far_code
     from imgkit_builder.sif.options import Options
 
-    target = f"deltas/{code.name}"
-    if code.name in there.codes:
-        report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
-        return (target,)
-    with tempfile.TemporaryDirectory(prefix="imgkit-") as folder, terminable():
-        file = Path(folder, code.name)
-        code_delta.write(code.tree, file, Options(tmpdir=file.parent, helper=helper()), report)
-        _sent(wanted, far, there, file, target, report)
-    return (target,)
+    with terminable(), far_code.plan(code, there, Options(helper=helper()), report) as plan:
+        if plan.file is None:
+            report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
+        else:
+            _sent(wanted, far, there, plan.file, plan.targets[-1], report)
+    return plan.targets
 
 
 def _placed(there: Store, *, whole: bool) -> Placed | None:

@@ -130,6 +130,16 @@ class CodeTree:
         )
 
 
+def name_of(sha256: str) -> str:
+    """The file name of the code with that digest."""
+    return f"code-{sha256}.imgdelta"
+
+
+def name_over(sha256: str, base: str) -> str:
+    """The file name of the changes that make this code of that with the digest `base`."""
+    return f"code-{sha256}-{base[:12]}.imgdelta"
+
+
 def write(code: CodeTree, target: Path, options: Options, report: Reporter) -> None:
     """Write the delta `target`, which is whole or absent.
 
@@ -138,14 +148,42 @@ def write(code: CodeTree, target: Path, options: Options, report: Reporter) -> N
     UsageError : the folder changes while it is read.
     ToolMissing, ToolFailed : nothing here squashes, or it failed.
     """
-    target = target.absolute()
+    _write(code, tree.everything((code,)), target.absolute(), options, report)
+
+
+def write_over(code: CodeTree, base: Path, target: Path, options: Options, report: Reporter) -> bool:
+    """Write to `target` what `code` adds and replaces over the delta `base`.
+
+    False, and no file, where `base` has a name that must show the image's file again. Raises as `write` does.
+    """
+    below = (SquashfsLayer(base),)
+    changes = tree.changes(below, (code,))
+    added = [(path, entry) for path, entry in changes.items() if entry is not None]
+    if len(added) < len(changes) or any(_hides(tree.find(below, path), entry) for path, entry in added):
+        return False
+    _write(code, added, target.absolute(), options, report)
+    return True
+
+
+def _hides(before: tree.Node | None, entry: TreeEntry) -> bool:
+    """Whether a folder and what is none have one name: the image may have a folder of it, too."""
+    return before is not None and (before.entry.kind == "dir") != (entry.kind == "dir")
+
+
+def _write(
+    code: CodeTree,
+    entries: Iterable[tuple[str, TreeEntry]],
+    target: Path,
+    options: Options,
+    report: Reporter,
+) -> None:
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         # Every runtime mounts gzip, and the delta lies over images of either compression.
         packing = compression.choose(None, "gzip", lacks_zstd="")
         job = ConversionJob(tool=None, options=options, compression=packing, work=work, clock=clock, log=log)
         clock.stage("squash the code")
-        write_squashfs.make(job, work.part, tree.everything((code,)))
+        write_squashfs.make(job, work.part, entries)
         if tree.content((SquashfsLayer(work.part),), _INSIDE) != tree.content((code,), _INSIDE):
             raise CheckFailed(
                 "the new file does not show the code",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.sizes import size_text
+from imgkit_builder.delta import code as code_delta
 from imgkit_builder.delta.code import CodeFile, CodeTree
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.job.request import CodeRecord, Request
@@ -32,7 +33,7 @@ class CodeFolder:
     @property
     def name(self) -> str:
         """The name of its delta."""
-        return f"code-{self.record.sha256}.imgdelta"
+        return code_delta.name_of(self.record.sha256)
 
 
 def read(request: Request, *, large: bool) -> CodeFolder:

@@ -16,7 +16,7 @@ from imgkit_builder.remote.connection import Connection
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-_MADE = r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)|code-[0-9a-f]{64}\.imgdelta)"
+_MADE = r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)|code-[0-9a-f]{64}(-[0-9a-f]{12})?\.imgdelta)"
 _PART = r"\.[0-9a-f]{12}\.part"
 _PATH = re.compile(rf"(images|deltas)/({_MADE}|\.{_MADE}({_PART}|({_PART})?\.gone))")
 """Names that imgkit gives: a whole file, a part of one, and one that a removal has put aside."""

@@ -17,15 +17,15 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
 
-# Its first words are the system, the job's name, its .sif, its delta and its code: the note in jobs/ tells
-# `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
+# Its first words are the system, the job's name, its .sif, its delta and two of its code: the note in jobs/
+# tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
 # variables have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
 cd -- "$folder" || exit 1
 (
-    for file in "$3" ${4:+"$4"} ${5:+"$5"}; do
+    for file in "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"}; do
         touch -c -- "$file" 2> /dev/null
         if [ ! -e "$file" ]; then
             echo "$file has been removed meanwhile; the same command again sends it" >&2
@@ -33,13 +33,13 @@ cd -- "$folder" || exit 1
         fi
     done
 ) || exit 1
-said=$(shift 5 && exec "$@") || exit
+said=$(shift 6 && exec "$@") || exit
 printf '%s\\n' "$said"
 id=$(printf '%s\\n' "$said" | tail -n 1)
 id=${id%%;*}
 case $id in
     '' | .* | *[!A-Za-z0-9._-]*) ;;
-    *) printf '%s\\n' "$1" "$2" "$3" ${4:+"$4"} ${5:+"$5"} > "jobs/$id" ;;
+    *) printf '%s\\n' "$1" "$2" "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"} > "jobs/$id" ;;
 esac 2> /dev/null
 exit 0
 """
@@ -86,7 +86,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     ToolFailed : the scheduler refused; quotes its message. Or the connection was cut, and the job may wait.
     """
     remote = connection.remote
-    folder, used = str(job.directory), (job.image, job.overlay, *(job.code_files or ("",)))
+    folder, used = str(job.directory), (job.image, job.overlay, *job.code_files, "", "")[:4]
     # In the script, which goes through standard input: no argument list holds a value.
     values = {name: os.environ[name] for name in job.names}
     export = f"export {' '.join(job.names)}\n" if job.names else ""

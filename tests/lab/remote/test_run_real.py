@@ -190,6 +190,7 @@ def code(site: Site) -> Iterator[Path]:
     (folder / "away").symlink_to("/nowhere/else")
     (folder / ".gitignore").write_text("*.log\n")
     (folder / "noise.log").write_text("noise\n")
+    (folder / "table").write_bytes(os.urandom(300_000))
     for words in (
         ("init", "-q"),
         ("add", "."),
@@ -201,16 +202,12 @@ def code(site: Site) -> Iterator[Path]:
 
 
 def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> None:
-    command = (
-        "--",
-        "sh",
-        "-c",
-        'cd /workspace && python3 train.py && cat "it\'s \\"b\\""/* && ls && readlink away',
-    )
+    list_all = 'python3 train.py && cat "it\'s \\"b\\""/* && wc -c < table && ls && readlink away'
+    command = ("--", "sh", "-c", f"dist-env > /dev/null && cd /workspace && {list_all}")
     done = site.run("--code", code, *command)
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()
-    assert first[:2] == ["first", "c"]
+    assert first[:3] == ["first", "c", "300000"]
     assert first[-1] == "/nowhere/else"
     assert "noise.log" not in first
     (code / "train.py").write_text("print('secnd')\n")  # as long as before
@@ -223,10 +220,13 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     assert shown["git"].endswith("-dirty")
     assert shown["uncommitted"]
     number = handle(done).partition("@")[0]
-    assert f"deltas/code-{shown['sha256']}.imgdelta" in (site.store / "jobs" / number).read_text()
+    noted = (site.store / "jobs" / number).read_text()
+    assert re.search(
+        rf"^deltas/code-(.{{12}}).*\ndeltas/code-{shown['sha256']}-\1\.imgdelta$", noted, re.MULTILINE
+    )
     kept = next(site.store.glob(f"runs/*-{number}/code.json"))
     assert json.loads(kept.read_text()) == {"schema": 1, **shown}
-    assert f"code-{shown['sha256']}.imgdelta" in sent[0]
+    assert f"code-{shown['sha256']}-" in sent[0]
     again = site.run("--code", code, "--detach", "--", "true")
     assert "to send: no code; far has that of " in again.stderr
 
@@ -242,9 +242,9 @@ def test_code_lies_over_the_delta_of_the_image(site: Site, code: Path) -> None:
     try:
         done = site.from_recipe("--code", code, *command)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == ["first", "away", "first.out", 'it\'s "b"', "train.py"]
+        assert done.stdout.splitlines() == ["first", "away", "first.out", 'it\'s "b"', "table", "train.py"]
         done = site.from_recipe("--code", code, "--code-replace", *command)
-        assert done.stdout.splitlines() == ["first", "away", 'it\'s "b"', "train.py"]
+        assert done.stdout.splitlines() == ["first", "away", 'it\'s "b"', "table", "train.py"]
     finally:
         recipe.write_text(RECIPE)
 
