@@ -87,14 +87,19 @@ class JobCommand(OptionsCommand):
         return Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
 
 
-def read_code(request: Request, *, may_ask: bool) -> CodeFolder | None:
-    """The code of ``--code``, if it is given; asks a person about large code."""
+def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:
+    """The code of ``--code``, if it is given; asks a person about large code, unless the answer is JSON."""
     if request.code is None:
         return None
     from imgkit_builder.cli.common import with_leave
+    from imgkit_builder.cli.progress import reporter
     from imgkit_builder.job import code
 
-    return with_leave(lambda large: code.read(request, large=large), large=request.yes, may_ask=may_ask)
+    def read(large: bool) -> CodeFolder:
+        with reporter(as_json=as_json) as report:
+            return code.read(request, large=large, report=report)
+
+    return with_leave(read, large=request.yes, may_ask=not as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def verb_job(
       imgkit job --explain
     """
     asked = _asked(recipe, flags, command)
-    code = None if explain else read_code(asked.given, may_ask=not as_json)
+    code = None if explain else read_code(asked.given, as_json=as_json)
     job, script = _made(asked, code)
     if explain:
         explained(job, asked.given, asked.project, as_json=as_json)
@@ -99,7 +99,7 @@ def verb_submit(
     from imgkit_builder.job import check, submit
 
     asked = _asked(recipe, flags, command)
-    code = read_code(asked.given, may_ask=not as_json)
+    code = read_code(asked.given, as_json=as_json)
     job, script = _made(asked, code)
     if dry_run:
         _show(job, script, as_json=as_json)

@@ -111,7 +111,7 @@ def verb_run(
     script = systems.named(early.system).script(early)
     jobs.refuse_script(early, script)
     check.check_environment(early)
-    code = read_code(plan.request, may_ask=not as_json)
+    code = read_code(plan.request, as_json=as_json)
     for warning in early.warnings:
         print(f"imgkit: {warning}", file=sys.stderr)
     far = connection.connect(remote, ask=may_ask())

@@ -56,9 +56,15 @@ class CodeTree:
     UsageError : a file cannot be read.
     """
 
-    def __init__(self, found: Iterable[CodeFile]) -> None:
+    def __init__(self, found: Iterable[CodeFile], report: Reporter) -> None:
         self._files = {tree.join(CODE_PLACE, one.name): one for one in found}
-        self._digests = {path: _digest(one) for path, one in self._files.items() if one.kind == "file"}
+        self._digests: dict[str, str] = {}
+        done_bytes, all_bytes = 0, self.size_bytes
+        for path, one in self._files.items():
+            if one.kind == "file":
+                self._digests[path] = _digest(one)
+                done_bytes += one.size_bytes
+                report.advance(done_bytes, all_bytes)
         whole = hashlib.sha256(b"imgkit code 1\n")
         for path, one in self._files.items():
             words = (one.name, one.kind, str(one.executable), one.link, self._digests.get(path, ""))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import process
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.delta import code as code_delta
 from imgkit_builder.delta.code import CodeFile, CodeTree
@@ -36,8 +37,8 @@ class CodeFolder:
         return code_delta.name_of(self.record.sha256)
 
 
-def read(request: Request, *, large: bool) -> CodeFolder:
-    """Read the folder of ``--code``.
+def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
+    """Read the folder of ``--code``, which takes time where it is large.
 
     Raises
     ------
@@ -60,7 +61,9 @@ def read(request: Request, *, large: bool) -> CodeFolder:
         )
     if not large:
         _refuse_large(folder, found)
-    tree = CodeTree(found)
+    if sum(one.size_bytes for one in found) > LARGE_BYTES:
+        report.stage(f"read {folder}")
+    tree = CodeTree(found, report)
     described, clean = _git_state(folder)
     record = CodeRecord(
         sha256=tree.sha256, git=described, uncommitted=not clean, replace=request.code_replace

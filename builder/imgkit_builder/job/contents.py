@@ -81,7 +81,7 @@ def refuse_code(request: Request, run_by: RunBy) -> None:
     elif request.making or run_by != "singularity":
         does = f"{request.making} makes one" if request.making else f"{run_by} does not run one"
         raise UsageError(
-            f"--code lies over a .sif, but {does}",
+            f"the code lies over a .sif, but {does}",
             where="--code",
             hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
         )

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, *, large: bool = False, **flags: object) -> code.CodeFolder:
-    return code.read(replace(Request(code=folder), **flags), large=large)
+    return code.read(replace(Request(code=folder), **flags), large=large, report=Silent())
 
 
 def names(found: CodeTree) -> list[str]:

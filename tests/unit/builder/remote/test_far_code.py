@@ -46,7 +46,7 @@ def sent(folder: Path, far: Path, *, replaces: bool = False) -> tuple[tuple[str,
         names=(),
         codes=tuple(path.name for path in far.iterdir()),
     )
-    read = code.read(Request(code=folder, code_replace=replaces), large=False)
+    read = code.read(Request(code=folder, code_replace=replaces), large=False, report=Silent())
     with far_code.plan(read, store, Options(), Silent()) as plan:
         if plan.file is None:
             return plan.targets, 0
