@@ -172,13 +172,38 @@ class PrivateEngine:
 
     kind: str
     folder: Path
+    owner: str = ""
+    """The ordinary user who runs it; empty: root."""
 
     @property
     def env(self) -> dict[str, str]:
-        """What makes programs use it. The program podman shares the storage where root runs it."""
-        rows = (self.folder / "env").read_text().splitlines() if self.kind == "podman" else ()
-        socket = {"DOCKER_HOST": f"unix://{self.folder}/docker.sock"}
-        return {**socket, **dict(row.split("=", 1) for row in rows)}
+        """What makes programs of root use it. The program podman shares the storage of root's Podman."""
+        return {"DOCKER_HOST": f"unix://{self.folder}/docker.sock", **({} if self.owner else self._podman())}
+
+    @property
+    def as_owner(self) -> tuple[str, ...]:
+        """Words that start imgkit as that ordinary user; skips the test where the user cannot.
+
+        The Python of the tests may lie in root's home. Another one of its version then takes its packages.
+        """
+        who = ("runuser", "-u", self.owner, "--")
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        pythons = (sys.executable, shutil.which(version, path="/usr/bin:/usr/local/bin") or "")
+        path = {"PYTHONPATH": os.pathsep.join(filter(os.path.exists, sys.path))}
+        home = {"HOME": f"{self.folder}", "XDG_RUNTIME_DIR": f"{self.folder}"}
+        variables = [
+            f"{name}={value}" for name, value in {**self.env, **self._podman(), **home, **path}.items()
+        ]
+        for python in pythons:
+            words = (*who, "env", "-i", f"PATH={os.environ['PATH']}", *variables, python, "-P", "-m")
+            if run(*words, "imgkit_builder", "--version", folder="/").returncode == 0:
+                return (*words, "imgkit_builder")
+        pytest.skip("an ordinary user can read neither this checkout nor a Python of this version")
+
+    def _podman(self) -> dict[str, str]:
+        file = self.folder / "env"
+        rows = file.read_text().splitlines() if "podman" in self.kind else ()
+        return dict(row.split("=", 1) for row in rows)
 
     @property
     def enter(self) -> tuple[str, ...]:
@@ -200,7 +225,7 @@ def private_engine(kind: str) -> Iterator[PrivateEngine]:
             afterwards('"$1" stop --private "$2"; rm -rf "$2"; sleep 1; rm -rf "$2"', LAB / "engine", folder)
         )
         output(LAB / "engine", "start", "--private", folder, *PRIVATE_ENGINES[kind], *owner)
-        yield PrivateEngine(kind=kind, folder=folder)
+        yield PrivateEngine(kind=kind, folder=folder, owner="".join(owner))
 
 
 @contextlib.contextmanager

@@ -23,6 +23,10 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 BASE = f"imgkit.test/{shared_folder().name}:1"
 SMALL_BYTES = 64 << 10
 """The most that a delta of one changed line may have."""
+AGAIN_BYTES = 2 << 20
+"""The most where another engine ran the same steps, or none is cached: the files of pip have new times."""
+NO_CACHE = ("rootless-podman",)
+"""Podman as root of the machine sees it, behind its API: its cache does not work there."""
 RECIPE = """description: x
 image:
   base: {base}
@@ -179,6 +183,12 @@ def test_both_ways_have_the_same_files(line: Line) -> None:
 
 
 def test_second_build_is_cached(line: Line, base: str) -> None:
+    if line.kind in NO_CACHE:
+        tag = f"{line.name}-again"
+        done = imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
+        assert done.returncode == 0
+        assert "nothing is taken from its cache" in done.stderr
+        return
     again = build(line.folder / "line.yaml", line.name, base)
     assert (again["id"], again["labels"]) == (line.image_id, line.built["labels"])
 
@@ -198,7 +208,9 @@ def test_delta_of_a_line_is_small_over_every_sif(line: Line, base: str) -> None:
         target = line.folder / f"{way}.imgdelta"
         made = imgkit_json("delta", tag, "--base", line.sifs[way], "-o", target)
         assert made["record"]["image_id"] == changed["id"]
-        assert (made["size_bytes"] < SMALL_BYTES, made["deleted"]) == (True, 0), (way, made)
+        same_steps = line.kind not in NO_CACHE and (line.kind == "docker" or way != "foreign")
+        most = SMALL_BYTES if same_steps else AGAIN_BYTES
+        assert (made["size_bytes"] < most, made["deleted"]) == (True, 0), (way, made)
     assert "fail" not in verdicts(line.folder / "foreign.imgdelta").values()
     inside = ("/bin/sh", "-c", "cat /opt/code/main /step")
     over = ("--overlay", f"{line.folder}/foreign.imgdelta:ro", line.sifs["foreign"])
@@ -223,6 +235,47 @@ def test_doctor_tells_version_store_and_builder(line: Line) -> None:
         machines = next(one for one in told if one["found"].endswith("at unix:///var/run/docker.sock"))
         assert (machines["name"], machines["verdict"]) == ("not used", "ok")
         assert machines["hint"] == "to use it: export DOCKER_HOST=unix:///var/run/docker.sock"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [engine("rootless"), engine("rootless-podman", pytest.mark.podman)])
+def test_owner_of_a_rootless_engine_needs_no_root(
+    kind: str, started: Callable[[str], PrivateEngine], base: str, tmp_path: Path
+) -> None:
+    place, tag = started(kind), f"imgkit-owner-{os.getpid()}:1"
+    work = place.folder / f"work {os.getpid()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOCKER_HOST", place.env["DOCKER_HOST"])
+        own(tmp_path, base)
+    work.mkdir()
+    output("chown", place.owner, work)
+
+    def owner(*words: object) -> dict[str, Any]:
+        return dict(json.loads(output(*place.as_owner, *words, "--json", folder=work)))
+
+    def built(code: str, name: str) -> dict[str, Any]:
+        file = recipe(work, "line", base, code)
+        return owner("build", file, "--base", base, "--tag", name, *(("--no-test",) if base == BASE else ()))
+
+    first = built("one", tag)
+    assert built("one", tag)["id"] == first["id"]
+    saved = owner("save", tag, "-o", "saved.tar")
+    made = [
+        owner("sif", *source, "-o", f"{number}.sif", "--no-test")
+        for number, source in enumerate((("saved.tar",), (tag, "--from", "daemon")))
+    ]
+    assert {saved["image"]["id"], *(one["record"]["image_id"] for one in made)} == {first["id"]}
+    changed = built("two", f"{tag}-changed")
+    for number in range(len(made)):
+        delta = owner("delta", f"{tag}-changed", "--base", f"{number}.sif", "-o", f"{number}.imgdelta")
+        assert (delta["record"]["image_id"], delta["deleted"]) == (changed["id"], 0)
+        assert delta["size_bytes"] < SMALL_BYTES
+    words = ("--overlay", "1.imgdelta:ro", "0.sif", "/bin/sh", "-c", "cat /opt/code/main /step")
+    who = ("runuser", "-u", place.owner, "--")
+    assert output(*who, "singularity", "exec", *words, folder=work) == "twoone\n"
+    told = run(*place.as_owner, "doctor", "--json", folder=work)
+    (check,) = (one for one in json.loads(told.stdout)["checks"] if one["name"] == "docker")
+    assert f", builder {'podman' if kind == 'rootless-podman' else 'classic'}" in check["found"]
 
 
 def test_push_to_nobody_is_no_success(line: Line) -> None:
