@@ -31,7 +31,7 @@ def verb_doctor(
     purpose: Purpose = typer.Option(
         Purpose.ANY,
         "--for",
-        help="build: Docker must work. sif: everything but Docker. any: either.",
+        help="build: Docker, Podman or build --with apptainer must work. sif: all but engines. any: either.",
     ),
     hosts: str = typer.Option(
         "", metavar="A,B", help="Check these hosts instead: can ssh reach them, and are they alike?"

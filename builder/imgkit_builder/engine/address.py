@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.engine import contexts
+from imgkit_builder.engine import contexts, dial
 from imgkit_builder.engine.contexts import Endpoint
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
 
@@ -94,20 +96,19 @@ def _accepts(path: Path) -> bool:
 def unreachable(place: Endpoint, error: Exception) -> ImgkitError:
     """Turn `error`, raised while connecting to `place`, into what the user can do about it."""
     host, stated = place.host, place.source or None
-    number, text = _errno(error), str(error)
+    cause = _cause(error)
+    number, text = cause.errno if cause else None, str(error)
+    if isinstance(cause, ssl.SSLError):
+        return _untrusted(place, cause)
     if number in (errno.EACCES, errno.EPERM):
         return _denied(place)
     if number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
         return ToolMissing(f"no Docker engine answers at {host}", where=stated, hint=_start_hint(place))
-    if "paramiko" in text:
-        return ToolMissing(
-            f"{host} needs the SSH part of the docker package", where=stated, hint="pip install paramiko"
-        )
     if host.startswith("ssh://"):
         return ToolFailed(
             f"{host} cannot be reached over SSH: {text or type(error).__name__}",
             where=stated,
-            hint=f"try: ssh {host.removeprefix('ssh://').partition('/')[0]} docker system dial-stdio",
+            hint=f"try: {shlex.join(dial.words(host))}",
         )
     if "timed out" in text.lower():
         return ToolFailed(
@@ -141,6 +142,18 @@ def _denied(place: Endpoint) -> ToolMissing:
     return ToolMissing(f"no permission for the Docker engine's socket {path}", hint=hint)
 
 
+def _untrusted(place: Endpoint, error: ssl.SSLError) -> ToolFailed:
+    """TLS does not come about. The number of such an error is TLS's own, and no system error."""
+    tls = place.tls
+    named = ", ".join(str(one) for one in (tls.ca, tls.cert, tls.key) if one) if tls else ""
+    hint = "ca.pem has to be of the authority that signed the engine's certificate, and to name this address"
+    return ToolFailed(
+        f"no TLS with the engine at {place.host}: {error.reason or error}",
+        where=place.source or None,
+        hint=f"{hint}; cert.pem and key.pem are yours. Now: {named or 'none (see DOCKER_CERT_PATH)'}",
+    )
+
+
 def _leave(place: Endpoint) -> str:
     """The command that stops using `place`."""
     if place.source == "DOCKER_HOST":
@@ -164,8 +177,8 @@ def _start_hint(place: Endpoint) -> str:
     )
 
 
-def _errno(error: BaseException | None) -> int | None:
-    """The number of the OSError at the bottom: SDK, requests and urllib3 each wrap it once more."""
+def _cause(error: BaseException | None) -> OSError | None:
+    """The OSError at the bottom: SDK, requests and urllib3 each wrap it once more."""
     seen: set[int] = set()
     todo: list[object] = [error]
     while todo:
@@ -175,6 +188,6 @@ def _errno(error: BaseException | None) -> int | None:
         seen.add(id(one))
         # requests' own exceptions are OSErrors without a number.
         if isinstance(one, OSError) and one.errno is not None:
-            return one.errno
+            return one
         todo += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
     return None

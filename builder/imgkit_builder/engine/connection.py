@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.engine import dial
 from imgkit_builder.engine.address import endpoint, unreachable
 from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.engine.facts import EngineFacts, engine_facts, has_containerd_store
@@ -15,6 +16,7 @@ from imgkit_entrypoints.errors import ToolMissing
 
 if TYPE_CHECKING:
     import docker
+    from requests.adapters import HTTPAdapter
 
 ANSWER_TIMEOUT_S = 120
 """Limit for short requests: an engine that writes a layer to a slow disk answers late, a dead one never."""
@@ -118,7 +120,6 @@ def connect(*, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
     UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
     try:
-        import docker
         import docker.errors
     except ImportError as error:
         raise ToolMissing(
@@ -126,27 +127,75 @@ def connect(*, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
         ) from error
     place = endpoint()
     try:
-        options = client_options(place)
-        return Engine(docker.APIClient(**options, version="auto", timeout=timeout_s), place)  # type: ignore[arg-type]
+        return Engine(client(place, timeout_s=timeout_s), place)
     except (docker.errors.DockerException, ValueError, OSError) as error:
         raise unreachable(place, error) from error
-    except Exception as error:
-        # SSH has exceptions of its own, which are no OSErrors.
-        if place.host.startswith("ssh://"):
-            raise unreachable(place, error) from error
-        raise
+
+
+_BY_SSH = "http://engine-by-ssh:80"
+"""The address that the SDK sees of an engine behind ssh."""
+
+
+def client(place: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
+    """The SDK's client of the engine at `place`, which has answered."""
+    import docker
+    from docker.constants import MINIMUM_DOCKER_API_VERSION
+
+    class EngineClient(docker.APIClient):
+        def __init__(self, version: str) -> None:
+            options = client_options(place)
+            super().__init__(**options, version=version, timeout=timeout_s)  # type: ignore[arg-type]
+            if place.host.startswith("ssh://"):
+                # A proxy of the variables is none for it.
+                self.trust_env = False
+                self.mount(_BY_SSH, _ssh_adapter(place.host))
+
+        def merge_environment_settings(
+            self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
+        ) -> Any:
+            # REQUESTS_CA_BUNDLE, which a site sets for its proxy, would replace the authority of the engine.
+            verify = self.verify if verify is None else verify
+            return super().merge_environment_settings(url, proxies, stream, verify, cert)
+
+    if place.host.startswith("ssh://"):
+        with contextlib.closing(EngineClient(MINIMUM_DOCKER_API_VERSION)) as asking:
+            return EngineClient(asking.version(api_version=False)["ApiVersion"])
+    return EngineClient("auto")
+
+
+def _ssh_adapter(host: str) -> HTTPAdapter:
+    """What makes requests talk through ssh.
+
+    Notes
+    -----
+    The SDK's own way needs paramiko, passes over the port of ``~/.ssh/config``, and its end cannot be closed.
+    """
+    import requests.adapters
+    import urllib3.connection
+    import urllib3.connectionpool
+
+    class DialedConnection(urllib3.connection.HTTPConnection):
+        def connect(self) -> None:
+            self.sock = dial.dial(host, self.timeout if isinstance(self.timeout, float | int) else None)
+
+    class DialedPool(urllib3.connectionpool.HTTPConnectionPool):
+        ConnectionCls = DialedConnection
+
+    class DialedAdapter(requests.adapters.HTTPAdapter):
+        def init_poolmanager(self, *words: Any, **options: Any) -> None:
+            super().init_poolmanager(*words, **options)
+            self.poolmanager.pool_classes_by_scheme = {"http": DialedPool}
+
+    return DialedAdapter()
 
 
 def client_options(place: Endpoint) -> dict[str, Any]:
-    """The SDK's arguments for `place`.
-
-    ``ssh://`` goes through the program ssh, as Docker's own command does, so ``~/.ssh/config`` counts.
-    """
+    """The SDK's arguments for `place`."""
     import docker.tls
 
-    options: dict[str, Any] = {"base_url": place.host}
     if place.host.startswith("ssh://"):
-        options["use_ssh_client"] = True
+        return {"base_url": _BY_SSH}
+    options: dict[str, Any] = {"base_url": place.host}
     tls = place.tls
     if tls and place.host.startswith(("tcp://", "http://", "https://")):
         pair = (str(tls.cert), str(tls.key)) if tls.cert and tls.key else None

@@ -22,14 +22,13 @@ _GUARD = """
 import sys
 if not sys.stdin.buffer.read():
     sys.path += sys.argv[2:]
-    import docker, time
+    import time
     from imgkit_builder.engine.address import endpoint
-    from imgkit_builder.engine.connection import client_options
+    from imgkit_builder.engine.connection import client
     for wait_s in (0, 2):
         time.sleep(wait_s)
         try:
-            api = docker.APIClient(**client_options(endpoint()), version="auto")
-            api.remove_container(sys.argv[1], force=True, v=True)
+            client(endpoint()).remove_container(sys.argv[1], force=True, v=True)
             break
         except Exception:
             pass

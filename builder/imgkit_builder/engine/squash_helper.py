@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.base import files
-from imgkit_builder.base.progress import Reporter
+from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import connection, containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import broken, clean, translated
@@ -57,7 +57,10 @@ class EngineHelper:
     engine: Engine
     bases: tuple[str, ...]
     """Names of images with apt; the first one that the engine has counts."""
+    wanted: str = ""
+    """The name of an image with apt that is used, and pulled where the engine does not have it."""
     _image: str = field(default="", init=False)
+    _report: Reporter = field(default_factory=Silent, init=False)
 
     def __str__(self) -> str:
         facts = self.engine.facts()
@@ -70,15 +73,16 @@ class EngineHelper:
         ------
         ToolFailed : the base cannot be pulled, or squashfs-tools not installed.
         """
+        self._report = report
         if self._image:
             return
         platform = self.engine.platform
         base = next(self._found(platform), None)
         if base is None:
-            report.note(
-                f"the engine pulls {DEBIAN} from Docker Hub, for mksquashfs ({BASE_VARIABLE}: another)"
-            )
-            base = pull(self.engine, DEBIAN, platform, report)
+            name = self.wanted or DEBIAN
+            which = BASE_VARIABLE if self.wanted else f"from Docker Hub; {BASE_VARIABLE}: another"
+            report.note(f"the engine pulls {name}, for mksquashfs ({which})")
+            base = pull(self.engine, name, platform, report)
         key = hashlib.sha256(f"{base.ref}\n{_INSTALL}".encode()).hexdigest()[:12]
         made = find(self.engine, f"{REPOSITORY}:{key}")
         if made is None:
@@ -94,7 +98,7 @@ class EngineHelper:
 
     def _found(self, platform: str) -> Iterator[ImageInfo]:
         """The bases that the engine has; a label may name anything."""
-        for name in (*self.bases, DEBIAN):
+        for name in (self.wanted,) if self.wanted else (*self.bases, DEBIAN):
             with contextlib.suppress(ImgkitError):
                 found = find(self.engine, name)
                 if found and found.platform == platform:
@@ -181,11 +185,17 @@ class EngineHelper:
         with translated("read what mksquashfs wrote"), self.engine.patient() as api:
             chunks, _ = api.get_archive(name, _RESULT)
             stream = TarStream(iter(chunks), name="the squashfs of the engine")
-            if next(iter(stream), None) is None:
+            member = next(iter(stream), None)
+            if member is None:
                 raise CheckFailed("the engine handed out no squashfs", where=str(target))
+            self._report.stage("receive the squashfs from the engine")
+            done_bytes = 0
             with files.open_own(target, os.O_RDWR | os.O_CREAT, "r+b") as out:
                 out.seek(offset)
-                out.writelines(stream.content())
+                for piece in stream.content():
+                    out.write(piece)
+                    done_bytes += len(piece)
+                    self._report.advance(done_bytes, member.content_bytes)
             stream.drain()
 
 
@@ -240,4 +250,4 @@ def squash_helper(bases: Sequence[str] = ()) -> EngineHelper | None:
         engine = connection.connect()
     except ImgkitError:
         return None
-    return EngineHelper(engine=engine, bases=((named,) if named else ()) + tuple(bases))
+    return EngineHelper(engine=engine, bases=tuple(bases), wanted=named)

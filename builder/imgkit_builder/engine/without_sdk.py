@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from imgkit_builder.engine import dial
 from imgkit_builder.engine.address import endpoint, unreachable
 from imgkit_builder.engine.contexts import Endpoint, Tls
 from imgkit_builder.engine.facts import EngineFacts, engine_facts
@@ -101,6 +102,8 @@ def _connection(place: Endpoint, timeout_s: float) -> http.client.HTTPConnection
     parts = urlsplit(place.host)
     if parts.scheme == "unix":
         return _UnixConnection(parts.path, timeout_s)
+    if parts.scheme == "ssh":
+        return _SshConnection(place.host, timeout_s)
     if parts.scheme in ("tcp", "http", "https") and parts.hostname:
         if parts.scheme == "https" or place.tls:
             return http.client.HTTPSConnection(
@@ -110,7 +113,7 @@ def _connection(place: Endpoint, timeout_s: float) -> http.client.HTTPConnection
     raise ToolFailed(
         f"imgkit doctor cannot ask an engine at {place.host}",
         where=place.source or None,
-        hint="write unix:///path/docker.sock or tcp://host:2375; for ssh:// try: docker version",
+        hint="write unix:///path/docker.sock, tcp://host:2375 or ssh://user@host",
     )
 
 
@@ -132,3 +135,12 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+
+
+class _SshConnection(http.client.HTTPConnection):
+    def __init__(self, host: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._address = host
+
+    def connect(self) -> None:
+        self.sock = dial.dial(self._address, self.timeout)

@@ -6,6 +6,7 @@ verdict other than ok names a fix.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import platform
@@ -60,18 +61,20 @@ def examine(
 ) -> tuple[Check, ...]:
     """Check everything within a second, and change nothing.
 
-    A check fails where it rules out `purpose`: ``build`` needs the engine, ``sif`` everything but the engine,
-    ``any`` either of the two. Where only the other purpose needs it, the check warns.
+    A check fails where it rules out `purpose`: ``build`` needs an engine or a runtime that builds, ``sif``
+    everything but the engine, ``any`` either of the two. Where only the other purpose needs it, the check
+    warns.
     """
     machine = machine or Machine()
     (engine, *more), tool = engines.checks(), _runtime(target)
     way = _way(tool, engine)
+    definitions = (_definitions(machine),) if tool.verdict in ("ok", "warn") else ()
     others = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
         tool if way.verdict == "fail" else _softer(tool),
         *_modules(target),
         *(_unprivileged(machine, tool) if tool.verdict in ("ok", "warn") else ()),
-        *((_definitions(machine),) if tool.verdict in ("ok", "warn") else ()),
+        *definitions,
         *_buildah(machine),
         way,
         _zstd(),
@@ -82,6 +85,9 @@ def examine(
     can_build, can_convert = engine.verdict != "fail", passed(others)
     if purpose == "build" or (purpose == "any" and can_build):
         others = tuple(_softer(check) for check in others)
+    if purpose == "build" and engine.verdict == "fail" and any(one.verdict == "ok" for one in definitions):
+        hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
+        engine = dataclasses.replace(engine, verdict="warn", hint=hint)
     if purpose == "sif" or (purpose == "any" and can_convert):
         engine = _softer(engine)
     return (_python(), engine, *more, *_emulation(machine, target), *others)

@@ -60,6 +60,14 @@ def _others(places: Sequence[Endpoint], used: Endpoint, buildx: str) -> tuple[Ch
 
 def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
     name = "not used"
+    if place.host.startswith("ssh://"):
+        # ssh may take long, or ask for a password.
+        return Check(
+            name=name,
+            verdict="skip",
+            found=f"{_reached(place)}: not asked by ssh",
+            hint=f"to use it: {choice(place, used)}",
+        )
     try:
         facts = without_sdk.query(place, timeout_s=OTHER_S).facts
     except ImgkitError as error:

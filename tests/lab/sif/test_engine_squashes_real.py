@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, docker, imgkit, output, run, until
+import remotekit
+from labkit import IMGKIT, PrivateEngine, docker, imgkit, output, registry, run, until
 from stored_images import archive, convert_as
 
 from imgkit_builder.sif import image
@@ -128,6 +130,69 @@ def test_image_of_the_engine_needs_no_archive(
         assert ("installs squashfs-tools" in done.stderr) is not again
     output(*IMGKIT, *words, "-o", "b.sif", "--no-test", folder=tmp_path)
     assert image.root_sha256(tmp_path / "a.sif") == image.root_sha256(tmp_path / "b.sif")
+
+
+@pytest.mark.sshd
+def test_engine_behind_ssh_squashes(
+    tmp_path: Path, alone: Mapping[str, str], make_base: Callable[..., str]
+) -> None:
+    """The port of the far machine stands in ssh's configuration only."""
+    folder = Path(f"/tmp/imgkit-far-{os.getpid()}")
+    here = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    with remotekit.far_host(folder) as host, remotekit.sshd(host, f"SetEnv DOCKER_HOST={here}"):
+        env = {"PATH": f"{folder}/bin", "DOCKER_HOST": "ssh://far", BASE_VARIABLE: make_base()}
+        done = imgkit("sif", source(tmp_path), "-o", "x.sif", "--json", folder=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        assert "docker system dial-stdio" in host.calls()[0]
+    assert json.loads(done.stdout)["seconds"]["receive the squashfs from the engine"] >= 0
+    assert left() == ""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [pytest.param("podman", marks=pytest.mark.podman), "sid", "rootless"])
+def test_every_engine_squashes(
+    tmp_path: Path,
+    alone: Mapping[str, str],
+    make_base: Callable[..., str],
+    started: Callable[[str], PrivateEngine],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in started(kind).env.items():
+        monkeypatch.setenv(name, value)
+    env = {**alone, BASE_VARIABLE: make_base()}
+    path = source(tmp_path)
+    done = imgkit("sif", path, "-o", "engine.sif", folder=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert convert_as(0, path, tmp_path / "here.sif") == ""
+    assert image.root_sha256(tmp_path / "engine.sif") == image.root_sha256(tmp_path / "here.sif")
+    assert left() == ""
+
+
+@pytest.mark.soak
+def test_named_base_is_pulled(
+    tmp_path: Path, alone: Mapping[str, str], make_base: Callable[..., str]
+) -> None:
+    with registry(tmp_path) as address:
+        name, base = make_base(), f"{address}/group/squash:1"
+        docker("tag", name, base)
+        docker("push", base)
+        docker("rmi", base, name)
+        try:
+            env = {**alone, BASE_VARIABLE: base}
+            done = imgkit("sif", source(tmp_path), "-o", "x.sif", folder=tmp_path, env=env)
+        finally:
+            run("docker", "rmi", "--force", base)
+    assert done.returncode == 0, done.stderr
+    assert f"the engine pulls {base}, for mksquashfs ({BASE_VARIABLE})" in done.stderr
+
+
+def test_missing_base_is_refused(tmp_path: Path, alone: Mapping[str, str]) -> None:
+    env = {**alone, BASE_VARIABLE: "127.0.0.1:1/no/base:1"}
+    done = imgkit("sif", source(tmp_path), "-o", "x.sif", folder=tmp_path, env=env)
+    assert done.returncode == 4
+    assert "pull 127.0.0.1:1/no/base:1" in done.stderr
+    assert not (tmp_path / "x.sif").exists()
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SOAK), signal.SIGKILL])

@@ -156,13 +156,6 @@ def test_stated_certificates_reach_the_sdk(docker: Path, monkeypatch: pytest.Mon
     assert client_options(address.endpoint())["tls"].ca_cert == f"{docker}/ca.pem"
 
 
-def test_ssh_goes_through_the_ssh_program() -> None:
-    assert client_options(Endpoint(host="ssh://me@far")) == {
-        "base_url": "ssh://me@far",
-        "use_ssh_client": True,
-    }
-
-
 def test_unknown_context_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = use(docker, "gone")
     with pytest.raises(UsageError, match="no Docker context 'gone'") as caught:

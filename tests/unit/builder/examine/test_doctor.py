@@ -98,8 +98,16 @@ def test_every_trouble_names_a_fix(programs: Path, root: Callable[..., Machine])
 
 
 @pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("sif", "warn"), ("build", "fail")])
-def test_missing_engine_fails_only_builders(runtime: Path, purpose: str, verdict: str) -> None:
-    assert look(purpose=purpose, machine=Machine(uid=0))["docker"].verdict == verdict
+def test_missing_engine_fails_only_builders(
+    runtime: Path, purpose: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor those, where the runtime builds."""
+    for way, wanted in (("warn", verdict), ("ok", "warn")):
+        check = Check(name="build --with apptainer", verdict=way, found="x", hint="x")
+        monkeypatch.setattr(doctor, "_definitions", lambda _, check=check: check)
+        found = look(purpose=purpose, machine=Machine(uid=0))["docker"]
+        assert found.verdict == wanted
+        assert ("--with apptainer" in found.hint) == (purpose == "build" and way == "ok")
 
 
 def test_runtime_tells_flavour_and_place(runtime: Path) -> None:
