@@ -9,6 +9,7 @@ files squash build rebuild save startup. All of them take about 40 minutes with 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,12 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from archives import many_files, with_packed_layers
+from archives import in_parts, many_files, with_packed_layers
 from measure import Side, alternate, ratio, spread
 
 PARTS = ("sif", "archive", "memory", "files", "squash", "build", "rebuild", "save", "startup")
@@ -32,17 +34,13 @@ TAG = "imgkit-bench:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
 ZSTD3 = ("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K")
 MANY_FILES = 1_000_000
-
-PEAKS = """
-import atexit, json, resource, sys
-def tell(name):
-    both = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    json.dump([resource.getrusage(who).ru_maxrss / 1024 for who in both], open(name, "w"))
-atexit.register(tell, sys.argv.pop(1))
-from imgkit_builder.cli.app import main
-main()
-"""
-"""Runs imgkit, and writes the largest sizes in MiB of itself and of a child to a file."""
+PACKED = {
+    "gzip layers": (("gzip", "-c"), False),
+    "eight gzip layers": (("gzip", "-c"), True),
+    "zstd layers": (("zstd", "-qc"), False),
+}
+"""Archives with compressed layers: by which command, and whether the large layer is cut into parts."""
+SIZES = "| source | imgkit MiB | mksquashfs MiB | both at once |\n|---|---|---|---|"
 
 
 def main() -> None:
@@ -88,6 +86,20 @@ def machine() -> str:
     return f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}; " + "; ".join(
         tools
     )
+
+
+def resident_MiB(pid: int) -> float:
+    """What the process has in memory now; 0 if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return 0.0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that the main thread of the process has started, and that run."""
+    with contextlib.suppress(OSError):
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 class Bench:
@@ -168,8 +180,12 @@ class Bench:
         found = {"plain": self.folder / "x.tar", "gzip": self.folder / "x.tar.gz"}
         run(*IMGKIT, "save", TAG, "-o", str(found["plain"]))
         run(*IMGKIT, "save", TAG, "-o", str(found["gzip"]), "--compress", "gzip")
-        found["gzip layers"] = self.folder / "layers.tar"
-        with_packed_layers(found["plain"], found["gzip layers"])
+        found |= {name: self.folder / f"{name.replace(' ', '-')}.tar" for name in PACKED}
+        parts = self.folder / "parts.tar"
+        in_parts(found["plain"], parts, 8)
+        for name, (command, is_parted) in PACKED.items():
+            with_packed_layers(parts if is_parted else found["plain"], found[name], *command)
+        parts.unlink()
         return found
 
     def archive(self, kept: dict[str, Any]) -> None:
@@ -189,10 +205,13 @@ class Bench:
             for name, path in self.archives().items()
         ]
         self.table(kept, [self.floor(fresh), *sides], warmup=1)
+        wall = {name: statistics.median(run["wall_s"] for run in runs) for name, runs in kept.items()}
+        floor = next(iter(wall.values()))
+        print("\nof the floor: " + ", ".join(f"{name} {value / floor:.2f}" for name, value in wall.items()))
 
     def memory(self, kept: dict[str, Any]) -> None:
-        """Largest sizes of imgkit and mksquashfs, each at its own moment: the sum is an upper limit."""
-        print("| source | imgkit MiB | mksquashfs MiB | sum |\n|---|---|---|---|")
+        """Largest sizes of imgkit and mksquashfs, each at its own moment and both at once."""
+        print(SIZES)
         for name, path in self.archives().items():
             self.peaks(kept, name, path)
 
@@ -201,17 +220,22 @@ class Bench:
         self.clean()
         path = self.folder / "many.tar"
         many_files(path, MANY_FILES)
-        print("| source | imgkit MiB | mksquashfs MiB | sum |\n|---|---|---|---|")
+        print(SIZES)
         self.peaks(kept, f"{MANY_FILES} files", path)
 
     def peaks(self, kept: dict[str, Any], name: str, path: Path) -> None:
-        """Convert `path` once, and print a row."""
-        told = self.folder / "peaks.json"
-        target = ("-o", str(self.folder / "x.sif"), "--no-test", "--force")
-        run(sys.executable, "-c", PEAKS, str(told), "sif", str(path), *target)
-        own, child = json.loads(told.read_text())
-        kept[name] = {"imgkit_MiB": own, "child_MiB": child}
-        print(f"| {name} | {own:.0f} | {child:.0f} | {own + child:.0f} |", flush=True)
+        """Convert `path` once, look at the sizes twenty times a second, and print a row."""
+        command = (*IMGKIT, "sif", str(path), "-o", str(self.folder / "x.sif"), "--no-test", "--force")
+        own = child = both = 0.0
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                now = resident_MiB(process.pid), sum(map(resident_MiB, children(process.pid)))
+                own, child, both = max(own, now[0]), max(child, now[1]), max(both, sum(now))
+                time.sleep(0.05)
+        if process.returncode != 0:
+            sys.exit(f"{' '.join(command)} failed")
+        kept[name] = {"imgkit_MiB": own, "child_MiB": child, "both_MiB": both}
+        print(f"| {name} | {own:.0f} | {child:.0f} | {both:.0f} |", flush=True)
 
     def squash(self, kept: dict[str, Any]) -> None:
         """The squash step alone: the runtime's default against zstd level 3."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_answers import said
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
@@ -17,25 +18,11 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 NAME = "registry.test/base:1"
 GPU_RECIPE = "system:\n  node: {gpus: 4}\n"
-SEEN = {
-    "machine": "x86_64",
-    "python": "3.11.2",
-    "torch": "",
-    "torch_error": "",
-    "cuda": "",
-    "nccl": "",
-    "pip_conflicts": [],
-    "files": {},
-}
 
 
 def imgkit(*words: str) -> Any:
     verbs = ("build", "test", "shell", "push", "pull")
     return CliRunner().invoke(build_app(verbs), list(words))
-
-
-def said(**changes: Any) -> str:
-    return "IMGKIT-SEEN " + json.dumps({**SEEN, **changes})
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_answers import said
 from typer.testing import CliRunner
 
 import imgkit_recipes
@@ -18,16 +19,6 @@ from imgkit_builder.cli.app import build_app
 from imgkit_builder.engine import unchanged
 
 BASE = "registry.test/base:1"
-SEEN = {
-    "machine": "x86_64",
-    "python": "3.11.2",
-    "torch": "",
-    "torch_error": "",
-    "cuda": "",
-    "nccl": "",
-    "pip_conflicts": [],
-    "files": {},
-}
 HEAVY = ("docker", "requests", "pydantic", "yaml", "jinja2", "rich", "spython")
 """What takes most of the time of a start."""
 
@@ -55,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def engine(fake: Any, folder: Path, container_says: Callable[[str, int], None]) -> Any:
     """An engine that has the base, builds at once, and keeps the result."""
-    container_says("IMGKIT-SEEN " + json.dumps(SEEN), 0)
+    container_says(said(), 0)
     fake.on_image(BASE, fake.image(identifier="sha256:" + "b" * 64, tags=[BASE]))
     fake.on("POST", "/build", fake.events({"aux": {"ID": fake.image_id}}))
     fake.on_image(fake.image_id, fake.image())

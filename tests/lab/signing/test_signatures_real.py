@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import sample_delta
 import small_sif
 from labkit import imgkit, output, run
 from stored_images import archive as archive_of
@@ -19,7 +20,6 @@ from stored_images import convert_as
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.sif import coverage, image, table
 from imgkit_builder.sif.image import DataType
 from imgkit_builder.sif.table import NewObject
@@ -267,21 +267,7 @@ def test_verify_says_what_an_old_file_does_not_cover(tmp_path: Path) -> None:
 
 @pytest.fixture
 def delta(tmp_path: Path) -> Path:
-    path = tmp_path / "x.imgdelta"
-    path.write_bytes(b"hsqs" + bytes(4092))
-    known = Delta(
-        image_id="sha256:new",
-        diff_ids=("sha256:1",),
-        arch="amd64",
-        created="2026-01-01T00:00:00Z",
-        source="mn5:latest",
-        base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=()),
-        sha256="",
-        size_bytes=4096,
-        imgkit="0.2.0",
-    )
-    descriptor.append(path, descriptor.with_sha256(known, path))
-    return path
+    return sample_delta.put(tmp_path / "x.imgdelta")
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sample_delta
+from sample_delta import KNOWN
 
 from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import container
 from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
@@ -18,25 +19,10 @@ from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import CheckFailed, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check
 
-KNOWN = Delta(
-    image_id="sha256:new",
-    diff_ids=("sha256:1", "sha256:2"),
-    arch="amd64",
-    created="2026-01-01T00:00:00Z",
-    source="mn5:latest",
-    base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
-    sha256="",
-    size_bytes=4096,
-    imgkit="0.1.0",
-)
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "x.imgdelta"
-    path.write_bytes(b"hsqs" + bytes(4092))
-    descriptor.append(path, descriptor.with_sha256(KNOWN, path))
-    return path
+    return sample_delta.put(tmp_path / "x.imgdelta")
 
 
 def test_file_says_what_it_is(file: Path) -> None:

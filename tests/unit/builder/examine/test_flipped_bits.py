@@ -12,13 +12,12 @@ from pathlib import Path
 
 import bit_flips
 import pytest
+import sample_delta
 
 from imgkit_builder.archive import digests, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base import checks
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.examine.verify import verify
 from imgkit_entrypoints.apps.train.state import snapshot_files
 from imgkit_entrypoints.errors import ImgkitError
@@ -36,20 +35,7 @@ def refused(path: Path) -> bool:
 
 
 def delta(folder: Path) -> Kind:
-    path = folder / "x.imgdelta"
-    path.write_bytes(b"hsqs" + bytes(60))
-    known = Delta(
-        image_id="sha256:new",
-        diff_ids=("sha256:1", "sha256:2"),
-        arch="amd64",
-        created="2026-01-01T00:00:00Z",
-        source="mn5:latest",
-        base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
-        sha256="",
-        size_bytes=64,
-        imgkit="0.2.0",
-    )
-    descriptor.append(path, descriptor.with_sha256(known, path))
+    path = sample_delta.put(folder / "x.imgdelta")
     return path, lambda: refused(path)
 
 

@@ -1,0 +1,27 @@
+"""A delta file of zeros with a whole description, for tests of what reads and signs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import BaseSif, Delta
+
+KNOWN = Delta(
+    image_id="sha256:new",
+    diff_ids=("sha256:1", "sha256:2"),
+    arch="amd64",
+    created="2026-01-01T00:00:00Z",
+    source="mn5:latest",
+    base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
+    sha256="",
+    size_bytes=4096,
+    imgkit="0.2.0",
+)
+
+
+def put(path: Path) -> Path:
+    """Write it to `path`."""
+    path.write_bytes(b"hsqs" + bytes(KNOWN.size_bytes - 4))
+    descriptor.append(path, descriptor.with_sha256(KNOWN, path))
+    return path
