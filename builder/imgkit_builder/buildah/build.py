@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,7 +125,13 @@ def found(request: SifRequest, report: Reporter) -> Start:
             where=f"--base-from {request.base_from}",
             hint="give an archive or an OCI folder; or build --with apptainer",
         )
-    return base
+    return _fit_for_from(base)
+
+
+def _fit_for_from(base: Start) -> Start:
+    """`base` under a name that FROM takes: an image without one has that of its file."""
+    name = re.sub(r"\s+", "-", base.image.name)
+    return dataclasses.replace(base, image=dataclasses.replace(base.image, name=name))
 
 
 def _probed(image: BaseImage, probe: Probe) -> BaseImage:
@@ -169,7 +176,8 @@ def _brought(base: Start, place: Place, *, options: SifRequest, buildah: Buildah
     """Put the base into the storage; returns what it is, and its id there."""
     if isinstance(base.source, Registry):
         place.clock.stage(f"pull {base.source.reference}")
-        ref = buildah.need("pull", "--quiet", f"docker://{base.source.reference}").split()[-1]
+        plain = ("--tls-verify=false",) if runtime_build.is_local(base.source) else ()
+        ref = buildah.need("pull", "--quiet", *plain, f"docker://{base.source.reference}").split()[-1]
         return _of_registry(base.image, json_text.parse(buildah.need("inspect", "--type=image", ref))), ref
     assert not isinstance(base.source, SifFile)  # noqa: S101 - for the type checker: `found` refuses it
     job = ConversionJob(
@@ -181,7 +189,7 @@ def _brought(base: Start, place: Place, *, options: SifRequest, buildah: Buildah
         log=place.log,
     )
     laid = runtime_build.lay_out(base.source, job)
-    known = base if base.known else start.identified(base, laid.config, laid.names)
+    known = base if base.known else _fit_for_from(start.identified(base, laid.config, laid.names))
     next(place.work.folder.glob("*/oci-layout")).parent.rename(buildah.folder / start.FOLDER)
     place.clock.stage("put the base into buildah's storage")
     ref = buildah.need("pull", "--quiet", f"oci:{start.FOLDER}").split()[-1]

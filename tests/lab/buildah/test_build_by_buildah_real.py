@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_image
-from labkit import IMGKIT, imgkit, imgkit_json, run, until
+from labkit import IMGKIT, imgkit, imgkit_json, output, run, until
 
 from imgkit_builder.sif import coverage, image
 
@@ -110,6 +110,16 @@ def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said
     done = build(tiny, "true", *more)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
     assert left(tiny) == []
+
+
+@pytest.mark.soak
+def test_oci_folder_with_a_blank_is_a_base(tiny: Path) -> None:
+    storage = ("--root", tiny / "storage", "--runroot", tiny / "run", "--storage-driver", "vfs")
+    image_id = output("buildah", *storage, "pull", "--quiet", "docker-archive:tiny.tar", folder=tiny).strip()
+    output("buildah", *storage, "push", "--quiet", image_id, "oci:layout", folder=tiny)
+    (tiny / "layout").rename(tiny / "an image")
+    assert build(tiny, "true", base="an image").returncode == 0
+    assert "up to date" in build(tiny, "true", base="an image").stdout
 
 
 def test_sif_as_base_is_refused(tiny: Path) -> None:
