@@ -30,7 +30,7 @@ from imgkit_builder.examine.verify import verify
 from imgkit_builder.image import config, inside, manifest
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.job.ssh import hostlist as ssh_hosts
-from imgkit_builder.project import toml_file
+from imgkit_builder.project import measured, toml_file
 from imgkit_builder.recipe import image_reference, requirements, sources, targets
 from imgkit_builder.recipe.describe import to_json as recipe_json
 from imgkit_builder.recipe.load import load
@@ -566,6 +566,12 @@ TARGETS = (
         change=mutate.in_text,
     ),
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
+    Target(
+        name="metrics",
+        run=lambda data, folder: measured.read(_put(folder, data, measured.METRICS).parent),
+        seeds=_lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
+        change=mutate.in_text,
+    ),
     Target(
         name="imgkit-toml",
         run=_file(toml_file.read, "imgkit.toml"),

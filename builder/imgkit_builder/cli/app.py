@@ -41,6 +41,8 @@ VERBS: dict[str, str] = {
     "logs": "jobs",
     "cancel": "jobs",
     "fetch": "run",
+    "runs": "runs",
+    "compare": "runs",
     "doctor": "doctor",
     "bundle": "bundle",
 }

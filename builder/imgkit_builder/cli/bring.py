@@ -54,6 +54,11 @@ class Placed:
     code_files: tuple[str, ...] = ()
     """Paths of the deltas of the code, lowest first."""
 
+    @property
+    def image_id(self) -> str:
+        """The id of the image with its delta, which is in the name of its file."""
+        return self.delta.image_id if self.delta else f"sha256:{Path(self.image).name.partition('-')[0]}"
+
     def over(self, job: Job) -> Job:
         """`job`, which has been resolved with the .sif alone, with the delta and the code over it."""
         from imgkit_builder.job import contents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -253,11 +254,21 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     if not (words := system.outcome(record)):
         return 0
     well = system.succeeded(jobs.finished(far, words).output)
+    _remember_end(record, well)
     if well is None:
         say(f"{record.handle} has ended, and the scheduler no longer knows how")
         return 0
     say(f"{record.handle} has ended {'well' if well else 'with an error'}; imgkit fetch {record.handle}")
     return 0 if well else 1
+
+
+def _remember_end(record: SubmittedJob, well: bool | None) -> None:
+    """Keep how the job ended, for ``imgkit runs``; a folder that cannot be written loses only that."""
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
+
+    with contextlib.suppress(OSError):
+        submit.keep(dataclasses.replace(record, state=history.state(well)))
 
 
 def _target(recipe: str) -> Any:

@@ -131,6 +131,7 @@ def verb_run(
         report.stage(f"submit to {remote.name}")
         job = placed.over(_resolved(plan, placed.home, placed.image))
         record = jobs.submit(far, job, systems.named(job.system).script(job))
+        record = dataclasses.replace(record, image_id=placed.image_id)
     _kept(record)
     if as_json:
         data = {
@@ -286,9 +287,11 @@ def verb_fetch(
     folder = output or Path("runs", f"{record.name}-{record.id}")
     far = connected(record.remote)
     far.login()
+    record = dataclasses.replace(record, fetched=str(folder.absolute()))
     while True:
         with reporter(as_json=as_json) as report:
             done = fetch.fetch(far, record, folder, snapshots=snapshots, report=report)
+        submit.keep(record)  # imgkit runs and compare find the folder
         text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
         data = {
             "schema": SCHEMA,

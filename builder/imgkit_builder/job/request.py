@@ -232,6 +232,15 @@ class SubmittedJob:
     remote: str = ""
     """Name of the remote on which it was submitted; empty: here."""
     code: CodeRecord | None = None
+    submitted: str = ""
+    """When, UTC."""
+    command: tuple[str, ...] = ()
+    image_id: str = ""
+    """The image with its delta; empty where that is not known."""
+    state: str = ""
+    """What imgkit last knew: ``done``, ``failed``, ``ended``, or the scheduler's word."""
+    fetched: str = ""
+    """The folder here that holds the run's files; empty before the first fetch."""
 
     @property
     def handle(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import json
+from datetime import datetime, timezone
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -14,6 +15,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
+_DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
 def submit(job: Job, script: Script) -> SubmittedJob:
@@ -40,7 +42,24 @@ def submit(job: Job, script: Script) -> SubmittedJob:
         directory=job.directory,
         queue=job.queue,
         code=job.code,
+        submitted=now(),
+        command=job.command,
+        image_id=_image_id(job),
     )
+
+
+def now() -> str:
+    """The time for a record: UTC, in seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _image_id(job: Job) -> str:
+    from imgkit_builder.sif import image
+
+    if job.delta is not None or not image.is_sif(Path(job.image)):
+        return job.delta.image_id if job.delta else ""
+    record = image.read(Path(job.image)).record
+    return record.image_id if record else ""
 
 
 def record_of(job_id: str) -> SubmittedJob:
@@ -52,20 +71,8 @@ def record_of(job_id: str) -> SubmittedJob:
     """
     path = _path(job_id)
     try:
-        data = json_text.load(path) if "/" not in job_id else {}
-        return json_text.typed(
-            SubmittedJob(
-                id=data["id"],
-                system=data["system"],
-                name=data["name"],
-                recipe=data["recipe"],
-                directory=Path(data["directory"]),
-                queue=data.get("queue", ""),
-                remote=data.get("remote", ""),
-                code=CodeRecord(**data["code"]) if data.get("code") else None,
-            )
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return _read(path if "/" not in job_id else Path())
+    except _DAMAGED as error:
         known = sorted(_folder().glob("*.json"), key=lambda found: found.stat().st_mtime)
         last = ", ".join(found.stem for found in known[-5:])
         raise UsageError(
@@ -73,6 +80,46 @@ def record_of(job_id: str) -> SubmittedJob:
             where="ID",
             hint=f"the last jobs: {last}" if last else "imgkit submit prints the id",
         ) from error
+
+
+def records() -> tuple[SubmittedJob, ...]:
+    """All records, the newest first; a damaged one is left out."""
+    found = []
+    for path in _folder().glob("*.json"):
+        try:
+            found.append((_read(path), path.stat().st_mtime))
+        except _DAMAGED:
+            continue
+    # Records of imgkit before 0.2 have no time; their files do not change later.
+    return tuple(record for record, _ in sorted(found, key=lambda pair: _when(*pair), reverse=True))
+
+
+def _when(record: SubmittedJob, written_s: float) -> float:
+    try:
+        return datetime.fromisoformat(record.submitted).timestamp()
+    except ValueError:
+        return written_s
+
+
+def _read(path: Path) -> SubmittedJob:
+    data = json_text.load(path)
+    return json_text.typed(
+        SubmittedJob(
+            id=data["id"],
+            system=data["system"],
+            name=data["name"],
+            recipe=data["recipe"],
+            directory=Path(data["directory"]),
+            queue=data.get("queue", ""),
+            remote=data.get("remote", ""),
+            submitted=data.get("submitted", ""),
+            command=tuple(data.get("command", ())),
+            image_id=data.get("image_id", ""),
+            state=data.get("state", ""),
+            fetched=data.get("fetched", ""),
+            code=CodeRecord(**data["code"]) if data.get("code") else None,
+        )
+    )
 
 
 def keep(record: SubmittedJob) -> None:
@@ -89,6 +136,11 @@ def keep(record: SubmittedJob) -> None:
         "queue": record.queue,
         "remote": record.remote,
         "code": dataclasses.asdict(record.code) if record.code else None,
+        "submitted": record.submitted,
+        "command": record.command,
+        "image_id": record.image_id,
+        "state": record.state,
+        "fetched": record.fetched,
     }
     files.put(folder / f"{record.handle}.json", json.dumps(data, indent=2) + "\n")
 

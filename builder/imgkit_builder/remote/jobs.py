@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from imgkit_builder.base.process import Finished
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+from imgkit_builder.job.submit import now
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -124,6 +125,8 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
         queue=job.queue,
         remote=remote.name,
         code=job.code,
+        submitted=now(),
+        command=job.command,
     )
 
 

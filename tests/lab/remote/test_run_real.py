@@ -27,6 +27,11 @@ system:
   runtime: {{kind: singularity, command: singularity}}
   node: {{gpus: 0, cpus: 2}}
 """
+MEASURED = [
+    "sh",
+    "-c",
+    """hostname; printf '{"step": %s, "loss": 2.5}\\n' 1 2 3 > "$IMGKIT_RUN_DIR/metrics.jsonl\"""",
+]
 SLOW = 'for i in $(seq 60); do echo "line $i"; sleep 0.5; done'
 
 pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.xdist_group("far-run")]
@@ -163,10 +168,11 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         toml = site.here / "imgkit.toml"
         # The stand-in has no torch; and the image is the one that is there.
         text = re.sub("^recipe.*", f'recipe = "{site.sif.name}"', toml.read_text(), flags=re.MULTILINE)
-        toml.write_text(re.sub("^command.*", 'command = ["hostname"]', text, flags=re.MULTILINE))
+        command = f"command = {json.dumps(MEASURED)}"
+        toml.write_text(re.sub("^command.*", lambda _: command, text, flags=re.MULTILINE))
         refused = site.imgkit("run")
         assert refused.returncode == 2
-        assert "command  hostname" in refused.stderr
+        assert "command  sh -c" in refused.stderr
         digest = re.search(r"--confirm (\w+)$", refused.stderr.strip())
         assert digest, refused.stderr
         done = site.imgkit("run", "--confirm", digest[1])
@@ -175,9 +181,31 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         again = site.imgkit("run", "--nodes", "1")
         assert again.returncode == 0, again.stderr
         assert len(again.stdout.split()) == 1
+        check_comparison(site, handle(done), handle(again))
     finally:
         for path in set(site.here.iterdir()) - before:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def check_comparison(site: Site, first: str, second: str) -> None:
+    """Two runs are listed with what they ran; their curves are there once they are fetched."""
+    rows = {row["id"]: row for row in json.loads(site.imgkit("runs", "--json").stdout)["runs"]}
+    assert list(rows)[:2] == [second, first]
+    assert [rows[first][key] for key in ("state", "loss", "command")] == ["done", None, MEASURED]
+    shown = json.loads(site.imgkit("show", site.sif, "--json").stdout)
+    assert rows[first]["image"] == shown["record"]["image_id"]
+    refused = site.imgkit("compare", first, second)
+    assert refused.returncode == 1
+    assert f"imgkit fetch {first}" in refused.stderr
+    for job in (first, second):
+        assert site.imgkit("fetch", job).returncode == 0
+    assert "2.5" in site.imgkit("runs").stdout
+    done = site.imgkit("compare", first, second, "-o", "x.svg", "-o", "x.html", "-o", "x.csv", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [run["last"] for run in json.loads(done.stdout)["runs"]] == [{"loss": 2.5}, {"loss": 2.5}]
+    assert (site.here / "x.svg").read_text().count("<polyline") == 2
+    assert second in (site.here / "x.html").read_text()
+    assert (site.here / "x.csv").read_text().startswith("run,step,loss,")
 
 
 @pytest.fixture

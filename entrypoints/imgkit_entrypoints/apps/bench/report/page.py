@@ -15,43 +15,10 @@ UNITS = "1 GBps = 1e9 B/s = 8 Gbps. Sizes are those of the size column of nccl-t
 BESIDE = "Compared with published figures for the same number of nodes and ranks"
 SPREAD = "Variation of single iterations"
 
-_STYLE = """
-:root{color-scheme:light dark}
-body{margin:0;background:#fff;color:#1c1f23;font:15px/1.5 system-ui,'DejaVu Sans',Helvetica,Arial,sans-serif}
-main{max-width:1024px;margin:0 auto;padding:24px 20px 60px}
-h1{font-size:24px;margin:0 0 2px}h2{font-size:18px;margin:36px 0 6px}h3{font-size:14px;margin:20px 0 4px}
-p{margin:6px 0}.quiet{color:#555b63;font-size:13px}.wide{overflow-x:auto}figure{margin:10px 0}
-svg{display:block;max-width:100%;height:auto}ul{margin:4px 0;padding-left:20px}
-table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;margin:6px 0}
-th,td{padding:4px 12px 4px 0;text-align:right;border-bottom:1px solid #e3e5e8;vertical-align:top}
-th{font-weight:600;vertical-align:bottom}
-th:first-child,td:first-child,table.words th,table.words td{text-align:left}
-td:first-child{white-space:nowrap}table.words td:last-child{overflow-wrap:anywhere}
-summary{cursor:pointer;font-weight:600;font-size:14px;margin-top:14px}
-tr.differs td{background:#fff3d6}a{color:#0a5a9c}
-@media (prefers-color-scheme:dark){body{background:#16181b;color:#e8eaed}.quiet{color:#a9b0b9}
-th,td{border-color:#2c3035}tr.differs td{background:#463a14}a{color:#7cc0f2}}
-.phone{display:none}
-@media screen and (max-width:760px){main{padding:16px 20px 40px}.desk{display:none}.phone{display:block}
-thead{display:none}table,tbody,tr,td{display:block}tr{padding:6px 0;border-bottom:1px solid #8a9099}
-td,td:first-child{display:flex;justify-content:space-between;gap:16px;padding:1px 0;border:0}
-td,table.words td:last-child{white-space:normal;overflow-wrap:anywhere;text-align:right}
-td::before{content:attr(data-head);text-align:left;font-weight:600;flex:none;max-width:50%}}
-@media print{main{max-width:none;padding:0}}
-"""
-
 
 def html(report: BenchReport) -> str:
-    """The page. It loads nothing, and its content security policy forbids it to."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{TITLE}</title><style>{_STYLE}{drawing.STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(_parts(report))
-        + "\n</main></body></html>\n"
-    )
+    """The page."""
+    return drawing.page(TITLE, _parts(report))
 
 
 def _parts(report: BenchReport) -> Iterator[str]:
@@ -82,20 +49,7 @@ def _parts(report: BenchReport) -> Iterator[str]:
 
 
 def _table(grid: Grid, *, words: bool = False) -> str:
-    head = "".join(f'<th scope="col">{escaped(cell)}</th>' for cell in grid.head)
-    rows = "".join(
-        f"<tr{' class=differs' if number in grid.marked else ''}>"
-        + "".join(
-            f'<td data-head="{escaped(head)}">{escaped(cell)}</td>'
-            for head, cell in zip(grid.head, row, strict=True)
-        )
-        + "</tr>\n"
-        for number, row in enumerate(grid.rows)
-    )
-    kind = ' class="words"' if words else ""
-    return (
-        f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
-    )
+    return drawing.table(grid.head, grid.rows, marked=grid.marked, words=words)
 
 
 def markdown(report: BenchReport) -> str:

@@ -7,10 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.apps import drawing
-from imgkit_entrypoints.apps.drawing import DASHES, escaped
+from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
 
 WIDTH, HEIGHT = 860, 300
 LEFT, RIGHT, TOP, BOTTOM = 90, 20, 40, 50
+LOOKS = len(COLOURS) * len(DASHES)
+"""Curves that a reader can tell apart."""
+_SHORT = 18
+"""Characters of a label that has room above the plot."""
+_ROW = 18
+"""Height of a label below the plot."""
 MOST_POINTS = 2000
 """Points per line; more than its pixels would not be visible."""
 
@@ -55,13 +61,28 @@ class _Axis:
 
 def document(charts: Sequence[StepChart]) -> str:
     """One SVG file with the charts below each other."""
-    high = HEIGHT * len(charts)
-    drawings = [
-        f'<svg y="{HEIGHT * row}" width="{WIDTH}" height="{HEIGHT}">{"".join(_draw(chart))}</svg>'
-        for row, chart in enumerate(charts)
-    ]
+    drawings, high = [], 0
+    for chart in charts:
+        drawings.append(figure(chart, y=high))
+        high += height(chart)
     paper = '<rect class="paper" width="100%" height="100%"/>'
     return drawing.document("\n".join((paper, *drawings)), WIDTH, high)
+
+
+def figure(chart: StepChart, *, y: int = 0) -> str:
+    """One chart as an element of a page or of another drawing."""
+    return f'<svg y="{y}" width="{WIDTH}" height="{height(chart)}">{"".join(_draw(chart))}</svg>'
+
+
+def height(chart: StepChart) -> int:
+    """Height of the chart with its labels."""
+    return HEIGHT + _ROW * len(_labels_below(chart))
+
+
+def _labels_below(chart: StepChart) -> tuple[str, ...]:
+    """The labels that stand below the plot, since they have no room above it."""
+    labels = tuple(curve.label for curve in chart.curves if curve.points and curve.label)
+    return labels if len(labels) > 2 or any(len(label) > _SHORT for label in labels) else ()
 
 
 def _draw(chart: StepChart) -> Iterator[str]:
@@ -84,8 +105,16 @@ def _draw(chart: StepChart) -> Iterator[str]:
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>'
     yield f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{wide}" height="{tall}"/>'
     yield f'<text x="{LEFT + wide / 2}" y="{TOP + tall + 38}" text-anchor="middle">step</text>'
-    for number, curve in enumerate(curves):
+    below, row = bool(_labels_below(chart)), 0
+    for number, curve in enumerate(chart.curves):  # a curve looks alike in all charts of a drawing
+        if not curve.points:
+            continue
         yield from _line(curve, number, across, up)
+        if curve.label and below:
+            yield from _label(curve.label, number, LEFT, HEIGHT + _ROW * row)
+        elif curve.label:
+            yield from _label(curve.label, number, WIDTH - RIGHT - 300 + 160 * row, 24)
+        row += 1
 
 
 def _values_axis(least: float, most: float, *, from_zero: bool, tall: int) -> _Axis:
@@ -102,13 +131,19 @@ def _line(curve: StepCurve, number: int, across: _Axis, up: _Axis) -> Iterator[s
     every = math.ceil(len(curve.points) / MOST_POINTS)
     points = curve.points[::-every][::-1]  # always includes the last one
     way = " ".join(f"{across.at(step):.1f},{up.at(value):.1f}" for step, value in points)
-    look = f'class="s{number}" fill="none" stroke-width="2" stroke-dasharray="{DASHES[number]}"'
-    yield f'<polyline {look} points="{way}"/>'
+    yield f'<polyline {_look(number)} points="{way}"/>'
     for step, value in points[-1:]:
-        yield f'<circle class="f{number}" cx="{across.at(step):.1f}" cy="{up.at(value):.1f}" r="3.5"/>'
-    if curve.label:
-        x, y = WIDTH - RIGHT - 300 + 160 * number, 24  # above the plot, beside the title
-        yield f'<path {look} d="M{x} {y - 4}h30"/><text x="{x + 38}" y="{y}">{escaped(curve.label)}</text>'
+        x, y = across.at(step), up.at(value)
+        yield f'<circle class="f{number % len(COLOURS)}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
+
+
+def _look(number: int) -> str:
+    dash = DASHES[(number + number // len(COLOURS)) % len(DASHES)]
+    return f'class="s{number % len(COLOURS)}" fill="none" stroke-width="2" stroke-dasharray="{dash}"'
+
+
+def _label(text: str, number: int, x: int, y: int) -> Iterator[str]:
+    yield f'<path {_look(number)} d="M{x} {y - 4}h30"/><text x="{x + 38}" y="{y}">{escaped(text)}</text>'
 
 
 def decades(low: float, high: float) -> list[float]:

@@ -1,0 +1,184 @@
+"""``imgkit runs`` and ``compare``: what ran where, and how it went."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_builder.cli.remote import connected
+from imgkit_entrypoints.errors import ImgkitError, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
+    from imgkit_builder.job.request import SubmittedJob
+    from imgkit_builder.project.comparison import Comparison
+
+SCHEMA = 1
+
+
+def verb_runs(
+    ask: bool = typer.Option(False, "--ask", help="Ask the schedulers about jobs that had not ended."),
+    most: int = typer.Option(20, "-n", metavar="N", min=1, help="Show the newest N."),
+    as_json: bool = RESULT_JSON,
+) -> None:
+    """List what ran where, the newest first.
+
+    The state is the one that imgkit last saw: run and logs see how a job ends, and
+    --ask asks. The loss is that of the run's files here: imgkit fetch brings them.
+
+    \b
+    Examples:
+      imgkit runs
+      imgkit runs --ask
+      imgkit runs -n 100 --json
+    """
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
+
+    records = submit.records()[:most]
+    if ask:
+        records = _asked(records)
+    rows = [(one, history.numbers(one)) for one in records]
+    table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
+    for one, numbers in rows:
+        loss = numbers.last("loss")
+        table.append(
+            (
+                one.handle,
+                one.submitted[:16].replace("T", " ") or "-",
+                one.state or "submitted",
+                "-" if numbers.step is None else str(numbers.step),
+                "-" if loss is None else f"{loss:.6g}",
+                one.image_id.removeprefix("sha256:")[:12] or "-",
+                one.code.sha256[:12] if one.code else "-",
+                shlex.join(one.command) or "-",
+            )
+        )
+    data = {
+        "schema": SCHEMA,
+        "runs": [
+            {
+                **_described(one),
+                "submitted": one.submitted or None,
+                "state": one.state or "submitted",
+                "step": numbers.step,
+                "loss": numbers.last("loss"),
+            }
+            for one, numbers in rows
+        ],
+    }
+    text = _columns(table) if rows else "no runs yet; imgkit run and imgkit submit start one"
+    show(data, text, as_json=as_json)
+
+
+def _described(record: SubmittedJob) -> dict[str, Any]:
+    from imgkit_builder.project import history
+
+    folder = history.folder_of(record)
+    return {
+        "id": record.handle,
+        "name": record.name,
+        "recipe": record.recipe,
+        "remote": record.remote or None,
+        "image": record.image_id or None,
+        "code": dataclasses.asdict(record.code) if record.code else None,
+        "command": list(record.command),
+        "folder": str(folder) if folder and folder.is_dir() else None,
+    }
+
+
+def _asked(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
+    """The records with the states that their systems know now, which are kept."""
+    from imgkit_builder.base import process
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
+    from imgkit_builder.remote import jobs
+
+    found = []
+    for record in records:
+
+        def run(words: Sequence[str], record: SubmittedJob = record) -> Finished:
+            if record.remote:
+                return jobs.finished(connected(record.remote), words)
+            return process.run(words, check=False)
+
+        try:
+            now = history.asked(record, run)
+        except ImgkitError as error:
+            print(f"imgkit: {record.handle}: {error.what}", file=sys.stderr)
+            now = record
+        if now != record:
+            submit.keep(now)
+        found.append(now)
+    return tuple(found)
+
+
+def verb_compare(
+    runs: list[str] = typer.Argument(metavar="RUN...", help="Ids of jobs, or folders with a metrics.jsonl."),
+    outputs: list[Path] = typer.Option(
+        [], "--output", "-o", metavar="FILE", help="Write X.svg, X.html or X.csv; may be repeated."
+    ),
+    values: list[str] = typer.Option(
+        [], "--value", metavar="NAME", help="A number to compare (default: loss, eval_loss, samples_per_s)."
+    ),
+    as_json: bool = RESULT_JSON,
+) -> None:
+    """Compare runs: a table, and their curves over each other.
+
+    The numbers are the lines of metrics.jsonl in the run folders. imgkit fetch
+    brings the folder of a job on a remote.
+
+    \b
+    Examples:
+      imgkit compare 4711@mn5 4712@mn5
+      imgkit compare runs/* -o curves.svg
+      imgkit compare runs/a runs/b --value grad_norm -o page.html -o table.csv
+    """
+    from imgkit_builder.project import comparison
+    from imgkit_entrypoints import files
+
+    for output in outputs:
+        if output.suffix.lower() not in comparison.WRITERS:
+            raise UsageError(
+                f"{output.name!r} names no known format",
+                where="-o",
+                hint=f"use a name that ends in {', '.join(comparison.WRITERS)}",
+            )
+    found = comparison.compare(runs, values)
+    for output in outputs:
+        text = comparison.WRITERS[output.suffix.lower()](found)
+        with files.replacing(output, failed="cannot be written", hint="name a writable file") as stream:
+            stream.write(text.encode())
+        print(f"imgkit: wrote {output}", file=sys.stderr)
+    show(_compared(found), _columns(comparison.grid(found)), as_json=as_json)
+
+
+def _compared(found: Comparison) -> dict[str, Any]:
+    rows = [
+        {
+            "run": one.name,
+            "folder": str(one.folder),
+            "step": one.numbers.step,
+            "last": {name: one.numbers.last(name) for name in found.values},
+            "least": {name: one.numbers.least(name) for name in found.values},
+            "image": (one.record.image_id or None) if one.record else None,
+            "code": one.record.code.sha256 if one.record and one.record.code else None,
+            "command": list(one.record.command) if one.record else None,
+        }
+        for one in found.runs
+    ]
+    return {"schema": SCHEMA, "values": list(found.values), "runs": rows}
+
+
+def _columns(table: Sequence[Sequence[str]]) -> str:
+    """The table as text; the last column ends a line."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)

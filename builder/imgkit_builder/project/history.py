@@ -1,0 +1,92 @@
+"""What ran where: the records of jobs, with what their files here say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.base.process import Finished
+from imgkit_builder.job import submit, systems
+from imgkit_builder.job.request import SubmittedJob
+from imgkit_builder.project import measured
+from imgkit_builder.project.measured import Measured
+from imgkit_entrypoints.errors import CheckFailed
+
+FINAL = ("done", "failed", "ended")
+"""States that do not change: ended well, with an error, or nobody knows how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHere:
+    """A run whose files are on this machine."""
+
+    name: str
+    """The word for it: its id, or its folder."""
+    folder: Path
+    record: SubmittedJob | None
+    """None where this user has not submitted it from here."""
+
+
+def folder_of(record: SubmittedJob) -> Path | None:
+    """The folder here with the run's files; None before the first fetch."""
+    if record.remote:
+        return Path(record.fetched) if record.fetched else None
+    return record.directory / "runs" / f"{record.name}-{record.id}"
+
+
+def named(word: str) -> RunHere:
+    """The run that `word` means: a folder, or the id of a job.
+
+    Raises
+    ------
+    UsageError : there is no such folder and no such job.
+    CheckFailed : its files have not been fetched.
+    """
+    if Path(word).is_dir():
+        folder = Path(word).absolute()
+        known = next((one for one in submit.records() if folder_of(one) == folder), None)
+        return RunHere(name=word.rstrip("/"), folder=folder, record=known)
+    record = submit.record_of(word)
+    place = folder_of(record)
+    if place is None or not place.is_dir():
+        raise CheckFailed(
+            "the files of this run are not here",
+            where=record.handle,
+            hint=f"imgkit fetch {record.handle}" if record.remote else f"it has no folder {place}",
+        )
+    return RunHere(name=record.handle, folder=place, record=record)
+
+
+def numbers(record: SubmittedJob) -> Measured:
+    """The last numbers of the run; none where its files are not here."""
+    folder = folder_of(record)
+    return measured.tail(folder) if folder else Measured(points={})
+
+
+def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
+    """`record` with the state that its system knows now; the same where that does not answer.
+
+    Parameters
+    ----------
+    run : starts a command of the scheduler where the job is.
+    """
+    if record.state in FINAL:
+        return record
+    system = systems.named(record.system)
+    if not (words := system.alive(record)):
+        return record
+    alive = run(words)
+    text = alive.output.strip()
+    if alive.returncode == 0 and text:
+        return dataclasses.replace(record, state=text.lower() if len(text.split()) == 1 else "active")
+    well = None
+    if words := system.outcome(record):
+        well = system.succeeded(run(words).output)
+    return dataclasses.replace(record, state=state(well))
+
+
+def state(well: bool | None) -> str:
+    """The final state of a job that ended well, with an error, or nobody knows how."""
+    return "ended" if well is None else "done" if well else "failed"

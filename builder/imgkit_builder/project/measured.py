@@ -1,0 +1,95 @@
+"""The numbers of a run: the lines of its ``metrics.jsonl``, which dist-train or another program writes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import CheckFailed
+
+METRICS = "metrics.jsonl"
+_MOST_BYTES = 256 << 20
+_TAIL_BYTES = 64 << 10
+_LONGEST_LINE = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The numbers of a run over its steps."""
+
+    points: Mapping[str, tuple[tuple[int, float], ...]]
+    """Name of a number to its steps and values, steps ascending."""
+
+    def last(self, name: str) -> float | None:
+        """The value at the last step that has one."""
+        return self.points[name][-1][1] if self.points.get(name) else None
+
+    def least(self, name: str) -> float | None:
+        """The smallest value."""
+        return min((value for _, value in self.points.get(name, ())), default=None)
+
+    @property
+    def step(self) -> int | None:
+        """The last step."""
+        return max((points[-1][0] for points in self.points.values()), default=None)
+
+
+def read(folder: Path) -> Measured:
+    """Read all numbers of the run whose files are in `folder`.
+
+    Raises
+    ------
+    CheckFailed : there are none, or the file is larger than 256 MiB.
+    """
+    file = folder / METRICS
+    if not file.is_file():
+        raise CheckFailed(
+            f"there is no {METRICS}",
+            where=str(folder),
+            hint="dist-train writes one; so does a program that appends lines such as "
+            '{"step": 20, "loss": 0.5} to it in $IMGKIT_RUN_DIR',
+        )
+    if file.stat().st_size > _MOST_BYTES:
+        raise CheckFailed(f"it has more than {_MOST_BYTES >> 20} MiB", where=str(file))
+    with file.open("rb") as stream:
+        found = _collected(stream)
+    if not found.points:
+        raise CheckFailed("no line holds a step and a number", where=str(file))
+    return found
+
+
+def tail(folder: Path) -> Measured:
+    """The last numbers of the run; none where there is no file."""
+    try:
+        # Not a FIFO, which would never end.
+        if not (folder / METRICS).is_file():
+            return Measured(points={})
+        with (folder / METRICS).open("rb") as stream:
+            stream.seek(0, io.SEEK_END)
+            stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+            return _collected(stream.read(_TAIL_BYTES).splitlines())
+    except OSError:
+        return Measured(points={})
+
+
+def _collected(lines: Iterable[bytes]) -> Measured:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        try:
+            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
+            step = values.pop("step")
+        except (ValueError, AttributeError, KeyError, TypeError):
+            continue  # half a line of a run that was killed, or another program's
+        if type(step) is not int or not 0 <= step < 1 << 62:
+            continue
+        for name, value in values.items():
+            if type(value) not in (int, float) or abs(value) > 1e300 or not name.isprintable():
+                continue
+            points = found.setdefault(name, [])
+            while points and points[-1][0] >= step:  # a run that was killed repeats steps
+                points.pop()
+            points.append((step, float(value)))
+    return Measured(points={name: tuple(points) for name, points in found.items()})

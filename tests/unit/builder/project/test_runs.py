@@ -1,0 +1,192 @@
+"""The list of runs and their comparison: records, numbers of killed runs, formats, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.base.process import Finished
+from imgkit_builder.cli import app
+from imgkit_builder.job import submit
+from imgkit_builder.job.request import CodeRecord, SubmittedJob
+from imgkit_builder.project import history, measured
+from imgkit_entrypoints.errors import CheckFailed
+
+OLD = {"schema": 1, "id": "1", "system": "slurm", "name": "mn5", "recipe": "mn5", "directory": "/w"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the runs, which is the current one."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """``call("runs")``: exit code, stdout and stderr."""
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["imgkit", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def job(number: int, **more: Any) -> SubmittedJob:
+    values = {
+        "id": str(number),
+        "system": "slurm",
+        "name": "mn5",
+        "recipe": "mn5",
+        "directory": Path.cwd(),
+        "submitted": f"2026-01-0{number}T00:00:00+00:00",
+        "command": ("dist-run", "a b"),
+        **more,
+    }
+    record = SubmittedJob(**values)
+    submit.keep(record)
+    return record
+
+
+def put(name: str, *lines: object) -> Path:
+    folder = Path("runs", name)
+    folder.mkdir(parents=True)
+    (folder / measured.METRICS).write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
+    return folder
+
+
+def test_newest_run_comes_first(call: Any) -> None:
+    code = CodeRecord(sha256="c" * 64, git="v1-dirty", uncommitted=True, replace=False)
+    job(1, state="done", image_id="sha256:" + "a" * 64, code=code)
+    job(3, remote="far")
+    job(2)
+    put("mn5-1", {"step": 5, "loss": 0.25})
+    code, out, _ = call("runs")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows] == ["RUN", "3@far", "2", "1"]
+    assert rows[3][3:] == ["done", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
+    found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
+    assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
+        ("3@far", "far", None),
+        ("2", None, None),
+    ]
+
+
+def test_no_runs_is_an_answer(call: Any) -> None:
+    assert call("runs")[:2] == (0, "no runs yet; imgkit run and imgkit submit start one\n")
+    assert json.loads(call("runs", "--json")[1])["runs"] == []
+
+
+def test_record_of_an_older_imgkit_is_listed(home: Path, call: Any) -> None:
+    job(2)
+    jobs = home / "state/imgkit/jobs"
+    (jobs / "1.json").write_text(json.dumps(OLD))
+    (jobs / "damaged.json").write_text("{")
+    assert {row["id"] for row in json.loads(call("runs", "--json")[1])["runs"]} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "state"),
+    [
+        (((0, "RUNNING\n"),), "running"),
+        (((0, " JOBID STATE\n 4 R\n"),), "active"),
+        (((0, ""), (0, "JobId=1 JobState=COMPLETED")), "done"),
+        (((1, "Invalid job id"), (0, "JobId=1 JobState=TIMEOUT")), "failed"),
+        (((1, "Invalid job id"), (1, "")), "ended"),
+    ],
+)
+def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
+    left = list(answers)
+
+    def run(words: Sequence[str]) -> Finished:
+        code, output = left.pop(0)
+        return Finished(argv=tuple(words), returncode=code, output=output)
+
+    found = history.asked(job(1), run)
+    assert (found.state, left) == (state, [])
+    if state in history.FINAL:
+        assert history.asked(found, run) == found  # nobody is asked again
+
+
+def test_repeated_steps_count_once() -> None:
+    lines: list[object] = [{"step": step, "loss": 9.0} for step in (1, 2, 3)]
+    killed = ['{"step": 4, "lo', '{"step": 5, "loss": NaN}', "[1]", '{"step": true, "loss": 1}', "7"]
+    again = [{"step": 2, "loss": 1, "name": "x", "on": True}, {"step": 3, "eval_loss": 0.5}]
+    found = measured.read(put("x", *lines, *killed, *again))
+    assert found.points == {"loss": ((1, 9.0), (2, 1.0)), "eval_loss": ((3, 0.5),)}
+    assert (found.step, found.last("loss"), found.least("loss"), found.last("lr")) == (3, 1.0, 1.0, None)
+
+
+@pytest.mark.parametrize("lines", [None, ("text",), ({"loss": 1},)])
+def test_run_without_metrics_is_refused(call: Any, lines: tuple[object, ...] | None) -> None:
+    folder = put("x", *(lines or ()))
+    if lines is None:
+        (folder / measured.METRICS).unlink()
+    with pytest.raises(CheckFailed):
+        measured.read(folder)
+    code, out, err = call("compare", str(folder))
+    assert (code, out) == (1, "")
+    assert "metrics.jsonl" in err
+
+
+def test_two_runs_are_drawn_over_each_other(call: Any) -> None:
+    job(1, image_id="sha256:" + "b" * 64)
+    put("mn5-1", *({"step": step, "loss": math.exp(-step), "lr": 0.1} for step in range(1, 9)))
+    put("a <b>", *({"step": step, "loss": 1 / step, "samples_per_s": 7} for step in range(1, 5)))
+    files = ("c.svg", "c.html", "c.csv")
+    code, out, err = call("compare", "1", "runs/a <b>", *(word for name in files for word in ("-o", name)))
+    assert code == 0
+    assert [f"imgkit: wrote {name}" for name in files] == err.splitlines()
+    assert out.partition("\n")[0].split()[:5] == ["run", "step", "loss", "samples_per_s", "least"]
+    drawing = ET.fromstring(Path("c.svg").read_text())  # noqa: S314 - our own
+    lines = [one for one in drawing.iter() if one.tag.endswith("polyline")]
+    assert len(lines) == 3  # loss of both, and the rate of one
+    assert lines[2].get("class") == lines[1].get("class")  # a run looks alike in all charts
+    assert "runs/a &lt;b&gt;" in Path("c.html").read_text()
+    rows = list(csv.DictReader(Path("c.csv").read_text().splitlines()))
+    assert [(row["run"], row["step"], row["loss"]) for row in rows] == [
+        ("1", "8", repr(math.exp(-8))),
+        ("runs/a <b>", "4", "0.25"),
+    ]
+    assert rows[0]["image"] == "b" * 64
+    only = json.loads(call("compare", "1", "--value", "lr", "--json")[1])
+    assert only["runs"][0]["last"] == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("runs/x", "runs/x/"), 2, "the same run is named twice"),
+        (("4711",), 2, "imgkit has no record of a job '4711'"),
+        (("3",), 1, "imgkit fetch 3@far"),
+        (("runs/x", "--value", "los"), 1, "no run has the number los"),
+        (("runs/y",), 1, "no run has loss, eval_loss, samples_per_s"),
+        (("runs/x", "-o", "x.png"), 2, "use a name that ends in .svg, .html, .csv"),
+        (tuple(f"runs/{number}" for number in range(19)), 2, "at most 18 curves"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, tuple) else "",
+)
+def test_refused_comparison_says_why(call: Any, words: tuple[str, ...], code: int, message: str) -> None:
+    job(3, remote="far")
+    put("x", {"step": 1, "loss": 1})
+    put("y", {"step": 1, "other": 1})
+    for number in range(19):
+        put(str(number), {"step": 1, "loss": 1})
+    found, out, err = call("compare", *words)
+    assert (found, out) == (code, "")
+    assert message in err
