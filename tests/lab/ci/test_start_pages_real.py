@@ -96,10 +96,33 @@ def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
     assert lines == []
 
 
+BY_HAND = "imgkit build mn5"
+"""The first command of the part of the page about a cluster that is for work by hand."""
+
+
+def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches a cluster over ssh is run by tests/lab/remote; here are the commands that do not."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    lines = commands("cluster")
+    lines = lines[: lines.index(BY_HAND)]
+    shell(take(lines, "imgkit remote add mn5"), folder)
+    take(lines, "imgkit remote check mn5")
+    assert "imgkit.toml" in shell(take(lines, "imgkit init"), folder)
+    mine = folder / take(lines, "cd ").removeprefix("cd ")
+    plan = shell(take(lines, "imgkit run --plan"), mine)
+    assert re.search(r"^account +bsc98 +imgkit.toml:\d+$", plan, re.MULTILINE)
+    hello = take(lines, "imgkit run -- ").replace(" -- ", " --plan -- ")
+    assert re.search(r"^command +dist-hello +--$", shell(hello, mine), re.MULTILINE)
+    assert "train.py" in shell(take(lines, "imgkit run"), mine, "--plan")
+    assert "no runs yet" in shell(take(lines, "imgkit runs"), folder)
+    assert [line.split()[1] for line in lines] == ["logs", "fetch", "compare"]
+
+
 @pytest.mark.cluster
 def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None:
     lines = commands("cluster")
-    shell(take(lines, "imgkit build mn5"), folder, "--base", standin)
+    lines = lines[lines.index(BY_HAND) :]
+    shell(take(lines, BY_HAND), folder, "--base", standin)
     assert "rsync" in shell(take(lines, "imgkit save mn5"), folder)
     shell(take(lines, "imgkit verify mn5.tar"), folder)
     shell(take(lines, "imgkit sif mn5.tar"), folder)
