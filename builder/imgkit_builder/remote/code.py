@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ def _keep(code: CodeFolder, file: Path) -> None:
     with contextlib.suppress(OSError):
         files.make_own_folder(files.cache_dir())
         _folder().mkdir(exist_ok=True)
-        with files.writing(_folder() / f"{_key(code)}-{file.name}") as stream:
-            stream.write(file.read_bytes())
+        with file.open("rb") as made, files.writing(_folder() / f"{_key(code)}-{file.name}") as stream:
+            shutil.copyfileobj(made, stream)
         for old in sorted(_folder().iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             old.unlink(missing_ok=True)
 

@@ -87,3 +87,10 @@ def test_empty_note_names_no_file() -> None:
 def test_answer_that_is_cut_short_is_refused(text: str) -> None:
     with pytest.raises(ToolFailed, match="cut short"):
         gc.parse(text)
+
+
+@pytest.mark.parametrize("ending", ["", f"-{'f' * 12}"], ids=["whole", "edit"])
+def test_code_that_no_job_uses_is_found(ending: str) -> None:
+    path = f"deltas/code-{'e' * 64}{ending}.imgdelta"
+    files, _, _ = gc.parse(answer(f"file 17 2 {path}"))
+    assert [one.path for one in files] == [path]
