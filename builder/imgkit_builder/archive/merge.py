@@ -226,8 +226,12 @@ class LayerTree:
         if parts and ".." not in parts:
             found, missing = self._walk(parts[:-1], member.name)
             there = {} if missing else found[-1][1].children
-            own = there is beside and member.name.rpartition("/")[2] == parts[-1]
-            node = None if own else there.get(parts[-1])
+            name = member.name.rstrip("/").rpartition("/")[2]
+            # What has the link's own name goes before the link is made, with all that is in it.
+            gone = beside.get(name)
+            own = there is beside and name == parts[-1]
+            inside = isinstance(gone, _Folder) and any(folder is gone for _, folder in found)
+            node = None if own or inside else there.get(parts[-1])
         if not isinstance(node, int):
             raise self._refused(member, f"a hard link to {member.link!r}, where there is no file before it")
         return node
