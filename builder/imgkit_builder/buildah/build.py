@@ -37,7 +37,7 @@ from imgkit_builder.sif.convert import Place
 from imgkit_builder.sif.options import OciFolder, Registry
 from imgkit_builder.sif.workspace import remove_tree, tmp_base, workspace
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
@@ -227,6 +227,11 @@ def _inside(buildah: Buildah, ref: str) -> smoke.Runner:
 
 class _Follower(BuildFollower):
     """Follows buildah, whose log begins with the Dockerfile."""
+
+    def _advice(self, error: ImgkitError) -> str:
+        # What helps where an engine's disk is full, or its service is gone, does not help here.
+        found = super()._advice(error)
+        return "" if "docker" in found else found
 
     def _where_to_look(self) -> str:
         return f"full log: {self.log_path}, with the Dockerfile in it"

@@ -85,12 +85,15 @@ class BuildFollower:
         # Podman repeats the instruction.
         error = explain(_REPEATED.sub("", message), doing=doing, name=self._base)
         # The engine only reports "returned a non-zero code": the reason is in the step's output.
-        hint = error.hint or hint_for("\n".join(self._tail)) or ""
+        hint = self._advice(error)
         if self._tail:
             hint = "its last lines:\n" + "\n".join(self._tail) + (f"\n{hint}" if hint else "")
         hint = f"{hint}\n{self._where_to_look()}".strip()
         line = _parse_error(message) or self._line_of_step()
         return type(error)(error.what, where=self._origin(line), hint=hint)
+
+    def _advice(self, error: ImgkitError) -> str:
+        return error.hint or hint_for("\n".join(self._tail)) or ""
 
     def _line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.

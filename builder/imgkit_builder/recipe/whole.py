@@ -56,7 +56,9 @@ def from_json(text: str, file: Path) -> Recipe:
     for path, value in targets.values_of(image, ("image",)):
         found = (*rules.of_key(path), *(rules.of_text(path, str(value)) if value is not None else ()))
         faults += [f"{key_text(path)}: {what}" for what, _ in found]
-        if row := stated.get(key_text(path)):
+        # A step that is one text has a row for itself, and none for its command.
+        rows = (stated.get(key_text(path[:end])) for end in range(len(path), 1, -1))
+        if row := next(filter(None, rows), None):
             place = Position(file=Path(row["file"]), line=row["line"], column=row["column"])
             for depth in range(len(path), 0, -1):
                 positions.setdefault(path[:depth], place)

@@ -5,6 +5,7 @@ Real are the nodes, sshd, the .sif and torchrun; what the stand-in keeps of PBS 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, run, until
+from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, run, until
+
+from imgkit_builder.cli import zipapp
 
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
@@ -163,6 +166,40 @@ def test_failure_of_one_node_is_the_job_s(pbs: Pbs, start: str) -> None:
     code, output = pbs.end(pbs.submit("--", *words, start=start))
     assert code == 3, output
     assert sorted(re.findall(r"it's \$me on (\w+)", output)) == ["node1", "node2"]
+
+
+BUILT = """
+image:
+  base: {base}
+  run: [{run}]
+system: {{scheduler: pbs}}
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run_step", ["echo made > /made", "echo before; exit 7"], ids=["made", "failed"])
+def test_recipe_is_built_on_a_node(pbs: Pbs, standin_notorch: str, run_step: str) -> None:
+    output("docker", "save", "-o", pbs.work / "base.tar", standin_notorch)
+    (pbs.work / "base.tar").chmod(0o644)
+    (pbs.work / "mine.yaml").write_text(BUILT.format(base=standin_notorch, run=json.dumps(run_step)))
+    (pbs.work / "mine.json").write_text(pbs.imgkit("show", "./mine.yaml", "--json"))
+    text = RECIPE.replace("STATE", str(pbs.state)) + "  queue: {sif: ['-l', 'select=1:ncpus=2']}\n"
+    (pbs.state / "builder.yaml").write_text(text)
+    (pbs.state / "builder.json").write_text(pbs.imgkit("show", pbs.state / "builder.yaml", "--json"))
+    pyz = zipapp.bundle(pbs.work / "imgkit.pyz").path
+    words = ("submit", pbs.state / "builder.json", "--time", "5m", "--build", "mine.json")
+    # The jobs' user cannot enter every checkout, and so not this Python's environment.
+    done = pbs.run("/usr/bin/python3", "-I", pyz, *words, "--base-from", "base.tar")
+    assert done.returncode == 0, done.stderr
+    code, told = pbs.end(done.stdout.strip())
+    sif = pbs.work / "mine.sif"
+    if "exit 7" in run_step:
+        assert code == 4, told
+        assert "mine.yaml:4: step " in told
+        return
+    assert code == 0, told
+    assert "smoke test" in told
+    assert run("singularity", "exec", sif, "cat", "/made").stdout == "made\n"
 
 
 def test_one_node_needs_no_start(pbs: Pbs) -> None:

@@ -110,7 +110,7 @@ def test_failure_before_the_steps_is_the_bases(made: Definition) -> None:
 def test_json_is_the_whole_recipe(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "mine.yaml").write_text(
-        "image:\n  base: b:1\n  run: [echo 1, {command: make, after: copy}]\n"
+        "image:\n  base: b:1\n  run:\n    - echo 1\n    - {command: make, after: copy}\n"
         "  pip: [{packages: [numpy]}]\n  copy: [{source: code}]\nsystem: {scheduler: standalone}\n"
     )
     recipe = load(tmp_path / "mine.yaml")
@@ -118,7 +118,9 @@ def test_json_is_the_whole_recipe(tmp_path: Path) -> None:
     assert again.image == recipe.image
     assert again.image.copy == (CopyStep(source=tmp_path / "code"),)
     assert (again.name, again.sha256, again.file) == (recipe.name, recipe.sha256, recipe.file)
-    assert again.where("image", "run", 1) == recipe.where("image", "run", 1)
+    for number in (0, 1):
+        assert again.where("image", "run", number) == recipe.where("image", "run", number)
+    assert recipe.where("image", "run", 0).endswith(":4")
 
 
 @pytest.mark.parametrize(
