@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from imgkit_entrypoints.errors import NoPlan
 
+ROOM = 512
+"""Descriptors besides those of the nodes: strangers, and the launcher's own."""
 SPARE = 64
 """Descriptors for the launcher itself: pipes to its children, files that it reads."""
 FEWEST_STRANGERS = 16
@@ -35,14 +37,16 @@ def make_room(nnodes: int, strangers: int) -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = len(os.listdir("/proc/self/fd")) + nnodes + SPARE  # noqa: PTH208 - no need for paths
+    wanted = max(nnodes + ROOM, least + strangers)
     if hard != resource.RLIM_INFINITY and least + FEWEST_STRANGERS > hard:
         raise NoPlan(
             f"the head of {nnodes} nodes needs {least + FEWEST_STRANGERS} open files; its limit is {hard}",
             where="ulimit -Hn",
-            hint=f"raise it on the head: ulimit -n {least + strangers} in a shell of root, nofile in "
-            f"/etc/security/limits.conf, or docker run --ulimit nofile={least + strangers}",
+            hint=f"raise it on the head: ulimit -n {wanted} in a shell of root, nofile in "
+            f"/etc/security/limits.conf, or docker run --ulimit nofile={wanted}",
         )
-    wanted = least + strangers if hard == resource.RLIM_INFINITY else min(least + strangers, hard)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return min(strangers, wanted - least)

@@ -24,8 +24,9 @@ from imgkit_entrypoints.rollcall.session import Event, Readable, Roll
 from imgkit_entrypoints.rollcall.strangers import Strangers
 from imgkit_entrypoints.schedulers.placement import Placement
 
-LULL_S = 0.1
-"""Time that messages wait for company: with thousands of nodes, to wake costs more than to read a message."""
+LULL_S = 0.25
+"""Time that messages wait for company where `MANY` nodes beat: to wake costs more than to read a message."""
+MANY = 1000
 LOOKS = 5
 """Looks at all nodes within the time between two beats."""
 
@@ -53,6 +54,7 @@ class HeadRoll(Roll):
         self._others: Span | None = None
         self._events: list[Event] = []
         self._next_look = time.monotonic()
+        self._lull_s = LULL_S * min(1.0, place.nnodes / MANY)
 
     @property
     def everyone(self) -> Span | None:
@@ -68,7 +70,7 @@ class HeadRoll(Roll):
                 if set(turn.others) - {self._strangers} or time.monotonic() >= end:
                     return
                 if turn.heard and not self._events:
-                    session.wait(sources, min(LULL_S, end - time.monotonic()))
+                    session.wait(sources, min(self._lull_s, end - time.monotonic()))
 
     def tick(self) -> list[Event]:
         self._take(self._links.hear(0.0))

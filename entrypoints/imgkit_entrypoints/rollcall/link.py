@@ -103,7 +103,8 @@ class Link(Generic[Heard]):
 
     def fill(self) -> None:
         """Read what has arrived, up to about two of the longest lines; `next_line` takes it from there."""
-        self.flush()
+        if self._outbox:
+            self.flush()
         taken, drained = 0, False
         while not drained and not self.why and not self._ended and taken <= self.longest:
             try:

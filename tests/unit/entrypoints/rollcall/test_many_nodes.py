@@ -1,0 +1,115 @@
+"""A head of many nodes, which are simulated: limits of open files, and nodes that fail in the handshake."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rollcall_nodes import CallThread, close, placement, stranger
+from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
+
+from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch.request import Timeouts
+from imgkit_entrypoints.rollcall import descriptors, ports
+from imgkit_entrypoints.rollcall.proof import NodeProof
+from imgkit_entrypoints.schedulers.placement import Placement
+
+
+def limit(pid: int) -> int:
+    """Soft limit of open files of a process."""
+    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    return next(int(line.split()[3]) for line in lines if line.startswith("Max open files"))
+
+
+def launcher(place: Placement, printed: Path) -> None:
+    """A head with the usual limit of a shell, whose program prints its own limit and stays."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    supervisor.run(
+        ["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)], dict(os.environ), place=place, me=ME,
+        say=lambda _: None, timeouts=Timeouts(rollcall_s=120), secret=SECRET,
+    )  # fmt: skip
+
+
+def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
+    place, printed = replace(placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1020 + descriptors.ROOM:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    head = os.fork()
+    if not head:
+        try:
+            launcher(place, printed)
+        finally:
+            os._exit(1)
+    try:
+        with descriptors.limit_kept():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            with contextlib.closing(SimulatedNodes(place)) as nodes:
+                nodes.call()
+                nodes.start()
+                end = time.monotonic() + 60
+                while not (printed.exists() and printed.read_text()):
+                    assert time.monotonic() < end
+                    time.sleep(0.01)
+                assert printed.read_text() == "1024\n"
+                assert limit(head) == 1020 + descriptors.ROOM
+    finally:
+        os.kill(head, signal.SIGKILL)
+        os.waitpid(head, 0)
+
+
+def test_node_that_dies_in_the_handshake_can_call_again(place: Placement) -> None:
+    head = CallThread(place, 0, secret=SECRET)
+    for reset in (False, True):
+        with stranger(place) as connection:
+            connection.sendall(NodeProof(SECRET, place.job_id, 1).call + b"\n")
+            assert connection.recv(200).startswith(b"imgkit-head ")
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    close([call.roll() for call in (head, CallThread(place, 1, secret=SECRET))])
+
+
+def test_trickle_in_the_handshake_delays_no_other_node(place: Placement) -> None:
+    place = replace(place, nnodes=3)
+    head = CallThread(place, 0, secret=SECRET)
+    proof = NodeProof(SECRET, place.job_id, 2)
+    slow = SimulatedNode(2, stranger(place), proof)
+    over = threading.Event()
+
+    def trickle() -> None:
+        for byte in proof.call + b"\n":
+            slow.connection.sendall(bytes([byte]))
+            over.wait(0.001)
+
+    sending = threading.Thread(target=trickle)
+    sending.start()
+    others = [CallThread(place, rank, secret=SECRET) for rank in (1, 2)]
+    sending.join()
+    close([call.roll() for call in (head, *others)])
+    slow.connection.close()
+
+
+def test_low_queue_of_the_kernel_is_said(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "longest_queue", lambda: 1)
+    head = CallThread(place, 0)
+    close([call.roll() for call in (head, CallThread(place, 1))])
+    assert "the head's kernel queues 1 calls" in head.said[0]
+    assert "sysctl -w net.core.somaxconn=2" in head.said[0]
+
+
+def test_queue_of_the_kernel_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "proc/sys/net/core/somaxconn"
+    file.parent.mkdir(parents=True)
+    file.write_text("128\n")
+    assert ports.longest_queue(tmp_path) == 128
+    assert ports.longest_queue(tmp_path / "none") > 1 << 20
