@@ -235,7 +235,7 @@ def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signal
     [
         (("--tag", "x:1"), "--tag means nothing --with apptainer"),
         (("--builder", "buildx"), "--builder means nothing --with apptainer"),
-        (("--platform", "linux/arm64"), "a definition builds for this machine's platform"),
+        (("--platform", "linux/arm64"), "--with apptainer builds for this machine's platform"),
         (("--base-from", "absent.tar"), "there is no such base"),
         (("--runtime", "/absent"), "/absent is not on PATH"),
     ],
@@ -245,6 +245,14 @@ def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said
     assert done.returncode in (2, 3), done.stderr
     assert said in done.stderr
     assert left(tiny) == []
+
+
+def test_secrets_are_refused_at_their_line(tiny: Path) -> None:
+    recipe = TINY.replace("{run}", "{{command: 'true', secrets: [token]}}").format()
+    (tiny / "s.yaml").write_text(f"{recipe}\n".replace("run:", "secrets: [{id: token, env: X}]\n  run:"))
+    done = imgkit("build", "./s.yaml", "--with", "apptainer", "--base-from", "tiny.tar", folder=tiny)
+    assert done.returncode == 2
+    assert "s.yaml:4: --with apptainer has no build secrets" in done.stderr
 
 
 @pytest.mark.soak
