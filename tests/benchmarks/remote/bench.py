@@ -119,10 +119,11 @@ class Site:
         found = re.search(r"(\d+)@far", line + said)
         assert found
         # A connection that the turn itself opened begins to count anew.
+        carried = moved - before if moved >= before else moved
         return Turn(
             wall_s=wall_s,
             queue_s=self.queued(found[1]),
-            moved_kB=(moved - before if moved >= before else moved) / 1000 if moved else float("nan"),
+            moved_kB=carried / 1000 if carried else float("nan"),
         )
 
 
