@@ -54,7 +54,7 @@ def confirm_values(project: ProjectFile | None, given: str) -> None:
     if project is None or confirm.is_known(project.values):
         return
     digest = confirm.digest(project.values)
-    lines = [f"  {name:8} {_plain(text)}" for name, text in confirm.shown(project.values).items()]
+    lines = [f"  {name:8} {_plain(text)}" for name, text in confirm.shown(project.values)]
     if given != digest:
         text = "\n".join([f"{project.file} is new here. A run with it uses:", *lines])
         may_ask = sys.stdin.isatty() and sys.stderr.isatty()

@@ -5,37 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.project.toml_file import ProjectValues
 
-_DIGITS = 12
 
-
-def shown(values: ProjectValues) -> Mapping[str, str]:
-    """The values that decide where the job runs, what it can reach and what it does, as lines of text."""
-    return {
-        name: text
-        for name, text in (
-            ("remote", values.remote),
-            ("env", ", ".join(_env(values))),
-            ("binds", ", ".join(values.binds)),
-            ("command", shlex.join(values.command)),
-        )
-        if text
-    }
-
-
-def _env(values: ProjectValues) -> Iterator[str]:
-    yield from (one if "=" in one else f"{one} (with its value from here)" for one in values.env)
+def shown(values: ProjectValues) -> tuple[tuple[str, str], ...]:
+    """The values that decide where the job runs, what it can reach and what it does, each with its name."""
+    env = (one if "=" in one else f"{one} (with its value from here)" for one in values.env)
+    return (
+        *((("remote", values.remote),) if values.remote else ()),
+        *(("env", one) for one in env),
+        *(("bind", one) for one in values.binds),
+        *((("command", shlex.join(values.command)),) if values.command else ()),
+    )
 
 
 def digest(values: ProjectValues) -> str:
-    """The digest of exactly these values."""
+    """The digest of exactly these values; whole, as two files with one short digest can be found."""
     named = [values.remote, values.env, values.binds, values.command]
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def is_known(values: ProjectValues) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, output, run, until
@@ -178,18 +179,24 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         done = site.imgkit("run", "--confirm", digest[1])
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.split()) == ["node1", "node2"]
-        again = site.imgkit("run", "--nodes", "1")
+        again = site.imgkit("run", "--nodes", "1", "--detach")
         assert again.returncode == 0, again.stderr
-        assert len(again.stdout.split()) == 1
-        check_comparison(site, handle(done), handle(again))
+        second = again.stdout.strip()
+        until(lambda: listed(site, "--ask")[second]["state"] == "done")
+        check_comparison(site, handle(done), second)
     finally:
         for path in set(site.here.iterdir()) - before:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def listed(site: Site, *words: str) -> dict[str, dict[str, Any]]:
+    rows = json.loads(site.imgkit("runs", "--json", *words).stdout)["runs"]
+    return {row["id"]: row for row in rows}
+
+
 def check_comparison(site: Site, first: str, second: str) -> None:
     """Two runs are listed with what they ran; their curves are there once they are fetched."""
-    rows = {row["id"]: row for row in json.loads(site.imgkit("runs", "--json").stdout)["runs"]}
+    rows = listed(site)
     assert list(rows)[:2] == [second, first]
     assert [rows[first][key] for key in ("state", "loss", "command")] == ["done", None, MEASURED]
     shown = json.loads(site.imgkit("show", site.sif, "--json").stdout)

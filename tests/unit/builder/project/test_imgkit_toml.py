@@ -194,8 +194,9 @@ def test_foreign_values_wait_for_a_person(call: Any) -> None:
     assert "nobody has confirmed these values here" in err
     for shown in (
         "remote   mn5",
-        "A=1, HOME (with its value from here)",
-        "/gpfs/a = b",
+        "env      A=1\n",
+        "env      HOME (with its value from here)",
+        "bind     /gpfs/a = b",
         "command  dist-hello",
     ):
         assert shown in err
