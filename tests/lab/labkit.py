@@ -160,6 +160,7 @@ PRIVATE_ENGINES: Mapping[str, Sequence[str]] = {
     "sid": (*NEW_STORE, "sid"),
     "trixie": (*NEW_STORE, "trixie"),
     "podman": ("--podman",),
+    "trixie-podman": ("--podman", "--debian", "trixie"),
     "rootless": ("--rootless",),
     "rootless-podman": ("--podman", "--rootless"),
 }

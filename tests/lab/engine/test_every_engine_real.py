@@ -116,6 +116,7 @@ def engine(kind: str, *marks: pytest.MarkDecorator, group: str = "") -> Any:
         engine("sid", group="containerd"),
         engine("trixie", pytest.mark.soak, group="containerd"),
         engine("podman", pytest.mark.podman),
+        engine("trixie-podman", pytest.mark.soak, pytest.mark.podman),
         engine("rootless", pytest.mark.soak),
         engine("rootless-podman", pytest.mark.soak, pytest.mark.podman),
     ],
@@ -222,6 +223,7 @@ def test_doctor_tells_version_store_and_builder(line: Line) -> None:
     (check,) = (one for one in told if one["name"] == "docker")
     product, store, builder = {
         "podman": ("Podman", "overlay", "podman"),
+        "trixie-podman": ("Podman", "overlay", "podman"),
         # Root's own Podman has another storage, so the builder is the one behind the API.
         "rootless-podman": ("Podman", "overlay", "classic"),
         "sid": ("Docker", "containerd (overlayfs)", "classic"),
