@@ -134,6 +134,13 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
         raise
     except docker.errors.APIError as error:
         raise explain(str(error.explanation or error), doing=doing, name=name) from error
+    except KeyError as error:
+        # The SDK looks for "message" in an answer that is an error. Podman 5 has "error" where a push fails.
+        answer = getattr(error.__context__, "response", None)
+        if answer is None:
+            raise
+        told = answer.json().get("error") or answer.text
+        raise explain(str(told), doing=doing, name=name) from error
     # ReadTimeout is not a DockerException; when a socket stalls, requests wraps it in ConnectionError.
     except requests.exceptions.RequestException as error:
         if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():

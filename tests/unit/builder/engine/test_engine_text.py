@@ -7,10 +7,12 @@ import json
 import tarfile
 
 import pytest
+import requests
+from docker.errors import create_api_error_from_http_exception
 
 from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.engine.dockerfile import instruction_lines
-from imgkit_builder.engine.errors import clean, explain, registry_of
+from imgkit_builder.engine.errors import clean, explain, registry_of, translated
 from imgkit_builder.engine.images import repository
 from imgkit_builder.engine.labels import DOCKERFILE, instruction, with_dockerfile
 from imgkit_builder.engine.shell import shell_argv
@@ -157,3 +159,18 @@ def test_standin_is_said_first() -> None:
 def test_facts_as_json_carry_schema() -> None:
     data = json.loads(facts(standin=True).to_json())
     assert (data["schema"], data["standin"], data["labels"]) == (1, True, {"a": "b"})
+
+
+def test_error_without_a_message_is_told() -> None:
+    """Podman 5 answers so to a push, and the SDK then fails with a KeyError."""
+    answer = requests.Response()
+    answer.status_code, answer._content = 500, b'{"error": "dial tcp: connection refused"}'
+
+    def ask() -> None:
+        try:
+            answer.raise_for_status()
+        except requests.exceptions.HTTPError as error:
+            create_api_error_from_http_exception(error)
+
+    with pytest.raises(ToolFailed, match="push x: dial tcp: connection refused"), translated("push x"):
+        ask()
