@@ -215,7 +215,7 @@ def _refuse_large(packed: Packed) -> None:
 
 def revision(folder: Path) -> str:
     """The git commit of `folder`, with ``-dirty`` after changes; empty where git does not track it."""
-    git = ("git", "--no-optional-locks", "-C", folder)
+    git = (*process.GIT, "-C", folder)
     try:
         head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
         tracked = process.run([*git, "ls-files", "--", "."], check=False)

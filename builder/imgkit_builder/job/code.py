@@ -120,7 +120,7 @@ def _file(found: sources.Found) -> CodeFile:
 
 def _listed_by_git(folder: Path) -> Collection[str] | None:
     """The files of `folder` that git tracks or does not ignore; None where git does not know the folder."""
-    words = ("git", "--no-optional-locks", "-C", str(folder), "ls-files", "-coz", "--exclude-standard")
+    words = (*process.GIT, "-C", str(folder), "ls-files", "-coz", "--exclude-standard")
     try:
         output = b"".join(process.through(words, []))
     except (ToolMissing, ToolFailed):
@@ -138,7 +138,7 @@ def _listed_by_git(folder: Path) -> Collection[str] | None:
 
 def _git_state(folder: Path) -> tuple[str, bool]:
     """What git calls the state of `folder`, and whether all of it is committed; empty without git."""
-    git = ("git", "--no-optional-locks", "-C", folder)
+    git = (*process.GIT, "-C", folder)
     try:
         described = process.run((*git, "describe", "--always", "--dirty"), check=False)
         changed = process.run((*git, "status", "--porcelain", "--", "."), check=False)

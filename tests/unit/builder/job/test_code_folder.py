@@ -122,6 +122,21 @@ def test_git_itself_says_what_it_ignores(folder: Path) -> None:
     assert names(read(folder).tree) == wanted
 
 
+def test_program_that_a_folder_names_does_not_run(folder: Path, tmp_path: Path) -> None:
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "1")
+    ran = tmp_path / "ran"
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\ntouch '{ran}'\n")
+    hook.chmod(0o755)
+    git(folder, "config", "core.fsmonitor", str(hook))
+    read(folder)
+    assert not ran.exists()
+    git(folder, "status")
+    assert ran.exists()  # git alone would have run it
+
+
 def test_folder_that_git_ignores_counts_when_named(folder: Path) -> None:
     git(folder, "init", "--quiet")
     (folder / ".gitignore").write_text("a b/\n")
