@@ -150,7 +150,9 @@ class LayerTree:
             return
         node: _Node
         if member.kind == HARD_LINK:
-            node = self._target(member, found[-1][1].children if not missing else {})
+            # Its folder may take the place of the target, as in "a", then "a/a" as a link to "a".
+            found, missing = [*found[:-1], (found[-1][0], self._enter(found, missing))], []
+            node = self._target(member, found[-1][1].children)
         elif member.kind in _LEAVES:
             node = number
             if member.kind == SYMLINK:

@@ -231,6 +231,10 @@ def test_link_into_the_folder_that_it_replaces_is_refused(folder: Path) -> None:
     check([[entry("a/b/c", data=b"x"), entry("a", tarfile.LNKTYPE, linkname="a/b/c")]], folder)
 
 
+def test_link_to_what_its_folder_replaces_is_refused(folder: Path) -> None:
+    check([[entry("a", data=b"x"), entry("a/a", tarfile.LNKTYPE, linkname="a")]], folder)
+
+
 def test_whiteout_spares_what_its_own_layer_has(folder: Path) -> None:
     lower = [entry("a", data=b"old"), entry("d/x", data=b"old"), entry("e/x", data=b"old")]
     upper = [
