@@ -44,7 +44,7 @@ class Joining:
 
     def join(self) -> Roll:
         """Call the head again and again until it starts the run or refuses it."""
-        place, why, last_said = self.place, "", time.monotonic()
+        place, why, said, last_said = self.place, "", "", time.monotonic()
         while (left := self.deadline - time.monotonic()) > 0:
             self._check_stop()
             address = (place.head, self.port)
@@ -62,7 +62,8 @@ class Joining:
                 except NoPlan:
                     link.close()
                     raise
-                why = link.why or "it does not answer the call"
+                said = link.why or said  # the last call may have had no time for an answer
+                why = said or "it does not answer the call"
                 link.close()
             if time.monotonic() - last_said >= PROGRESS_S:
                 last_said = time.monotonic()

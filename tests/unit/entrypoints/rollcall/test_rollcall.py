@@ -142,7 +142,7 @@ def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
         threading.Thread(target=serve, daemon=True).start()
         assert (
             "it sent what is no message of imgkit's roll call"
-            in CallThread(place, 1, timeout_s=2.0).refusal()
+            in CallThread(place, 1, timeout_s=5.0).refusal()
         )
 
 
