@@ -22,7 +22,7 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 TAIL_LINES = 20
 PIPE_BYTES = 1 << 20
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
-"""Words before a question to git: a folder of another person can name a program there, which git would run."""
+"""Words before a question to git, which would run a program that a folder of another person names."""
 
 # Arguments: the pid of imgkit, then the program. The kernel remembers the request through exec. Python
 # ignores the two signals, and the program would inherit that.

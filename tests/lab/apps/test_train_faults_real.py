@@ -58,6 +58,7 @@ def kept(run: Path) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.pt")}
 
 
+@pytest.mark.soak  # on two nodes: below
 def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
     told = inside(standin, runs, "FAULT='once kill 1 33' train --max-restarts 1 --run-dir killed")
     assert re.search(r"resumes after step (25|30) of 60: killed/snapshots", told), told

@@ -58,6 +58,7 @@ def folder() -> Iterator[Path]:
     run("docker", "rmi", *(name for name in names if name not in before))
 
 
+@pytest.mark.soak  # ci/quickstart does nearly the same
 def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     lines = commands("laptop")
     take(lines, "pip install imgkit-hpc")

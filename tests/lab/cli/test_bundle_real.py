@@ -47,7 +47,7 @@ OLDEST = (ABLE or [sys.executable])[0]
 able = pytest.mark.parametrize(
     "python",
     [
-        pytest.param(path, marks=pytest.mark.soak if path in ABLE[1:-1] else ())
+        pytest.param(path, marks=pytest.mark.soak if path in ABLE[1:] else ())
         for path in ABLE or [sys.executable]
     ],
     ids=lambda path: Path(path).name,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import IMGKIT, docker, imgkit, imgkit_json, output, until
+from labkit import IMGKIT, docker, imgkit, imgkit_json, output, run, until
 
 pytestmark = [pytest.mark.docker, pytest.mark.buildx]
 
@@ -107,6 +107,7 @@ def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
 def test_interrupted_build_leaves_no_step(home: Path, standin_notorch: str, number: signal.Signals) -> None:
     file = recipe(home, f"sleep {MARK}")
     words = [*IMGKIT, "build", str(file), "--base", standin_notorch, "--builder", "buildx"]
+    run("docker", "image", "rm", "--force", NAME)  # another test may have built it
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
 
     def steps() -> bool:

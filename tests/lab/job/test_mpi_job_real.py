@@ -111,7 +111,9 @@ def cluster(mn5_sif: Path) -> Iterator[Nodes]:
         made.down()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["launcher", *(pytest.param(one, marks=pytest.mark.soak) for one in ("direct", "ssh"))]
+)
 def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
     done = cluster.on("login", *cluster.job("submit", *FORMS[form], command=("dist-hello",)))
     assert done.returncode == 0, done.stderr

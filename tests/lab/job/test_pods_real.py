@@ -185,7 +185,13 @@ def said(pods: Pods, count: int, text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("vintage", VINTAGES.values(), ids=VINTAGES)
+@pytest.mark.parametrize(
+    "vintage",
+    [
+        pytest.param(vintage, id=name, marks=() if name == "runai" else pytest.mark.soak)
+        for name, vintage in VINTAGES.items()
+    ],
+)
 def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
     pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
 ) -> None:

@@ -92,9 +92,17 @@ def site(mn5_sif: Path) -> Iterator[Site]:
     ("command", "result"),
     [
         (("dist-hello", *CPU), "all_reduce of ones: 4"),
-        (("dist-pi", *ONE), "error [0-9.]+e-1[2-9], 100000000 intervals, 2 ranks"),
+        pytest.param(
+            *(("dist-pi", *ONE), "error [0-9.]+e-1[2-9], 100000000 intervals, 2 ranks"),
+            id="dist-pi",
+            marks=pytest.mark.soak,
+        ),
         (("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
-        (("dist-bench", *ONE, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 2 ranks, gloo"),
+        pytest.param(
+            *(("dist-bench", *ONE, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 2 ranks, gloo"),
+            id="dist-bench",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             *(("dist-bench", *CPU), r"all_reduce \w+ sum, 4 ranks, gloo"),
             id="dist-bench as it is by default",
@@ -219,6 +227,7 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     assert "finished at 200" in site.told(job)
 
 
+@pytest.mark.soak
 def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
     job = site.submit("--nodes", "2", "--", *COUNT, "6000")
     folder = site.folder / f"runs/mn5-{job}"
@@ -242,6 +251,7 @@ def image_0_1(site: Site) -> str:
     return f"{site.folder}/0.1/imgkit_entrypoints:{PACKAGE}"
 
 
+@pytest.mark.soak
 def test_image_of_0_1_stops_and_goes_on_under_this_script(site: Site, image_0_1: str) -> None:
     told = site.finished("--nodes", "2", "--bind", image_0_1, "--", "dist-hello", *ONE)
     assert "all_reduce of ones: 2" in told, told
@@ -254,6 +264,7 @@ def test_image_of_0_1_stops_and_goes_on_under_this_script(site: Site, image_0_1:
     assert "finished at 100" in site.told(job)
 
 
+@pytest.mark.soak
 def test_image_of_0_1_is_not_requeued_for_a_person(site: Site, image_0_1: str) -> None:
     job = site.submit("--nodes", "2", "--bind", image_0_1, "--", *COUNT, "6000")
     site.until(lambda: "starts at 0" in site.told(job), job)

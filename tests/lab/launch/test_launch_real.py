@@ -74,7 +74,12 @@ def test_missing_node_is_named_soon(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["terminate one launcher", "SIGUSR1 to every process", "SIGTERM to every process"]
+    "scenario",
+    [
+        "terminate one launcher",
+        "SIGUSR1 to every process",
+        pytest.param("SIGTERM to every process", marks=pytest.mark.soak),
+    ],
 )
 def test_stop_request_saves_on_all_nodes(play: Play, scenario: str) -> None:
     found = play(scenario)

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import struct
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -34,6 +35,7 @@ def launcher(place: Placement, printed: Path) -> None:
     """A head with the usual limit of a shell, whose program prints its own limit and stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    tempfile.tempdir = str(printed.parent)  # this process is killed: its stop folder would stay in /tmp
     supervisor.run(
         ["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)], dict(os.environ), place=place, me=ME,
         say=lambda _: None, timeouts=Timeouts(rollcall_s=120), secret=SECRET,
