@@ -16,6 +16,7 @@ import platform
 import resource
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -57,9 +58,10 @@ def once(nnodes: int, seconds: float) -> str:
         scheduler="manual", nnodes=nnodes, node_rank=0, hosts=(), head=HERE, port=None,
         job_id=f"simulation {time.monotonic_ns()}", source={},
     )  # fmt: skip
+    folder = tempfile.TemporaryDirectory(prefix="imgkit-")
     head = os.fork()
     if not head:
-        code = 1
+        tempfile.tempdir, code = folder.name, 1  # it is killed, and would leave its stop folder in /tmp
         try:
             code = launcher(place, seconds)
         finally:
@@ -74,6 +76,7 @@ def once(nnodes: int, seconds: float) -> str:
     finally:
         os.kill(head, signal.SIGKILL)
         os.waitpid(head, 0)
+        folder.cleanup()
         others.close()
     verdicts = (_verdict(others.after_last_s, GATHERED_S), _verdict(percent, TARGETS.get(nnodes)))
     calls = f"{others.calling_s:.2f}"
