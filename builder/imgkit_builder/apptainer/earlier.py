@@ -17,7 +17,6 @@ from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.workspace import remove_leftovers
-from imgkit_entrypoints.errors import CheckFailed
 
 
 def earlier(
@@ -42,18 +41,10 @@ def whole(
 ) -> BuiltSif | None:
     """The target as a result, if it is undamaged, and `same` says that a build would make it again."""
     target = request.target.absolute()
-    if request.options.force or not sif_image.is_sif(target):
+    found = None if request.options.force else coverage.undamaged(target, same)
+    if found is None:
         return None
-    try:
-        sif = sif_image.read(target)
-        record = sif.record
-        if record is None or record.deltas or not same(sif, record):
-            return None
-        root_sha256 = sif_image.root_sha256(target)
-        if root_sha256 != record.root_sha256 or coverage.check(target, root_sha256=root_sha256).faults:
-            return None
-    except CheckFailed:
-        return None
+    sif, record = found
     remove_leftovers(target)  # a run that was killed after it had put the file in place
     return BuiltSif(
         path=target,

@@ -27,7 +27,7 @@ from imgkit_builder.sif.options import (
 from imgkit_builder.sif.plan import Means, Way
 from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import Workspace, remove_leftovers, tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,20 +180,18 @@ def _record(job: ConversionJob, made: _Made, way: Way, root_sha256: str) -> Imgk
 
 def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
-    if options.force or not image.is_sif(target):
+
+    def wanted(_: SifImage, record: ImgkitRecord) -> bool:
+        return (
+            _is_wanted(record, means, options)
+            and record.image_id == config.image_id
+            and _is_packed_well(record, means, options)
+        )
+
+    found = None if options.force else coverage.undamaged(target, wanted)
+    if found is None:
         return None
-    try:
-        sif = image.read(target)
-        record = sif.record
-        if record is None or record.deltas or not _is_wanted(record, means, options):
-            return None
-        if record.image_id != config.image_id or not _is_packed_well(record, means, options):
-            return None
-        root_sha256 = image.root_sha256(target)
-        if root_sha256 != record.root_sha256 or coverage.check(target, root_sha256=root_sha256).faults:
-            return None
-    except CheckFailed:
-        return None
+    sif, record = found
     return Converted(
         path=target,
         size_bytes=sif.size_bytes,

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_builder.base import files
 from imgkit_builder.sif import image, table
-from imgkit_builder.sif.image import IMGKIT_OBJECT, DataType, Descriptor, ImgkitRecord
+from imgkit_builder.sif.image import IMGKIT_OBJECT, DataType, Descriptor, ImgkitRecord, SifImage
 from imgkit_builder.sif.table import DESCRIPTOR, GROUP, HEADER, Entry, NewObject, SifTable
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
@@ -167,6 +167,28 @@ def check(path: Path, *, root_sha256: str | None = None) -> Findings:
         known = {root.id: root_sha256} if root_sha256 else {}
         faults = tuple(_faults(stream, found, own[0], stated, known))
     return Findings(covered=True, faults=faults, objects=len(stated.objects))
+
+
+def undamaged(
+    path: Path, wanted: Callable[[SifImage, ImgkitRecord], bool]
+) -> tuple[SifImage, ImgkitRecord] | None:
+    """The .sif `path` and its record, if it has no delta, is `wanted`, and no byte of it has changed.
+
+    Every byte is read, but only after `wanted` has said yes. None also where `path` is no .sif.
+    """
+    if not image.is_sif(path):
+        return None
+    try:
+        sif = image.read(path)
+        record = sif.record
+        if record is None or record.deltas or not wanted(sif, record):
+            return None
+        root_sha256 = image.root_sha256(path)
+        if root_sha256 != record.root_sha256 or check(path, root_sha256=root_sha256).faults:
+            return None
+    except CheckFailed:
+        return None
+    return sif, record
 
 
 def _is_coverage(datatype: int, name: str) -> bool:

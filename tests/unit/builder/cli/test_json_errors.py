@@ -8,23 +8,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.cli import app
-
 BROKEN = "description: x\nimage:\n  base: 3\n  runn: [a]\n"
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """``call("build", "mn5")``: exit code, stdout and stderr of the command line."""
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["imgkit", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
 
 
 def test_error_is_one_object(call: Any) -> None:

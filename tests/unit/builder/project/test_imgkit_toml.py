@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.cli import app
 from imgkit_builder.project import confirm, toml_file
 from imgkit_builder.project.toml_file import ProjectValues
 from imgkit_entrypoints.errors import UsageError
@@ -29,21 +28,13 @@ RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """``call("job")`` in an empty folder with a blank: exit code, stdout and stderr."""
+def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """``call("job")`` in an empty folder with a blank."""
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     for name in ("CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["imgkit", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
+    return call
 
 
 def written(text: str, folder: Path = Path()) -> Path:

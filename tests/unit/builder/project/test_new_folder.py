@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.cli import app
 from imgkit_builder.project import confirm, toml_file
 from imgkit_builder.recipe.load import load
 
@@ -16,20 +15,12 @@ FILES = ["imgkit.toml", "train.py", ".gitignore"]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """``call("init")`` in an empty folder: exit code, stdout and stderr."""
+def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """``call("init")`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["imgkit", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
+    return call
 
 
 def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

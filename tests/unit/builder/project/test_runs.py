@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from imgkit_builder.base.process import Finished
-from imgkit_builder.cli import app
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import CodeRecord, SubmittedJob
 from imgkit_builder.project import history, measured
@@ -28,20 +27,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """``call("runs")``: exit code, stdout and stderr."""
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["imgkit", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
 
 
 def job(number: int, **more: Any) -> SubmittedJob:
