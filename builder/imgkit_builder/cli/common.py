@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,3 +157,17 @@ def module_line(system: SystemFacts | None) -> str | None:
     from imgkit_builder.recipe import targets
 
     return (targets.module_line(system) or None) if system else None
+
+
+def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
+    """Yield each row of `table` as a line; every row has as many cells.
+
+    Parameters
+    ----------
+    most : widest column behind the first, in characters; a longer cell sticks out.
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    if most is not None:
+        widths[1:] = (min(width, most) for width in widths[1:])
+    for row in table:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

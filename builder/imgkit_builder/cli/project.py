@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_builder.cli.common import RESULT_JSON, columns, show
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,8 +89,6 @@ def explained(
 
     rows = [*first, *(one for one in origins.of_job(job, given, project) if one.name not in without)]
     shown = [(one.name, _plain(one.value) or "-", one.source) for one in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(2)]
-    lines = [f"{name:{widths[0]}}  {value:{min(widths[1], 60)}}  {source}" for name, value, source in shown]
     data = {
         "schema": SCHEMA,
         "values": [
@@ -104,7 +102,7 @@ def explained(
             for one in rows
         ],
     }
-    show(data, "\n".join(lines), as_json=as_json)
+    show(data, "\n".join(columns(shown, most=60)), as_json=as_json)
 
 
 def verb_init(

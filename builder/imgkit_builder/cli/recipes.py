@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, complete_names, problem_data
+from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, columns, complete_names, problem_data
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -66,10 +66,8 @@ def verb_list(
         )
         for recipe in recipes
     ]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    for row in table:
-        cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[4]]))
+    for line in columns(table):
+        print(line)
 
 
 def verb_show(

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
-    from imgkit_builder.remote.config import Remote
 
 SCHEMA = 1
 _WATCH_S = 30
@@ -38,6 +37,8 @@ COMMAND_CLASSES = {"run": JobCommand}
 class _Plan:
     """What runs, before anything is built or moved."""
 
+    word: str
+    """The word for what runs: the user's, that of imgkit.toml, or the remote's."""
     target: Target
     recipe: str
     """The user's word for the recipe; empty for a .sif."""
@@ -96,6 +97,7 @@ def verb_run(
     """
     from imgkit_builder.cli import bring
     from imgkit_builder.job import check, systems
+    from imgkit_builder.project import origins
     from imgkit_builder.remote import config, connection, jobs
 
     project = project_here()
@@ -105,7 +107,11 @@ def verb_run(
     jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
     if plan_only:
-        _explained(early, given, project, words=(on, recipe), remote=remote, as_json=as_json)
+        first = (
+            origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
+            origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
+        )
+        explained(early, given, project, first=first, without=("image", "directory"), as_json=as_json)
         return
     confirm_values(project, confirm)
     script = systems.named(early.system).script(early)
@@ -179,29 +185,6 @@ def _stated_remote(project: ProjectFile | None) -> str:
     )
 
 
-def _explained(
-    early: Job,
-    given: Request,
-    project: ProjectFile | None,
-    *,
-    words: tuple[str, str],
-    remote: Remote,
-    as_json: bool,
-) -> None:
-    """Print what decides each value; those of the remote's folder are not known yet."""
-    from imgkit_builder.project import origins
-
-    on, recipe = words
-    stated = project.recipe if project else ""
-    rows = (
-        origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
-        origins.of_word(
-            "recipe", recipe or stated or remote.recipe, flag="RECIPE" if recipe else "", project=project
-        ),
-    )
-    explained(early, given, project, first=rows, without=("image", "directory"), as_json=as_json)
-
-
 def _planned(recipe: str, given: Request, project: ProjectFile | None, default: str) -> _Plan:
     """What runs: `recipe`, or that of imgkit.toml, or the remote's `default`."""
     from imgkit_builder.job import baked
@@ -238,7 +221,7 @@ def _planned(recipe: str, given: Request, project: ProjectFile | None, default: 
         )
     file = Path(word)
     if image.is_sif(file):
-        return _Plan(target=baked.target(file), recipe="", sif=file, request=request)
+        return _Plan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
     if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in _RECIPE_FILES):
         raise UsageError(
             f"{file} is no .sif, and imgkit run sends no archive: many clusters lack what converts it",
@@ -247,7 +230,7 @@ def _planned(recipe: str, given: Request, project: ProjectFile | None, default: 
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
-    return _Plan(target=targets.find(word), recipe=word, sif=sif, request=request)
+    return _Plan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
 
 
 def _resolved(plan: _Plan, home: str, image: str) -> Job:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_builder.cli.common import RESULT_JSON, columns, show
 from imgkit_builder.cli.remote import connected
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
@@ -74,7 +74,7 @@ def verb_runs(
             for one, numbers in rows
         ],
     }
-    text = _columns(table) if rows else "no runs yet; imgkit run and imgkit submit start one"
+    text = "\n".join(columns(table)) if rows else "no runs yet; imgkit run and imgkit submit start one"
     show(data, text, as_json=as_json)
 
 
@@ -157,7 +157,7 @@ def verb_compare(
         with files.replacing(output, failed="cannot be written", hint="name a writable file") as stream:
             stream.write(text.encode())
         print(f"imgkit: wrote {output}", file=sys.stderr)
-    show(_compared(found), _columns(comparison.grid(found)), as_json=as_json)
+    show(_compared(found), "\n".join(columns(comparison.grid(found))), as_json=as_json)
 
 
 def _compared(found: Comparison) -> dict[str, Any]:
@@ -175,10 +175,3 @@ def _compared(found: Comparison) -> dict[str, Any]:
         for one in found.runs
     ]
     return {"schema": SCHEMA, "values": list(found.values), "runs": rows}
-
-
-def _columns(table: Sequence[Sequence[str]]) -> str:
-    """The table as text; the last column ends a line."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""imgkit's folder on a remote: ``images``, ``deltas``, ``runs`` ``jobs``, and which image a job can use."""
+"""imgkit's folder on a remote: ``images``, ``deltas``, ``runs``, ``jobs``; and which image a job can use."""
 
 from __future__ import annotations
 
