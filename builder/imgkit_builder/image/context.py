@@ -24,7 +24,7 @@ from imgkit_builder import __version__
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import layers, members, render
+from imgkit_builder.image import layers, members, pip_steps, render, secret_steps
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
@@ -133,7 +133,9 @@ def pack(
         *_requirements(recipe),
     ]
     if recipe.image.used_secrets:
-        packed.append(members.file(layers.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes()))
+        packed.append(
+            members.file(secret_steps.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes())
+        )
     code = members.pack(_code(recipe), _hidden(recipe))
     if not large:
         _refuse_large(code)
@@ -188,7 +190,7 @@ def _code(recipe: Recipe) -> Iterator[Code]:
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             where = recipe.where("image", "pip", number, "project")
-            yield Code(source=step.project, member=layers.project_member(number), where=where)
+            yield Code(source=step.project, member=pip_steps.project_member(number), where=where)
     for number, copy in enumerate(recipe.image.copy):
         where = recipe.where("image", "copy", number)
         yield Code(source=copy.source, member=layers.copy_member(number), where=where, ignore=copy.ignore)
@@ -243,7 +245,7 @@ def _requirements(recipe: Recipe) -> Iterator[TarMember]:
                 needed = requirements.of_project(step.project)
             # Installed early: an edit of the project does not repeat that.
             yield members.file(
-                layers.requirements_member(number), "".join(f"{one}\n" for one in needed).encode()
+                pip_steps.requirements_member(number), "".join(f"{one}\n" for one in needed).encode()
             )
         if step.requirements is None:
             continue
@@ -258,7 +260,7 @@ def _requirements(recipe: Recipe) -> Iterator[TarMember]:
                     where=f"{step.requirements}:{line}",
                     hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
                 )
-        yield members.file(layers.requirements_member(number), data)
+        yield members.file(pip_steps.requirements_member(number), data)
 
 
 class _Stream(io.RawIOBase):

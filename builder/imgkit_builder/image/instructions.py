@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NEXT = " \\\n    "
+"""Continues a shell command or instruction on the next line."""
+
+INSIDE = "/opt/imgkit"
+"""The folder of imgkit's own files in the image."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:

@@ -17,38 +17,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from imgkit_builder import __version__
-from imgkit_builder.image import wheel
+from imgkit_builder.image import pip_steps, secret_steps, wheel
 from imgkit_builder.image.instructions import (
+    INSIDE,
+    NEXT,
     Authorities,
     Block,
     ContextFile,
     Copy,
     KeyValue,
     Layers,
-    PipCommand,
-    Project,
     RunStep,
     Text,
 )
-from imgkit_builder.recipe.model import Constraints, KeyPath, PipStep, Recipe, RunCommand
+from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
-
-NEXT = " \\\n    "
-"""Continues a shell command or instruction on the next line."""
-
-INSIDE = "/opt/imgkit"
-"""The folder of imgkit's own files in the image."""
-CONSTRAINT = f"{INSIDE}/constraint.txt"
-BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
-
-# A pip step must never replace these distributions of the base; their names are the same in every release.
-PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
-
-# pip cannot break the system packages of an image, so it may install there (PEP 668). These are variables,
-# not options: an old pip stops at an unknown option but ignores an unknown variable. pip writes no byte code
-# of its own: in a base without any, it would add 11 MB to each layer.
-PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
 # the time of the installation, and a delta would have all of it after each change. The hash of a source
@@ -64,9 +48,6 @@ CERTIFICATES = "/usr/local/share/ca-certificates"
 BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
-
-WITH_SECRETS = "imgkit/with-secrets"
-"""The script around a step that uses secrets, in the build context and below ``/run``."""
 
 
 def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> Layers:
@@ -93,9 +74,9 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         ca=_ca(recipe),
         apt=_apt(recipe),
         # A run step may call pip too, and can then use the file.
-        protect=_protect() if image.pip or image.run else "",
-        filtered_constraint=_filtered_constraint(recipe) if image.pip else None,
-        pip=tuple(_pip(recipe, number, step) for number, step in enumerate(image.pip)),
+        protect=pip_steps.protect() if image.pip or image.run else "",
+        filtered_constraint=pip_steps.filtered_constraint(recipe) if image.pip else None,
+        pip=tuple(pip_steps.command(recipe, number, step) for number, step in enumerate(image.pip)),
         env=_env(recipe),
         workdir=Text(
             origin=_stated(recipe, "image", "workdir") or "imgkit: the default folder", text=image.workdir
@@ -103,10 +84,11 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         run=_run(recipe, "pip"),
         wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
         # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
-        install_wheel=f"{PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile"
-        f" --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}{NEXT}&& {COMPILE}",
+        install_wheel=f"{pip_steps.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
+        f" --no-compile --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}"
+        f"{NEXT}&& {COMPILE}",
         projects=tuple(
-            _project(recipe, number, step)
+            pip_steps.project(recipe, number, step)
             for number, step in enumerate(image.pip)
             if step.project is not None
         ),
@@ -126,16 +108,6 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
 def certificate_member(number: int) -> str:
     """Path of certificate `number` (from 0) in the build context."""
     return f"imgkit/ca-{number}.crt"
-
-
-def project_member(number: int) -> str:
-    """The folder of the project of pip step `number` (from 0) in the build context."""
-    return f"project/{number}"
-
-
-def requirements_member(number: int) -> str:
-    """Path of the requirements file of pip step `number` (from 0) in the build context."""
-    return f"imgkit/requirements-{number}.txt"
 
 
 def copy_member(number: int) -> str:
@@ -212,92 +184,6 @@ def _apt(recipe: Recipe) -> Text | None:
     return Text(origin=stated, text=f"{NEXT}&& ".join(parts))
 
 
-def _protect() -> str:
-    # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
-    parts = (
-        f"mkdir -p {INSIDE}",
-        f"python3 -m pip list --format=freeze --disable-pip-version-check > {CONSTRAINT}",
-        f"sed -n -i -E '/^({PROTECTED})==/Ip' {CONSTRAINT}",
-    )
-    return f"{NEXT}&& ".join(parts)
-
-
-def _filtered_constraint(recipe: Recipe) -> Text | None:
-    """The command that copies the base's constraint file without the dropped names."""
-    constraints = recipe.image.constraints
-    if constraints.policy != "drop":
-        return None
-    stated = recipe.where("image", "constraints")
-    for name in constraints.drop:
-        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
-            raise UsageError(
-                f"image.constraints.drop: {name!r} is not the name of a distribution",
-                where=stated,
-                hint="letters, digits, '.', '_' and '-', without a version, for example: drop: [flash-attn]",
-            )
-    names = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in constraints.drop)
-    command = NEXT.join(
-        (
-            'if [ -n "${PIP_CONSTRAINT:-}" ]; then',
-            f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
-            f"else : > {BASE_CONSTRAINT}; fi",
-        )
-    )
-    return Text(origin=stated, text=command)
-
-
-def _pip(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
-    command = _pip_install(recipe, step)
-    requirements = None
-    if step.requirements is not None or step.project is not None:
-        member = requirements_member(number)
-        requirements = ContextFile(member=member, path=f"{INSIDE}/{posixpath.basename(member)}")
-        command += f"{NEXT}    --requirement {requirements.path}"
-    command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
-    return PipCommand(
-        origin=recipe.where("image", "pip", number),
-        command=command,
-        requirements=requirements,
-        mounts=_mounts(step.secrets),
-    )
-
-
-def _project(recipe: Recipe, number: int, step: PipStep) -> Project:
-    member = project_member(number)
-    target = posixpath.normpath(step.editable) if step.editable else f"{INSIDE}/{member}"
-    form = "--editable " if step.editable else ""
-    return Project(
-        origin=recipe.where("image", "pip", number),
-        member=member,
-        target=target,
-        command=f"{_pip_install(recipe, step)}{NEXT}    {form}{shlex.quote(target)}",
-        stays=step.editable is not None,
-        mounts=_mounts(step.secrets),
-    )
-
-
-def _pip_install(recipe: Recipe, step: PipStep) -> str:
-    """The command up to what it installs."""
-    # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
-    # pip builds packages in, and those must be free to choose their torch.
-    command = (
-        _with_secrets(recipe, step.secrets, "env ") + f"{PIP}{_base_constraint(recipe.image.constraints)}"
-    )
-    command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
-    command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
-    return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
-
-
-def _base_constraint(constraints: Constraints) -> str:
-    match constraints.policy:
-        case "keep":
-            return ""
-        case "ignore":
-            return " PIP_CONSTRAINT=''"
-        case "drop":
-            return f" PIP_CONSTRAINT={BASE_CONSTRAINT}"
-
-
 def _run(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
     """The user's commands of one place."""
     commands = enumerate(recipe.image.run)
@@ -313,32 +199,13 @@ def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
     posix = f"sh -c {shlex.quote(text)}"
     docker = text if plain else exec_form
     if command.secrets:
-        docker = posix = _with_secrets(recipe, command.secrets, "") + posix
+        docker = posix = secret_steps.wrapped(recipe, command.secrets, "") + posix
     return RunStep(
         origin=recipe.where("image", "run", number),
         docker=docker,
         posix=posix,
-        mounts=_mounts(command.secrets),
+        mounts=secret_steps.mounts(command.secrets),
     )
-
-
-def _mounts(names: Sequence[str]) -> str:
-    """The options of RUN for a step with secrets, in BuildKit's dialect, which podman knows too."""
-    if not names:
-        return ""
-    script = f"--mount=type=bind,source={WITH_SECRETS},target=/run/{WITH_SECRETS}"
-    return "".join(
-        f"{option}{NEXT}" for option in (*(f"--mount=type=secret,id={name}" for name in names), script)
-    )
-
-
-def _with_secrets(recipe: Recipe, names: Sequence[str], before: str) -> str:
-    """What comes before a command that uses secrets: it gets them, and must not write them to a file."""
-    if not names:
-        return ""
-    variables = {secret.id: secret.env for secret in recipe.image.secrets}
-    words = [f"{name}={variables[name]}" if variables.get(name) else name for name in names]
-    return f"sh /run/{WITH_SECRETS} {' '.join(words)} --{NEXT}{before}"
 
 
 def _env(recipe: Recipe) -> Block:

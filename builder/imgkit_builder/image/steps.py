@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from imgkit_builder.image.instructions import Block, Copy, Layers, Project, RunStep, Step
-from imgkit_builder.image.layers import INSIDE, NEXT
+from imgkit_builder.image.instructions import INSIDE, NEXT, Block, Copy, Layers, Project, RunStep, Step
 
 
 def steps(made: Layers) -> Iterator[Step]:
