@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from imgkit_builder.base.checks import Check
 from imgkit_builder.job.ssh.doctor import CLOCKS_S
 from imgkit_builder.remote import store
+from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ for tool in sbatch qsub; do
         echo "$word $(echo "$said" | head -n 1)"
     fi
 done
-if why=$(mkdir -p -- "$folder" 2>&1) && why=$(cd -- "$folder" 2>&1); then
+"""
+    + store.FIND_OWNER
+    + """\
+if why=$(umask 077; mkdir -p -- "$folder" 2>&1) && why=$(cd -- "$folder" 2>&1); then
     cd -- "$folder"
     echo "home $(pwd -P)"
     probe=.imgkit-probe.$$
@@ -109,7 +113,7 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
         *_login(answer, connection),
         _scheduler(answer, target, wanted),
         _runtime(answer, modules),
-        *_folder(answer, connection.remote.folder),
+        *_folder(answer, connection.remote),
         *_programs(answer, modules),
         _clock(answer, middle, time.time() - began),
     )
@@ -182,17 +186,18 @@ def _runtime(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Check:
     )
 
 
-def _folder(answer: Mapping[str, list[str]], folder: str) -> Iterator[Check]:
+def _folder(answer: Mapping[str, list[str]], remote: Remote) -> Iterator[Check]:
     closed, home = answer.get("closed"), answer.get("home", [""])[0]
-    if closed or not home:
+    owner = answer.get("owner", [""])[0]
+    if not owner and (closed or not home):
         yield Check(
             name="folder",
             verdict="fail",
-            found=f"{folder} cannot be used: {closed[0] if closed else 'no answer'}",
+            found=f"{remote.folder} cannot be used: {closed[0] if closed else 'no answer'}",
             hint="another folder: imgkit remote add NAME USER@HOST:/PATH --replace",
         )
         return
-    fault = store.fault_of_home(home)
+    fault = store.fault_of_home(home, owner, remote)
     free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
     shown = f"{home}, {free / 1e9:.0f} GB free" if free is not None else home
     if quota := answer.get("quota", [""])[0]:

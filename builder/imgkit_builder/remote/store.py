@@ -14,6 +14,7 @@ from imgkit_builder.base import files
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import fields
+from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import ImgkitRecord
@@ -22,10 +23,25 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 EDGE_BYTES = 32768
 """What is read from each end of a .sif: the table is in the first, imgkit's record in the last."""
 
+FIND_OWNER = """\
+owner=
+if [ -e "$folder" ] && [ ! -O "$folder" ]; then
+    owner=$(find -H "$folder" -maxdepth 0 -printf %u) && echo "owner $owner"
+fi
+"""
+"""Names the folder's owner if that is another user, who could exchange what this user's jobs start."""
+
+# Code and output of a run may be private, and a umask may be wide: what imgkit makes is closed.
 _LOOK = (
     FIND_PROGRAM
     + """\
-mkdir -p -- "$folder" && cd -- "$folder" && mkdir -p images deltas runs jobs || exit 1
+umask 077
+mkdir -p -- "$folder" || exit 1
+"""
+    + FIND_OWNER
+    + """\
+if [ -n "$owner" ]; then echo end; exit 0; fi
+cd -- "$folder" && mkdir -p images deltas runs jobs || exit 1
 echo "home $(pwd -P)"
 echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
@@ -110,7 +126,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be made.
-    UsageError : the folder's path cannot stand in a job.
+    UsageError : the folder belongs to another user, or its path cannot stand in a job.
     """
     digest = image_id.removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
@@ -118,7 +134,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     output = connection.run(
         _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)
     )
-    home, free, there = "", None, False
+    home, owner, free, there = "", "", None, False
     names: list[str] = []
     codes: list[str] = []
     images: list[str] = []
@@ -126,6 +142,8 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     for word, value, body in _rows(output):
         if word == "home":
             home = value
+        elif word == "owner":
+            owner = value
         elif word == "disk":
             free = free_bytes(value)
         elif word == "program":
@@ -141,7 +159,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
                     deltas += _held(path, name, names)
                 elif _is_whole(path, name, wanted):
                     images.append(name)
-    if fault := fault_of_home(home):
+    if fault := fault_of_home(home, owner, connection.remote):
         raise fault
     return Store(
         home=home,
@@ -154,14 +172,26 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     )
 
 
-def fault_of_home(home: str) -> UsageError | None:
-    """Why the folder with the absolute path `home` cannot be that of jobs; None if it can."""
+def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
+    """Why the remote's folder, with the absolute path `home`, cannot be that of jobs; None if it can.
+
+    Parameters
+    ----------
+    owner : the user to whom it belongs, if that is not this user.
+    """
+    again = f"imgkit remote add {remote.name} {remote.address}:{{}} --replace"
+    if owner:
+        return UsageError(
+            f"{remote.folder} belongs to {owner}, who could exchange what your jobs start",
+            where=remote.name,
+            hint=f"a folder of your own, for example below it: {again.format(f'{remote.folder}/YOU')}",
+        )
     try:
         fields.check("--directory", home)
     except UsageError as error:
         return UsageError(
             f"{home!r}, the folder's real path, cannot stand in a job",
-            hint=f"{error.hint}; another folder: imgkit remote add NAME USER@HOST:/PATH --replace",
+            hint=f"{error.hint}; another folder: {again.format('/PATH')}",
         )
     return None
 

@@ -1,0 +1,150 @@
+"""Two accounts of one cluster run one image at the same time; neither sees what is the other's."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import TOKEN, Cluster, Done, afterwards, cluster_marks, ordinary_user, output, public_folder, run
+from remotekit import FarHost, far_host, login_node
+
+BASE = "imgkit.local/standin:24.03-notorch"
+RECIPE = f"""\
+image:
+  base: {BASE}
+  platform: amd64
+system:
+  scheduler: slurm
+  runtime: {{kind: singularity, command: singularity}}
+  node: {{gpus: 0, cpus: 1}}
+"""
+WORK = 'dist-env > /dev/null; id -un; echo "$SECRET" > "$IMGKIT_RUN_DIR/of $(id -un)"; sleep 2'
+
+pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-users")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """A home here, and an account of the cluster."""
+
+    far: FarHost
+    account: str
+    here: Path
+    cluster: Cluster
+
+    def imgkit(self, *words: object, **env: str) -> Done:
+        return self.far.imgkit(*words, folder=self.here, env=env)
+
+    def run(self, *words: object, **env: str) -> Done:
+        """Run the recipe of this person's folder."""
+        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *words, **env)
+
+    def there(self, *words: object) -> Done:
+        """Run a command in this person's account."""
+        return self.cluster("exec", "login", "--", "runuser", "-u", self.account, "--", *words)
+
+
+@pytest.fixture(scope="module")
+def people(standin_notorch: str) -> Iterator[tuple[Person, Person]]:
+    folder = public_folder("people")
+    (folder / "shared").mkdir()
+    (folder / "shared").chmod(0o1777)
+    cluster = Cluster(state=folder / "c")
+    name = f"people{os.getpid()}"
+    with ExitStack() as stack:
+        stack.enter_context(afterwards('rm -rf "$1"', folder))
+        stack.callback(run, "docker", "rmi", "--force", f"{name}:latest")
+        accounts = [stack.enter_context(ordinary_user()) for _ in range(2)]
+        for account in accounts:
+            output("usermod", "--password", "*", account)  # a locked account cannot log in
+        stack.callback(cluster.down)
+        cluster.up(2)
+        made = []
+        for number, account in enumerate(accounts):
+            far = stack.enter_context(far_host(folder / str(number)))
+            login_node(far, cluster, account)
+            person = Person(far=far, account=account, here=far.folder / "here", cluster=cluster)
+            person.here.mkdir()
+            (person.here / f"{name}.yaml").write_text(RECIPE)
+            add(person, folder / "shared" / account)
+            made.append(person)
+        yield made[0], made[1]
+
+
+def add(person: Person, folder: Path) -> None:
+    (recipe,) = person.here.glob("*.yaml")
+    done = person.imgkit("remote", "add", "far", f"far:{folder}", "--replace", "--recipe", f"./{recipe.name}")
+    assert done.returncode == 0, done.stderr
+
+
+def store(person: Person) -> Path:
+    (row,) = json.loads(person.imgkit("remote", "list", "--json").stdout)["remotes"]
+    return Path(row["folder"])
+
+
+def at_once(people: tuple[Person, Person], *words: object) -> list[Done]:
+    with ThreadPoolExecutor() as pool:
+        secrets = (f"{TOKEN}-of-{person.account}" for person in people)
+        return list(pool.map(lambda person, secret: person.run(*words, SECRET=secret), people, secrets))
+
+
+def test_both_run_one_image_at_once(people: tuple[Person, Person]) -> None:
+    done = at_once(people, "--env", "SECRET", "--", "sh", "-c", WORK)
+    for person, other, one in zip(people, reversed(people), done, strict=True):
+        assert one.returncode == 0, one.stderr
+        assert one.stdout == f"{person.account}\n"
+        job = json.loads(person.imgkit("runs", "--json").stdout)["runs"][0]["id"]
+        assert person.imgkit("fetch", job).returncode == 0
+        (kept,) = person.here.glob("runs/*/of *")
+        assert kept.name == f"of {person.account}"
+        assert kept.read_text() == f"{TOKEN}-of-{person.account}\n"
+        owners = {path.owner() for path in (store(person), *store(person).rglob("*"))}
+        assert owners == {person.account}
+        hidden = other.there("find", store(person), "-mindepth", "1")
+        assert hidden.returncode != 0
+        assert hidden.stdout == ""
+        script = other.there("scontrol", "write", "batch_script", job.partition("@")[0], "-")
+        assert script.stdout == ""
+        assert "Invalid user id" in script.stderr
+    names = [sorted(path.name for path in (store(person) / "images").iterdir()) for person in people]
+    assert names[0] == names[1]
+    assert len(names[0]) == 1
+    seen = people[0].cluster("squeue", "--states=all", "--format=%all").stdout
+    assert TOKEN not in seen
+
+
+def test_wide_umask_opens_no_folder(people: tuple[Person, Person]) -> None:
+    person = people[0]
+    first, place = store(person), store(person).parent / "open"
+    output("install", "-d", "-m", "0755", "-o", person.account, place)
+    try:
+        add(person, place)
+        assert person.run("--", "true").returncode == 0
+        assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir() if path.is_dir()} == {0o700}
+        assert stat.S_IMODE(place.stat().st_mode) == 0o755
+    finally:
+        add(person, first)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_folder_of_another_user_is_refused(people: tuple[Person, Person], mode: int) -> None:
+    person, other = people
+    first, place = store(person), store(person).parent / f"taken-{mode:o}"
+    output("install", "-d", "-m", f"{mode:o}", "-o", other.account, place)
+    try:
+        add(person, place)
+        done = person.run("--", "true")
+        assert done.returncode == 2, done.stderr
+        assert f"{place} belongs to {other.account}" in done.stderr
+        assert f"imgkit remote add far far:{place}/YOU --replace" in done.stderr
+        assert [*place.iterdir()] == []
+        assert person.imgkit("remote", "check", "far").returncode == 1
+    finally:
+        add(person, first)
