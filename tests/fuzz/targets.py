@@ -41,6 +41,7 @@ from imgkit_entrypoints.apps.train import config_file
 from imgkit_entrypoints.apps.train.state import snapshot_files
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.launch import nccl_ras
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Wanted
 from imgkit_entrypoints.system import SystemFacts
@@ -455,6 +456,12 @@ def _placement(data: bytes, _: Path) -> None:
     schedulers.place(Wanted(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
+def _ras_report(data: bytes, _: Path) -> None:
+    lines = nccl_ras.report(data)
+    assert len(lines) <= nccl_ras.SHOWN + 1
+    assert all(line.isascii() and line.isprintable() for line in lines)
+
+
 def _lines(*texts: str) -> Callable[[], list[bytes]]:
     return lambda: [text.encode() for text in texts]
 
@@ -620,6 +627,18 @@ TARGETS = (
         run=_placement,
         seeds=lambda: [json.dumps(one).encode() for one in ENVIRONMENTS],
         change=mutate.in_json,
+    ),
+    Target(
+        name="nccl-ras",
+        run=_ras_report,
+        seeds=_lines(
+            "\nErrors\n======\n\n#0-0 (27a079b828ff1a75) INCOMPLETE\n  The missing rank: 21\n\nWarnings\n========\n\n"
+            "#0-0 (27a079b828ff1a75) MISMATCH\n  2 ranks have launched up to operation 6649\n"
+            "  Rank 0 -- GPU 0 managed by process 4831 on node 10.0.0.1\n"
+            "  Rank 2 -- GPU 2 (NVML 6) managed by process 4833 on node 10.0.0.1\n"
+        ),
+        change=mutate.in_text,
+        also=(ValueError,),
     ),
     Target(name="machine", run=_tree, seeds=lambda: [json.dumps(TREE).encode()], change=mutate.in_json),
 )

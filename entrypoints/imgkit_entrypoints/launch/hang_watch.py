@@ -16,14 +16,15 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from imgkit_entrypoints import files
 
-if TYPE_CHECKING:  # a worker imports this module, but needs no roll call
+if TYPE_CHECKING:  # a worker imports this module, but needs neither
+    from imgkit_entrypoints.launch.nccl_ras import Question
     from imgkit_entrypoints.rollcall.messages import Span
 
 SIGNAL = 40
@@ -106,8 +107,12 @@ class _Worker:
 class HangWatch:
     """The workers of one node, as its launcher sees them."""
 
-    def __init__(self, folder: Path, host: str, after_s: float) -> None:
-        self._folder, self._host, self._after_s = folder, host, after_s
+    def __init__(
+        self, folder: Path, host: str, after_s: float, nccl: Callable[[], Question | None] = lambda: None
+    ) -> None:
+        """Watch the workers that note their places in `folder`; `nccl` asks NCCL, where it can be asked."""
+        self._folder, self._host, self._after_s, self._nccl = folder, host, after_s, nccl
+        self._question: Question | None = None
         self._workers: dict[int, _Worker] = {}
         self._asked = 0.0
         self._told: set[int] = set()
@@ -140,13 +145,16 @@ class HangWatch:
             self._ask(worker)
         if asked:
             self._asked = now
+            # Where all ranks wait, all nodes report, and one answer is enough.
+            self._question = self._nccl() if low < high or any(not worker.rank for worker in late) else None
             return told
         patient = now - self._asked < ANSWER_S
         answers = {worker.rank: self._answer(worker) for worker in late}
-        if patient and not all(answers.values()):
+        if (patient and not all(answers.values())) or (self._question and self._question.open):
             return told
         self._told |= set(answers)
-        return [*told, self._text(late, answers, now, low, high)]
+        nccl = self._question.lines() if self._question else []
+        return [*told, "\n".join((self._text(late, answers, now, low, high), *nccl))]
 
     def _read(self, now: float) -> list[str]:
         moving: dict[float, list[_Worker]] = {}

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, NoPlan
-from imgkit_entrypoints.launch import flight_recorder, forced_end, guard, markers, run_folder, stop_protocol
+from imgkit_entrypoints.launch import (
+    flight_recorder,
+    forced_end,
+    guard,
+    markers,
+    nccl_ras,
+    run_folder,
+    stop_protocol,
+)
 from imgkit_entrypoints.launch.forced_end import ForcedEnd
 from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
@@ -118,7 +126,9 @@ def run(
             job_id=job_id,
             head=place.node_rank == 0,
             roll=roll,
-            hang_watch=HangWatch(folder, me.host, timeouts.hang_after_s),
+            hang_watch=HangWatch(
+                folder, me.host, timeouts.hang_after_s, lambda: nccl_ras.question(child_env)
+            ),
             signals=signals,
             grace_s=timeouts.grace_s,
             say=say,

@@ -1,0 +1,142 @@
+"""NCCL's own view of a hang: which ranks a communicator misses, and which have launched fewer collectives.
+
+From 2.24 on, every process with a communicator has a RAS thread that answers on a port of its node. The
+protocol is lines of text; NCCL closes the connection after its answer. Format and limits: NCCL User Guide,
+"RAS", and src/ras/client_support.cc of NCCL 2.24.3 to 2.30.7.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.schedulers.hostlist import number_ranges
+
+DEFAULT = "localhost:28028"
+LIMIT_S = 8.0
+"""Time for all of it. NCCL waits `_PEERS_S` for a process that is silent, and as long again in large jobs."""
+MOST_BYTES = 1 << 20
+SHOWN = 24
+"""Lines of a report."""
+_PEERS_S = 2
+_GREETING_S = 1.0
+_TRIES = 3
+"""The processes of a node share the port. The kernel may choose a stopped one, which never greets."""
+_LONGEST = 160
+_PROBLEMS = "\nErrors\n======\n"
+_OTHERS = re.compile(r"Warnings|=+")
+_RANK = re.compile(r"  Rank (\d{1,9}) -- GPU [^-]{1,40} managed by process \d+ on node (\S+)")
+
+
+def address(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return host and port at which NCCL answers; None where the workers of `env` have no NCCL or no RAS."""
+    if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
+        return None
+    host, _, port = env.get("NCCL_RAS_ADDR", DEFAULT).rpartition(":")
+    number = digits(port)
+    if not host or number is None or not 0 < number < 1 << 16:
+        return None  # NCCL does not listen there either
+    return host.strip("[]"), number
+
+
+def question(env: Mapping[str, str]) -> Question | None:
+    """Ask the NCCL of the workers of `env`; None where it cannot be asked."""
+    place = address(env)
+    return Question(*place) if place else None
+
+
+class Question:
+    """One question to NCCL, asked in a thread: a launcher that waited for the answer would not beat."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._until = time.monotonic() + LIMIT_S
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._ask, args=(host, port), daemon=True)
+        self._thread.start()
+
+    @property
+    def open(self) -> bool:
+        """Whether the answer may still come."""
+        return self._thread.is_alive() and time.monotonic() < self._until
+
+    def lines(self) -> list[str]:
+        """Lines for the report; none where nothing listens or the time is over."""
+        return list(self._lines)
+
+    def _ask(self, host: str, port: int) -> None:
+        where = f"NCCL's RAS ({host}:{port})"
+        try:
+            self._lines = [f"  {where}:", *(f"    {line}" for line in report(self._answer(host, port)))]
+        except (ConnectionError, socket.gaierror):
+            return  # NCCL is older, has no communicator yet, or has ended
+        except TimeoutError:
+            self._lines = [f"  {where} does not answer"]
+        except (OSError, ValueError) as error:
+            self._lines = [f"  {where} gives no answer that can be read: {error}"]
+
+    def _answer(self, host: str, port: int) -> bytes:
+        for _ in range(_TRIES):
+            with socket.create_connection((host, port), timeout=_GREETING_S) as link:
+                try:
+                    _greet(link)
+                except TimeoutError:
+                    continue
+                link.sendall(f"TIMEOUT {_PEERS_S}\nVERBOSE STATUS\n".encode())
+                return self._rest(link)
+        raise TimeoutError
+
+    def _rest(self, link: socket.socket) -> bytes:
+        answer = b""
+        while len(answer) < MOST_BYTES:
+            link.settimeout(max(0.01, self._until - time.monotonic()))
+            piece = link.recv(65536)
+            if not piece:
+                break
+            answer += piece
+        return answer
+
+
+def _greet(link: socket.socket) -> None:
+    link.sendall(b"CLIENT PROTOCOL 2\n")
+    heard = b""
+    while not heard.endswith(b"\n") and len(heard) < _LONGEST:
+        piece = link.recv(_LONGEST)
+        if not piece:
+            raise ConnectionResetError
+        heard += piece
+    if not heard.startswith(b"SERVER PROTOCOL "):
+        raise ValueError("another program listens there")
+
+
+def report(answer: bytes) -> list[str]:
+    """Return the errors and warnings in NCCL's answer to VERBOSE STATUS, at most `SHOWN` lines.
+
+    Ranks that NCCL lists one below the other become one line for each node.
+
+    Raises
+    ------
+    ValueError : it is no such answer.
+    """
+    _, found, problems = answer[:MOST_BYTES].decode("ascii", "replace").partition(_PROBLEMS)
+    if not found:
+        raise ValueError("it holds no list of errors")
+    lines = [line for line in problems.split("\n") if line and not _OTHERS.fullmatch(line)]
+    told = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _folded(lines)]
+    if not told:
+        return ["all ranks of all communicators answer, and have launched the same number of collectives"]
+    return told[:SHOWN] + ([f"and {len(told) - SHOWN} more lines"] if told[SHOWN:] else [])
+
+
+def _folded(lines: list[str]) -> Iterator[str]:
+    matches = ((line, _RANK.fullmatch(line)) for line in lines)
+    for node, some in groupby(matches, lambda one: one[1][2] if one[1] else None):
+        group = list(some)
+        if node is None or len(group) == 1:
+            yield from (line for line, _ in group)
+        else:
+            yield f"  Ranks {number_ranges(match[1] for _, match in group if match)} on node {node}"
