@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -372,6 +373,67 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
     assert "1 of 3 files were new" in site.imgkit("fetch", job).stdout
     assert site.imgkit("fetch", job, "--snapshots").returncode == 0
     assert found(folder) == ["a b/c", log, "metrics.jsonl", "snapshots/step-1/w"]
+
+
+FIND = "type -aP python3 python3.10 python3.11 python3.12 python3.13 rsync || true"
+HIDE = """\
+fake=$1; number=0; shift
+for folder; do
+    number=$((number + 1)); above=/run/hidden/$number; mkdir -p "$above/upper" "$above/work"
+    mount -t overlay -o "lowerdir=$folder,upperdir=$above/upper,workdir=$above/work" overlay "$folder"
+    rm -f "$folder"/python* "$folder"/rsync
+    if [ -n "$fake" ]; then printf %s "$fake" > "$folder/python3"; chmod 755 "$folder/python3"; fi
+    mount -o remount,ro "$folder" # a profile with pyenv would make its links again
+done
+"""
+FAKE_OF_PYTHON_36 = """\
+#!/bin/sh
+echo "$*" >> /run/called
+case $* in *version_info*) echo 0 3.6 ;; *) echo "this fake of Python 3.6 runs no program" >&2; exit 1 ;; esac
+"""
+
+
+@pytest.fixture(
+    params=["", pytest.param(FAKE_OF_PYTHON_36, marks=pytest.mark.soak)], ids=["none", "fake of 3.6"]
+)
+def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the login node has as python3. Real Pythons and rsync are hidden on that node alone."""
+
+    def login(*words: object) -> str:
+        done = site.cluster("exec", "login", "--clean-env", "--", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def programs() -> list[Path]:
+        done = run(
+            site.far.folder / "bin/ssh", "far", f"bash -lc {shlex.quote(FIND)}; bash -c {shlex.quote(FIND)}"
+        )
+        return [Path(row) for row in done.stdout.splitlines()]
+
+    folders = {path.parent.resolve() for path in programs()}
+    login("sh", "-ec", HIDE, "sh", request.param, *folders)
+    try:
+        assert {path.name for path in programs()} == ({"python3"} if request.param else set())
+        yield request.param
+    finally:
+        login("sh", "-c", 'umount -l "$@"; rm -rf /run/hidden /run/called', "sh", *folders)
+
+
+def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -> None:
+    checked = site.imgkit("remote", "check", "far").stdout
+    assert re.search(f"python +{'3.6, older' if python else 'none;'}", checked), checked
+    asked = site.cluster("exec", "login", "--", "sh", "-c", "cat /run/called; rm -f /run/called")
+    assert ("version_info" in asked.stdout) == bool(python)
+    for path in (site.store / "images").iterdir():
+        path.unlink()
+    done = site.run("--", "sh", "-c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "told\n"
+    assert site.imgkit("logs", handle(done)).stdout == "told\n"
+    assert site.imgkit("fetch", handle(done)).returncode == 0
+    number = handle(done).partition("@")[0]
+    assert [path.read_text() for path in site.here.glob(f"runs/*-{number}/metrics")] == ["1\n"]
+    assert site.cluster("exec", "login", "--", "test", "-e", "/run/called").returncode == 1
 
 
 def found(folder: Path) -> list[str]:
