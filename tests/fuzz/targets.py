@@ -38,10 +38,10 @@ from imgkit_builder.sif import image, links, table
 from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
 from imgkit_entrypoints.apps.bench.record import reader as bench_reader
 from imgkit_entrypoints.apps.train import config_file
-from imgkit_entrypoints.apps.train.state import snapshot_files
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import nccl_ras
+from imgkit_entrypoints.run import snapshot_files
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Wanted
 from imgkit_entrypoints.system import SystemFacts

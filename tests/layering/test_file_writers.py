@@ -34,7 +34,7 @@ REASONS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
     "entrypoints/imgkit_entrypoints/facts/saved_tree.py": "tests write trees by it",
     "entrypoints/imgkit_entrypoints/facts/rdma.py": "opens a device, and makes nothing",
-    "entrypoints/imgkit_entrypoints/apps/train/state/snapshot_files.py": "O_EXCL, in a folder of mkdir",
+    "entrypoints/imgkit_entrypoints/run/snapshot_files.py": "O_EXCL, in a folder of mkdir",
 }
 """Module -> why it may write without `files`."""
 

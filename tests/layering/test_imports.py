@@ -100,10 +100,19 @@ def test_only_the_runtime_imports_spython() -> None:
     assert found == {"builder/imgkit_builder/sif/runtime.py"}
 
 
-def test_only_apps_import_torch() -> None:
+WITH_TORCH = ("apps", "run")
+"""Rooms of the image half that may import torch; the others start in any image."""
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ENTRYPOINTS).parts[0]
+
+
+def test_only_apps_and_run_import_torch() -> None:
     found = importers("torch", BUILDER, RECIPES, ENTRYPOINTS)
     assert found, "the rule below would hold for an empty tree"
-    assert {path for path in found if "imgkit_entrypoints/apps/" not in path} == set()
+    allowed = tuple(f"entrypoints/imgkit_entrypoints/{room}/" for room in WITH_TORCH)
+    assert {path for path in found if not path.startswith(allowed)} == set()
 
 
 COLLECTIVE = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?")
@@ -152,7 +161,7 @@ def test_entrypoints_import_the_standard_library_only() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(ENTRYPOINTS)
         for name, line in imports(path)
-        if name.split(".")[0] not in allowed | ({"torch"} if "apps" in path.parts else set())
+        if name.split(".")[0] not in (allowed | {"torch"} if room_of(path) in WITH_TORCH else allowed)
     ]
     assert foreign == []
 
@@ -167,7 +176,7 @@ def test_launcher_starts_without_torch_and_builder() -> None:
     names = [
         ".".join(path.relative_to(ENTRYPOINTS.parent).with_suffix("").parts)
         for path in files(ENTRYPOINTS)
-        if "apps" not in path.parts and path.name != "__main__.py"
+        if room_of(path) not in WITH_TORCH and path.name != "__main__.py"
     ]
     done = blocked(("torch", "imgkit_builder", "imgkit_recipes", "typer", "yaml", *HEAVY), import_all(names))
     assert done.returncode == 0, done.stderr

@@ -41,9 +41,10 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     },
     "entrypoints": {
         "cli": "doctor launch rollcall schedulers fabric facts values",
-        "apps/bench": "apps launch schedulers fabric facts values",
-        "apps/train": "apps launch values",
-        "apps": "doctor facts values",
+        "apps/bench": "apps run launch schedulers fabric facts values",
+        "apps/train": "apps run launch values",
+        "apps": "run doctor facts values",
+        "run": "values",
         "doctor": "schedulers fabric facts values",
         "launch": "rollcall schedulers fabric facts values",
         "rollcall": "schedulers values",

@@ -1,4 +1,4 @@
-"""What the workers run. The only place that may import torch."""
+"""What the workers run."""
 
 import gc
 import sys

@@ -16,7 +16,7 @@ from imgkit_entrypoints.arguments import positive
 if TYPE_CHECKING:
     import torch
 
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 TEXT_BYTES = 256
 """Length of every text on the network: the receiver of a tensor must know its size."""

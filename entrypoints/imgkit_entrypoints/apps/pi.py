@@ -16,7 +16,7 @@ from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.errors import EXIT_NO
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 # Two buffers of 512 KiB stay in a core's cache, and enough points share the overhead of a call. Measured on
 # one core against 131072, in CPU seconds of 40 pairs: 65536 is as fast, 32768 is 3 to 5 % slower.

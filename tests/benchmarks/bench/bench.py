@@ -30,7 +30,7 @@ from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
 from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.measure.operations import allocated, launch
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
-from imgkit_entrypoints.apps.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import interval

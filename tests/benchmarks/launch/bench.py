@@ -43,11 +43,11 @@ for name, jit in (("numba", njit(loop)), ("numba, fastmath", njit(fastmath=True)
 """
 TORCH = """
 import json, sys, time, torch
-from imgkit_entrypoints.apps import pi, ranks
+from imgkit_entrypoints.apps import pi
 
 torch.set_num_threads(1)
 n = int(sys.argv[1])
-here = ranks.Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+here = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 pi.partial_sum(0, 10_000, n, here)
 began = time.process_time()
 pi.partial_sum(0, n, n, here)

@@ -16,9 +16,9 @@ from typing import Any
 import loops
 import torch.distributed as dist
 
-from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import __main__ as app
-from imgkit_entrypoints.apps.train.state import snapshot
+from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.snapshots import SnapshotWriter
 
 WARM_UP = 2
 """Turns that are not counted."""
@@ -27,7 +27,7 @@ WARM_UP = 2
 def against(name: str, sides: list[str], count: int, turns: int) -> None:
     """Run `turns` of `count` steps for each side, print the CPU and wall seconds of each, and end."""
 
-    def alternating(steps: Iterable[Any], _config: object, here: ranks.Ranks) -> Iterator[Any]:
+    def alternating(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
         others = {side: loops.training(side, name, count) for side in sides}
         spent: dict[str, list[tuple[float, float]]] = {side: [] for side in ("dist-train", *sides)}
         began = clocks()
@@ -52,11 +52,11 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     """Run `count` steps with a snapshot and as many without, in turn."""
     keepers = []
 
-    def kept(*words: Any) -> snapshot.SnapshotWriter:
-        keepers.append(snapshot.SnapshotWriter(*words))
+    def kept(*words: Any) -> SnapshotWriter:
+        keepers.append(SnapshotWriter(*words))
         return keepers[0]
 
-    def timed(steps: Iterable[Any], _config: object, here: ranks.Ranks) -> Iterator[Any]:
+    def timed(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
         spent: list[tuple[float, float]] = []
         began = clocks()
         for number, step in enumerate(steps, start=1):
@@ -88,7 +88,7 @@ def since(began: tuple[float, float]) -> tuple[float, float]:
     return now[0] - began[0], now[1] - began[1]
 
 
-def end(spent: dict[str, list[tuple[float, float]]], here: ranks.Ranks) -> None:
+def end(spent: dict[str, list[tuple[float, float]]], here: Ranks) -> None:
     dist.barrier()
     if here.rank == 0:
         print(f"\n{json.dumps(spent)}", flush=True)

@@ -52,6 +52,7 @@ def test_every_rank_gets_every_value(standin: str) -> None:
 # Rank 1 sends what a stranger might. All ranks must refuse it together, or the others would wait.
 REFUSED = """
 import torch.distributed as dist
+from imgkit_entrypoints.run import ranks as exchange
 class Called:
     def __reduce__(self):
         return print, ("the pickle ran code",)
@@ -59,9 +60,9 @@ def pickled(here):
     objects = [None, None]
     dist.all_gather_object(objects, Called())
 def main(here):
-    for sent in (b"[" * 50_000, b"NaN", b'"text"', b"", b" " * (ranks.LONGEST + 1), b"true", b"\\xff"):
+    for sent in (b"[" * 50_000, b"NaN", b'"text"', b"", b" " * (exchange.LONGEST + 1), b"true", b"\\xff"):
         if here.rank == 1:
-            ranks.json.dumps = lambda *args, **kwargs: sent.decode("latin-1")
+            exchange.json.dumps = lambda *args, **kwargs: sent.decode("latin-1")
         try:
             here.gather(7, int)
         except ImgkitError as error:
@@ -83,8 +84,8 @@ def test_value_of_another_kind_is_refused_on_every_rank(standin: str) -> None:
 SENT = """
 import dataclasses, io, json
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.apps.train.state import random_state
-from imgkit_entrypoints.apps.train.state.random_state import SentState
+from imgkit_entrypoints.run import random_state
+from imgkit_entrypoints.run.random_state import SentState
 
 def saved(state):
     content = io.BytesIO()

@@ -25,7 +25,7 @@ from imgkit_entrypoints.apps.bench.record.values import Run, World
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,12 @@ from imgkit_entrypoints.apps.train.report import utilization
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.tracing import traced
+from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.state.snapshot import SnapshotWriter, find
 from imgkit_entrypoints.apps.train.watch import FOR_GOOD, Watch, refuse_stopped, tell_saved
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
+from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.snapshots import SnapshotWriter
 
 
 def main() -> None:
@@ -49,10 +51,10 @@ def main() -> None:
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
-def train(config: Config, own: components.Components, here: ranks.Ranks, began: float) -> int:
+def train(config: Config, own: components.Components, here: Ranks, began: float) -> int:
     """Run the training; returns the exit code."""
     watch = Watch(config, here, os.environ, began)
-    found = find(config, here, say)
+    found = snapshot.find(config, here, say)
     changes: tuple[str, ...] = ()
     if found is not None:
         config, changes = resumed(config, found.config, found.where)
@@ -113,7 +115,8 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
                     report.held_out(position.step, loss)
             if (save or watch.stop) and keeper and not watch.broken:
                 with pauses.saving():
-                    keeper.save(config, position, report.first_loss if report else 0.0, trainer.state)
+                    first_loss = report.first_loss if report else 0.0
+                    snapshot.save(keeper, config, position, first_loss, trainer.state)
             if watch.stop or watch.broken:
                 break
             if look or save:
@@ -124,7 +127,7 @@ def train(config: Config, own: components.Components, here: ranks.Ranks, began: 
     return code
 
 
-def _order(config: Config, samples: int, here: ranks.Ranks) -> Order:
+def _order(config: Config, samples: int, here: Ranks) -> Order:
     return arrange(
         size=samples,
         world_size=here.world_size,
@@ -141,7 +144,7 @@ def _end(
     keeper: SnapshotWriter | None,
     report: RunLog | None,
     pauses: Pauses,
-    here: ranks.Ranks,
+    here: Ranks,
 ) -> int:
     with pauses.saving():
         saved = keeper.close() if keeper else -1
@@ -171,7 +174,7 @@ def _end(
     return 0 if tell_saved(step, here, os.environ) else EXIT_SAVED
 
 
-def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: ranks.Ranks) -> Gauges:
+def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: Ranks) -> Gauges:
     cuda = here.device.type == "cuda"
 
     def memory_MiB() -> float:

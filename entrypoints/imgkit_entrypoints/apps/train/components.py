@@ -12,8 +12,8 @@ from imgkit_entrypoints.apps.train import models, plugins
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data import built_in
 from imgkit_entrypoints.apps.train.data.order import seed_of
-from imgkit_entrypoints.apps.train.state.random_state import seed_everything
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run.random_state import seed_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

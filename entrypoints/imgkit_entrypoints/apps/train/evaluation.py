@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.batches import Batches
 from imgkit_entrypoints.apps.train.data.order import Order, Position
 from imgkit_entrypoints.apps.train.loop import Trainer
+from imgkit_entrypoints.run.ranks import Ranks
 
 
 class Evaluation:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.batches import MicroBatch
 from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.apps.train.schedule import learning_rate
-from imgkit_entrypoints.apps.train.state import random_state, snapshot
+from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run import random_state
+from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.snapshots import first_difference
 
 Loss = Callable[[nn.Module, Any], Any]
 NOTHING = contextlib.nullcontext()
@@ -201,7 +203,7 @@ class Trainer:
         ------
         UsageError : the snapshot holds another model.
         """
-        if different := snapshot.first_difference(saved.weights, self.plain.state_dict()):
+        if different := first_difference(saved.weights, self.plain.state_dict()):
             raise UsageError(
                 f"the snapshot holds another model: {different}",
                 where=str(saved.where),

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.report.metrics import Seen
 from imgkit_entrypoints.launch import run_folder, stop_protocol
 from imgkit_entrypoints.launch.hang_watch import Pulse
 from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import STOP_SIGNALS
+from imgkit_entrypoints.run.ranks import Ranks
 
 LATENCY_S = 0.5
 """Approximate time between two looks if steps are slow; with fast steps, a look comes every `log_every`."""

@@ -19,8 +19,8 @@ from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base import checks
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
-from imgkit_entrypoints.apps.train.state import snapshot_files
 from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.run import snapshot_files
 
 FLIPS, MANY = 150, 10_000
 Kind = tuple[Path, Callable[[], bool]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.facts import Reader, root_of
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Memory through which batches rotate: more than most caches hold."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from imgkit_entrypoints.facts import Reader, root_of
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 BY_DEFAULT = 0.5
 """Share of the free memory that the default sizes may use: libraries need buffers too."""

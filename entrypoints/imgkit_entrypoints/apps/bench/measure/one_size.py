@@ -16,7 +16,7 @@ from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise, 
 from imgkit_entrypoints.launch import stop_protocol
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 
 class Stopped(Exception):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.measure.operations import Launch
-    from imgkit_entrypoints.apps.ranks import Ranks
+    from imgkit_entrypoints.run.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

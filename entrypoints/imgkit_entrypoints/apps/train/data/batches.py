@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import TensorDataset
 
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.built_in import TensorSamples
 from imgkit_entrypoints.apps.train.data.loader import one_by_one
 from imgkit_entrypoints.apps.train.data.order import Order, Position, seed_of
+from imgkit_entrypoints.run.ranks import Ranks
 
 
 class MicroBatch(NamedTuple):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.run.ranks import Ranks
 
 
 def one_by_one(

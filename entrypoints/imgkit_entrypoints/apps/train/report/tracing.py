@@ -8,9 +8,9 @@ from typing import TypeVar
 from torch.profiler import ProfilerActivity, profile
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
+from imgkit_entrypoints.run.ranks import Ranks
 
 Batch = TypeVar("Batch")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.apps.ranks import Ranks
 from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.run.ranks import Ranks
 
 
 def export(config: Config, weights: Mapping[str, Tensor], here: Ranks) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_entrypoints.apps.train.state import snapshot_files
+from imgkit_entrypoints.run import snapshot_files
 
 EFFECTS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
 DIES = 77

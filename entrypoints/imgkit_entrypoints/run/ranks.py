@@ -1,0 +1,96 @@
+"""The ranks of a run, and the values that they exchange. Nothing that arrives is unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import ToolFailed
+
+LONGEST = 1 << 20
+"""Most bytes of one rank's value in `Ranks.gather`; the longest is the state of the generators, 24 KiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Ranks and device of this worker. One rank alone needs no process group."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    group: Any = None
+    """The process group whose tensors lie on `device`; None: the default one."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work; an earlier clock measures only the launch."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gather(self, mine: Any, kind: Any) -> list[Any]:
+        """Give every rank the values of all ranks, in their order; a collective call.
+
+        The values travel as JSON in tensors of bytes. torch's own collectives of objects unpickle what
+        arrives, so a process that poses as a rank could run code.
+
+        Parameters
+        ----------
+        mine : value of the type `kind`, from which JSON can be made; dataclasses included.
+        kind : type hint of every value, as `json_text.read` takes it.
+
+        Raises
+        ------
+        ToolFailed : on every rank, if one sent too much or something else than a `kind`; names it.
+        """
+        sent = json.dumps(mine, default=dataclasses.asdict, allow_nan=False).encode()
+        sizes = [int(row) for row in self._gathered(torch.tensor([len(sent)], dtype=torch.int64))]
+        for rank, size in enumerate(sizes):
+            if not 0 < size <= LONGEST:
+                raise _refused(rank, f"{size} bytes, not 1 to {LONGEST}")
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        values = []
+        for rank, row in enumerate(self._gathered(padded)):
+            text = bytes(row[: sizes[rank]].tolist())
+            try:
+                values.append(json_text.read(kind, json_text.parse(text), "value"))
+            except ValueError as error:
+                raise _refused(rank, str(error)) from None
+        return values
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' tensors, which have one size, in host memory."""
+        if self.world_size == 1:
+            return [mine]
+        own = mine.to(self.device)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own, group=self.group)
+        return [row.cpu() for row in rows]
+
+    def broadcast(self, data: bytes, source: int) -> bytes:
+        """Give every rank the bytes of rank `source`; a collective call."""
+        if self.world_size == 1:
+            return data
+        size = torch.tensor([len(data)], device=self.device)
+        dist.broadcast(size, source, group=self.group)
+        received = bytearray(data) if self.rank == source else bytearray(int(size.item()))
+        if not received:
+            return b""
+        host = torch.frombuffer(received, dtype=torch.uint8)
+        sent = host.to(self.device)
+        dist.broadcast(sent, source, group=self.group)
+        host.copy_(sent)
+        return bytes(received)
+
+
+def _refused(rank: int, what: str) -> ToolFailed:
+    return ToolFailed(
+        f"rank {rank} sent a value that is none of this program: {what}",
+        hint="start the same image on every node; if it is the same, a stranger may have joined the run",
+    )
