@@ -39,10 +39,20 @@ def test_help_says_how_to_use_it(script: str) -> None:
     assert "set -e" not in done.stdout
 
 
-@pytest.mark.parametrize("script", ["check", "quickstart", "lab/base-image", "lab/install-singularity"])
+@pytest.mark.parametrize(
+    "script", ["check", "gpu", "quickstart", "lab/base-image", "lab/install-singularity"]
+)
 def test_unknown_option_is_refused(script: str) -> None:
     done = run(script, "--no-such-option")
     assert done.returncode == 2
+
+
+def test_no_gpu_is_a_reason_to_skip(tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text('#!/bin/sh\n[ "$2" != "import torch" ]\n')
+    (tmp_path / "python3").chmod(0o755)
+    done = run("gpu", str(tmp_path / "gpu.json"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stdout) == (0, "gpu: skipped: python3 has no torch\n")
+    assert not (tmp_path / "gpu.json").exists()
 
 
 @pytest.mark.parametrize("script", ["lab/engine", "lab/binfmt"])

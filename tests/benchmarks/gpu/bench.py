@@ -1,0 +1,272 @@
+"""What needs an NVIDIA GPU: checks and figures of one, in at most nine minutes; ci/gpu starts it.
+
+Each part adds to one JSON file as soon as it is done. The table at the end is for docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpt_110m
+import torch
+
+from imgkit_entrypoints.apps.train.report.utilization import peak
+
+HERE = Path(__file__).resolve().parent
+ALL_S = 530.0
+"""Time of all parts; one that might not end in time is left out, and the table says so."""
+ROUNDS = {False: 3, True: 2}
+"""Alternated rounds of the GPT, without and with compilation."""
+
+Found = dict[str, Any]
+
+
+class Failed(Exception):
+    """A check's answer is no, or a command failed."""
+
+
+class Bench:
+    """The parts, with what they share: a folder, the device and the deadline."""
+
+    def __init__(self, folder: Path, *, rehearse: bool) -> None:
+        self.folder, self.rehearse = folder, rehearse
+        self.device = "cpu" if rehearse else "cuda"
+        self.end = time.monotonic() + ALL_S
+        self.peak = None if rehearse else peak(torch.cuda.get_device_name(0), "bf16")
+
+    def run(self, *words: str, within_s: float = 120.0, code: int | None = 0) -> str:
+        """Run a command and return its output with its errors.
+
+        Raises
+        ------
+        Failed : it ended with another code than `code`, or did not end.
+        """
+        left = min(within_s, self.end - time.monotonic())
+        if left <= 0:
+            raise Failed(f"no time left for {' '.join(words[:3])}")
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=self.folder, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                output, _ = process.communicate(timeout=left)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise Failed(f"{' '.join(words)} did not end in {left:.0f} s") from None
+        if code is not None and process.returncode != code:
+            tail = "\n".join(output.splitlines()[-15:])
+            raise Failed(f"{' '.join(words)} ended with {process.returncode}:\n{tail}")
+        return output
+
+    def dist(self, command: str, *words: str) -> tuple[str, ...]:
+        """Return the words of a ``dist-*`` command of this checkout on one process."""
+        start = (sys.executable, "-I", "-m", "imgkit_entrypoints", command)
+        return (*start, "--device", self.device, "--nproc", "1", *words)
+
+    def doctor(self) -> Found:
+        """dist-doctor reads nvidia-smi and the kernel's files here."""
+        text = self.run(sys.executable, "-I", "-m", "imgkit_entrypoints", "dist-doctor", "--json", code=None)
+        answer = json.loads(text[text.index("{") :])
+        return {"checks": answer}
+
+    def bench(self) -> Found:
+        """dist-bench on one GPU: what a collective costs without a network."""
+        file = self.folder / "bench.json"
+        largest = "1M" if self.rehearse else "1G"
+        words = ("all_reduce", "--max", largest, "--seconds", "0.2", "--save", str(file))
+        self.run(*self.dist("dist-bench", *words))
+        return {"all_reduce": json.loads(file.read_text())}
+
+    def resnet50(self) -> Found:
+        """The built-in resnet50 in bf16."""
+        steps, batch = ("4", "4") if self.rehearse else ("100", "256")
+        run = self.folder / "resnet50"
+        words = ("--model", "resnet50", "--amp", "bf16", "--batch-size", batch, "--steps", steps)
+        self.run(*self.dist("dist-train", *words, "--log-every", steps, "--run-dir", str(run)))
+        last = _metrics(run)[-1]
+        return {"samples_per_s": last["samples_per_s"], "mfu": last["mfu"], "batch": int(batch)}
+
+    def gpt(self) -> Found:
+        """The GPT in bf16 under dist-train and in a bare loop, in turn; tokens/s and MFU."""
+        found: Found = {}
+        for compiled, rounds in ROUNDS.items():
+            if compiled and self.rehearse:
+                continue  # a CPU needs a C++ compiler for it
+            ours, bare = [], []
+            for turn in range(rounds):
+                ours.append(statistics.median(self._gpt_run(f"gpt-{compiled}-{turn}", compiled)))
+                bare.append(statistics.median(self._bare(compiled)))
+            ratios = [one / other for one, other in zip(ours, bare, strict=True)]
+            found["compiled" if compiled else "eager"] = {
+                "tokens_per_s": ours,
+                "bare_tokens_per_s": bare,
+                "of_bare": statistics.median(ratios),
+                "mfu": None if self.peak is None else self._mfu(statistics.median(ours)),
+            }
+        return found
+
+    def _mfu(self, tokens_per_s: float) -> float:
+        assert self.peak is not None
+        return tokens_per_s * gpt_110m.flops_a_token() / self.peak
+
+    def _steps(self) -> tuple[int, int]:
+        return (8, 2) if self.rehearse else (120, 20)
+
+    def _gpt_words(self, run: Path, steps: int) -> tuple[str, ...]:
+        file = HERE / "gpt_110m.py"
+        own = ("--model", f"{file}:model", "--data", f"{file}:data", "--batch-size", str(gpt_110m.BATCH))
+        kind = ("--optimizer", "adamw", "--lr", str(gpt_110m.RATE), "--amp", "bf16")
+        return (*own, *kind, "--steps", str(steps), "--run-dir", str(run))
+
+    def _gpt_run(self, name: str, compiled: bool) -> list[float]:
+        steps, every = self._steps()
+        words = (*self._gpt_words(self.folder / name, steps), "--log-every", str(every), "--save-every", "0")
+        self.run(*self.dist("dist-train", *words, *(("--compile",) if compiled else ())))
+        shutil.rmtree(self.folder / name / "snapshots", ignore_errors=True)
+        rates = [one["samples_per_s"] * gpt_110m.CONTEXT for one in _metrics(self.folder / name)]
+        return rates[2:]  # the first lines hold the warm-up
+
+    def _bare(self, compiled: bool) -> list[float]:
+        steps, every = self._steps()
+        words = ("--device", self.device, *(("--compile",) if compiled else ()), str(steps), str(every))
+        output = self.run(sys.executable, str(HERE / "gpt_110m.py"), *words)
+        rates: list[float] = json.loads(output.splitlines()[-1])
+        return rates[2:]
+
+    def snapshots(self) -> Found:
+        """The longest wait of training for a snapshot of the GPT and its optimizer."""
+        steps, every = self._steps()
+        run = self.folder / "snapshots"
+        self.run(*self.dist("dist-train", *self._gpt_words(run, steps), "--save-every", str(every)))
+        summary = json.loads((run / "summary.json").read_text())
+        return {"longest_save_stall_s": summary["longest_save_stall_s"], "saving_s": summary["saving_s"]}
+
+    def fused(self) -> Found:
+        """A trace of three steps: which kernel updates the weights."""
+        run = self.folder / "fused"
+        self.run(*self.dist("dist-train", *self._gpt_words(run, 8), "--profile", "4:3"))
+        traces = [path.read_text(errors="replace") for path in (run / "traces").glob("*.json")]
+        if not any("fused_adam" in text or "FusedAdam" in text for text in traces):
+            raise Failed(f"no fused optimizer kernel in {len(traces)} traces below {run}")
+        return {"fused": True}
+
+    def resume(self) -> Found:
+        """A run that is killed and started again ends with the weights of one that was not, bit for bit."""
+        steps, every, batch = ("20", "5", "4") if self.rehearse else ("400", "50", "32")
+        kind = ("--model", "gpt", "--amp", "bf16", "--batch-size", batch)
+        model = (*kind, "--steps", steps, "--save-every", every)
+        whole, killed = self.folder / "whole.pt", self.folder / "killed.pt"
+        self.run(
+            *self.dist("dist-train", *model, "--run-dir", str(self.folder / "whole"), "--export", str(whole))
+        )
+        run = self.folder / "killed"
+        words = self.dist("dist-train", *model, "--run-dir", str(run), "--export", str(killed))
+        started = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        with subprocess.Popen(words, cwd=self.folder, **started) as process:
+            self._wait_for_snapshot(run, process)
+            process.kill()
+        output = self.run(*words)
+        if "resumes after step" not in output:
+            raise Failed("the second start did not resume: the first one ended before it was killed")
+        one, other = (torch.load(path, map_location="cpu", weights_only=True) for path in (whole, killed))
+        different = [key for key in one if not torch.equal(one[key], other[key])]
+        if different or one.keys() != other.keys():
+            raise Failed(f"{len(different)} of {len(one)} weights differ after the resume: {different[:5]}")
+        return {"bitwise": True, "weights": len(one)}
+
+    def _wait_for_snapshot(self, run: Path, process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None and not any(run.glob("snapshots/step-*")):
+            if time.monotonic() > self.end:
+                process.kill()
+                raise Failed("no snapshot came in time")
+            time.sleep(0.05)
+
+    def flight_recorder(self) -> Found:
+        """A collective that its watchdog ends: dist-run names the recorder's files."""
+        output = self.run(*self.dist("dist-run", str(HERE / "collective_hang.py")), code=None)
+        if "flight recorder has written" not in output:
+            raise Failed("dist-run named no files of the flight recorder:\n" + output[-1500:])
+        return {"named": True}
+
+
+def main() -> int:
+    """Run all parts; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, to try the script")
+    parser.add_argument("output", type=Path, help="file for the JSON")
+    options = parser.parse_args()
+    made: Found = {"machine": _machine(options.rehearse), "parts": {}}
+    with tempfile.TemporaryDirectory(prefix="imgkit-gpu-") as folder:
+        bench = Bench(Path(folder), rehearse=options.rehearse)
+        parts: Sequence[Callable[[], Found]] = (
+            bench.doctor, bench.fused, bench.resume, bench.bench, bench.resnet50, bench.snapshots,
+            bench.gpt, *(() if options.rehearse else (bench.flight_recorder,)),
+        )  # fmt: skip
+        for part in parts:
+            began, name = time.monotonic(), part.__name__
+            try:
+                found: Found = part()
+            except Failed as error:
+                found = {"failed": str(error)}
+            found["seconds"] = round(time.monotonic() - began, 1)
+            made["parts"][name] = found
+            options.output.write_text(json.dumps(made, indent=2) + "\n")
+            print(f"{name}: {found.get('failed', 'done')} ({found['seconds']} s)", flush=True)
+    print(table(made))
+    return 1 if any("failed" in found for found in made["parts"].values()) else 0
+
+
+def table(made: Mapping[str, Any]) -> str:
+    """Return the figures as a table in Markdown."""
+    machine, parts = made["machine"], made["parts"]
+    rows = [("measured", "figure")]
+    if "samples_per_s" in (resnet := parts.get("resnet50", {})):
+        mfu = "" if resnet["mfu"] is None else f", {resnet['mfu']:.1%} MFU"
+        rows.append(
+            (f"resnet50, bf16, batch {resnet['batch']}", f"{resnet['samples_per_s']:.0f} samples/s{mfu}")
+        )
+    for kind in ("eager", "compiled"):
+        if kind in (gpt := parts.get("gpt", {})):
+            one = gpt[kind]
+            rates = f"{statistics.median(one['tokens_per_s']):.0f} tokens/s"
+            mfu = "" if one["mfu"] is None else f", {one['mfu']:.1%} MFU"
+            rows.append((f"GPT 110M, bf16, {kind}", f"{rates}{mfu}, {one['of_bare']:.3f} of the bare loop"))
+    if "longest_save_stall_s" in (saved := parts.get("snapshots", {})):
+        rows.append(("longest wait for a snapshot", f"{saved['longest_save_stall_s'] * 1e3:.0f} ms"))
+    for name, found in parts.items():
+        if "failed" in found:
+            rows.append((name, f"failed: {found['failed'].splitlines()[0][:120]}"))
+    head = f"{machine['gpu']}, torch {machine['torch']}, Python {machine['python']}, {machine['system']}"
+    lines = [f"| {left} | {right} |" for left, right in rows]
+    return "\n".join((head, "", lines[0], "|---|---|", *lines[1:]))
+
+
+def _metrics(run: Path) -> list[Found]:
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [one for one in lines if "samples_per_s" in one]
+
+
+def _machine(rehearse: bool) -> Found:
+    return {
+        "gpu": "no GPU, a rehearsal" if rehearse else torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
