@@ -65,7 +65,7 @@ def verb_job(
       imgkit job --explain
     """
     asked = _asked(recipe, flags, command)
-    code = None if explain else read_code(asked.given, as_json=as_json)
+    code = None if explain else read_code(asked.request, as_json=as_json)
     job, script = _made(asked, code)
     if explain:
         explained(job, asked.given, asked.project, as_json=as_json)
@@ -99,7 +99,7 @@ def verb_submit(
     from imgkit_builder.job import check, submit
 
     asked = _asked(recipe, flags, command)
-    code = read_code(asked.given, as_json=as_json)
+    code = read_code(asked.request, as_json=as_json)
     job, script = _made(asked, code)
     if dry_run:
         _show(job, script, as_json=as_json)
@@ -240,6 +240,13 @@ class _JobWords:
     project: ProjectFile | None
     """None where a recipe was named: the file then does not count."""
 
+    @property
+    def request(self) -> Request:
+        """The flags, over the file."""
+        from imgkit_builder.project import origins
+
+        return origins.under(self.given, self.project)
+
 
 def _asked(recipe: str, flags: typer.Context, command: list[str] | None) -> _JobWords:
     words = (*(command or ()), *flags.meta[COMMAND])
@@ -269,7 +276,6 @@ def _write_code(code: CodeFolder, file: Path, *, as_json: bool) -> None:
 def _made(asked: _JobWords, code: CodeFolder | None) -> tuple[Job, Script]:
     from imgkit_builder.job import baked, contents, systems
     from imgkit_builder.job.resolve import resolve
-    from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
 
@@ -278,7 +284,7 @@ def _made(asked: _JobWords, code: CodeFolder | None) -> tuple[Job, Script]:
         target, default = baked.target(file), str(file.absolute())
     else:
         target, default = targets.find(asked.recipe), ""
-    request = origins.under(asked.given, asked.project)
+    request = asked.request
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
     if code is not None:
         job = contents.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])

@@ -23,7 +23,7 @@ CONFIRM: str = typer.Option(
     "",
     "--confirm",
     metavar="DIGEST",
-    help="Accept the remote, env, binds and command of an imgkit.toml that is new here.",
+    help="Accept the remote, env, binds, code and command of an imgkit.toml that is new here.",
 )
 
 

@@ -47,6 +47,7 @@ class Request:
     code: Path | None = flag(
         None, metavar="DIR", help="Folder to lay over /workspace of the image, without a build."
     )
+    no_code: bool = flag(False, help="Lay no folder over it, also where imgkit.toml names one.")
     code_replace: bool = flag(False, help="With --code: hide what the image itself has in /workspace.")
     allow: tuple[str, ...] = flag(
         (), metavar="NAME", help="With --code: take this file, although its name looks like that of a secret."
@@ -107,6 +108,8 @@ class Request:
     )
     require_secret: bool = flag(False, help="Let several nodes start only with a secret.")
     strict: bool = flag(False, help="Treat warnings as errors.")
+    project: Mapping[str, str] = field(default_factory=dict)
+    """Where the imgkit.toml below the flags states each key, and "" its name; empty without such a file."""
     system_flags: tuple[object, ...] = ()
     """Flags of single systems that were given: a value of each system's `flags` class."""
 

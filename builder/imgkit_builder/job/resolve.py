@@ -35,7 +35,7 @@ def resolve(recipe: Target, request: Request) -> Job:
         "qos": fields.check("--qos", request.qos or facts.queue.qos),
         "time": time,
     }
-    _require(recipe, system.required(recipe, request), queue)
+    _require(recipe, system.required(recipe, request), queue, request.project)
     command = _command(request)
     run_by = _run_by(recipe, request, system)
     contents.refuse_code(request, run_by)
@@ -91,16 +91,23 @@ def _unused(recipe: Target, request: Request, system: System) -> Iterator[str]:
     return (f"{name} is not used: {title} ({recipe.system.scheduler}) has no such flag" for name in ignored)
 
 
-def _require(recipe: Target, required: tuple[str, ...], queue: Mapping[str, str]) -> None:
-    names = {"name": "--queue"}
-    missing = [names.get(field, f"--{field}") for field in required if not queue.get(field)]
-    if missing:
-        raise UsageError(
-            f"{recipe.system.title or recipe.name} needs {', '.join(missing)}",
-            where=recipe.where("system", "queue", "required"),
-            hint=f"add {' '.join(f'{name} ...' for name in missing)}, or state it in a recipe that "
-            f"extends {recipe.name} (system.queue)",
-        )
+def _require(
+    recipe: Target, required: tuple[str, ...], queue: Mapping[str, str], project: Mapping[str, str]
+) -> None:
+    keys = ["queue" if field == "name" else field for field in required if not queue.get(field)]
+    if not keys:
+        return
+    hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
+    if project:
+        stated = ", ".join(f'{key} = "..." in {project.get(key, project[""])}' for key in keys)
+        hint = f"state {stated}; or {hint}"
+    else:
+        hint += f", or state it in a recipe that extends {recipe.name} (system.queue)"
+    raise UsageError(
+        f"{recipe.system.title or recipe.name} needs {', '.join(f'--{key}' for key in keys)}",
+        where=recipe.where("system", "queue", "required"),
+        hint=hint,
+    )
 
 
 def _command(request: Request) -> tuple[str, ...]:

@@ -18,13 +18,14 @@ def shown(values: ProjectValues) -> tuple[tuple[str, str], ...]:
         *((("remote", values.remote),) if values.remote else ()),
         *(("env", one) for one in env),
         *(("bind", one) for one in values.binds),
+        *((("code", values.code),) if values.code else ()),
         *((("command", shlex.join(values.command)),) if values.command else ()),
     )
 
 
 def digest(values: ProjectValues) -> str:
     """The digest of exactly these values; whole, as two files with one short digest can be found."""
-    named = [values.remote, values.env, values.binds, values.command]
+    named = [values.remote, values.env, values.binds, values.command, *filter(None, [values.code])]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 

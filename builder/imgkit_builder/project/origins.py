@@ -28,13 +28,23 @@ def under(request: Request, project: ProjectFile | None) -> Request:
         return request
     values = project.values
     own = {_name(one) for one in request.env}
+    runs = not request.making  # a job that makes a .sif has neither command nor code
+    code = project.code if runs and not request.no_code else None
+    places = {key: _place(position) for key, position in project.positions.items()}
     return dataclasses.replace(
         request,
-        **{key: getattr(request, key) or getattr(values, key) for key in _STATED},
+        **{key: getattr(request, key) or getattr(values, key) for key in _STATED if runs or key != "command"},
         binds=(*values.binds, *request.binds),
         env=(*(one for one in values.env if _name(one) not in own), *request.env),
+        code=request.code or code,
+        project={"": shown(project.file).name, **places},
         directory=project.file.parent if request.directory == Path() else request.directory,
     )
+
+
+def _place(position: Position) -> str:
+    """``imgkit.toml:4``, or ``mn5.yaml:12``."""
+    return f"{shown(position.file).name}:{position.line}"
 
 
 def _name(variable: str) -> str:
@@ -57,7 +67,7 @@ class ValueSource:
         """``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
         if self.flag or self.position is None:
             return self.flag or "default"
-        return f"{shown(self.position.file).name}:{self.position.line}"
+        return _place(self.position)
 
 
 def of_job(job: Job, given: Request, project: ProjectFile | None) -> tuple[ValueSource, ...]:
@@ -95,6 +105,8 @@ class _Finder:
             yield self._row("delta", job.overlay)
         if job.request.code:
             yield self._row("code", job.request.code)
+        elif self.given.no_code:
+            yield ValueSource(name="code", value="", flag="--no-code")
         yield self._row("runtime", job.run_by, ("system", "runtime", "kind"))
         yield self._row("stop-before", job.stop_before_s, field="stop_before_s")
         yield self._row("directory", job.directory)

@@ -38,6 +38,8 @@ class ProjectValues:
     binds: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
+    code: str = ""
+    """A folder to lay over /workspace; the path starts at the file's folder."""
     command: tuple[str, ...] = ()
 
 
@@ -58,6 +60,11 @@ class ProjectFile:
         word = self.values.recipe
         is_file = extends.is_path(word) or word.endswith((".sif", ".json"))
         return str(self.file.parent / word) if is_file else word
+
+    @property
+    def code(self) -> Path | None:
+        """The folder to lay over /workspace."""
+        return self.file.parent / self.values.code if self.values.code else None
 
 
 def find(folder: Path) -> ProjectFile | None:
@@ -219,6 +226,8 @@ def _check_values(values: ProjectValues, positions: Mapping[str, Position], foun
     for number, one in enumerate(values.binds):
         for what, hint in rules.bind(one):
             found.error(positions["binds"], ("binds", number), what, hint)
+    if not values.code.isprintable():
+        found.error(positions["code"], ("code",), f"{values.code!r} holds a control character", "delete it")
     for key in ("binds", "command"):
         for number, one in enumerate(getattr(values, key)):
             if not one.isprintable():

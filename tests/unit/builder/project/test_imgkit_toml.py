@@ -54,6 +54,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         env=("A=1", "HOME"),
         command=("dist-hello",),
     )
+    assert found.code is None
     assert found.recipe == str(tmp_path / "mine.yaml")
     assert {key: place.line for key, place in found.positions.items()} == {
         "remote": 2,
@@ -80,6 +81,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         ("env = ['API_TOKEN=x9f83hf83hf8']", "1:1", "API_TOKEN holds a secret"),
         ("command = 'dist-hello'", "1:1", "command: must be a list of texts, not text"),
         ('command = ["a\\u001bb"]', "1:1", "command[0]: 'a\\x1bb' holds a control character"),
+        ('code = "a\\u001bb"', "1:1", "code: 'a\\x1bb' holds a control character"),
         ("account = 'a b'", "1:1", "account: 'a b' cannot stand in a job"),
         ("binds = ['relative']", "1:1", "binds[0]: "),
         ("remote = 'a'\nremote = 'b'\n", "2:13", "it is no TOML: Cannot overwrite a value"),
@@ -145,6 +147,52 @@ def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
     assert found["name mine"] == "default"
 
 
+def test_flag_beats_the_folder_of_code(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    Path("src").mkdir()
+    Path("src/train.py").touch()
+    written(WHOLE + "time = '1h'\ncode = 'src'\n")
+    for words, row, source in (
+        ((), f"code {Path('src').absolute()}", "imgkit.toml:12"),
+        (("--code", "other"), "code other", "--code"),
+        (("--no-code",), "code ", "--no-code"),
+    ):
+        code, out, err = call("job", "--explain", "--json", *words)
+        assert code == 0, err
+        assert sources(out)[row] == source
+    code, _, err = call("job", "--code", "src", "--no-code")
+    assert code == 2
+    assert "--code and --no-code" in err
+
+
+def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE)
+    Path("src").mkdir()
+    Path("src/train.py").write_text("print(1)\n")
+    written(WHOLE + "time = '1h'\ncode = 'src'\n")
+    assert "/deltas/code-" in call("job")[1]
+    assert "/deltas/code-" not in call("job", "--no-code")[1]
+    code, out, err = call("job", "--sif", "mine.tar")  # runs neither the command nor the code
+    assert (code, "/deltas/code-" in out) == (0, False), err
+    code, _, err = call("job", "--code", "absent")
+    assert code == 2
+    assert "--code absent: there is no such folder" in err
+
+
+def test_missing_value_names_the_line_that_takes_it(call: Any) -> None:
+    Path("mine.yaml").write_text(RECIPE.replace("acc_debug", '""'))
+    written(WHOLE.replace('"bsc98"', '""') + "time = '1h'\n")
+    code, _, err = call("job")
+    assert code == 2
+    assert "needs --account, --qos" in err
+    assert (
+        'state account = "..." in imgkit.toml:4, qos = "..." in imgkit.toml; or add --account ... --qos ...'
+        in err
+    )
+    code, _, err = call("job", "mine.yaml", "--time", "1h", "--", "dist-hello")
+    assert "add --account ... --qos ..., or state it in a recipe that extends mine" in err
+
+
 def test_named_recipe_leaves_the_file_out(call: Any) -> None:
     written("this is no TOML")
     code, out, err = call("job", "cpu", "--explain", "--", "dist-hello")
@@ -198,8 +246,11 @@ def test_foreign_values_wait_for_a_person(call: Any) -> None:
     confirm.remember(values, file)
     file.write_text(file.read_text().replace("nodes = 2", "nodes = 1"))
     assert confirm.is_known(toml_file.read(file).values)  # nodes harm nobody
-    file.write_text(file.read_text().replace("HOME", "HOME2"))
-    assert not confirm.is_known(toml_file.read(file).values)
+    for before, after in (("HOME", "HOME2"), ("nodes", "code = 'src'\nnodes")):
+        file.write_text(file.read_text().replace(before, after))
+        assert not confirm.is_known(toml_file.read(file).values)
+        confirm.remember(toml_file.read(file).values, file)
+    assert ("code", "src") in confirm.shown(toml_file.read(file).values)
 
 
 def test_file_with_nothing_to_confirm_asks_nothing() -> None:
