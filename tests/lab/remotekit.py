@@ -143,13 +143,14 @@ def far_host(folder: Path) -> Iterator[FarHost]:
 
 
 @contextlib.contextmanager
-def sshd(host: FarHost, *options: str, forced: Sequence[str] = ()) -> Iterator[int]:
+def sshd(host: FarHost, *options: str, forced: Sequence[str] = (), pam: str = "") -> Iterator[int]:
     """A real sshd on a port of its own, which `host` is configured for; yields its process id.
 
     Parameters
     ----------
     options : lines of sshd_config.
     forced : a command that runs instead of each command, which is in ``$SSH_ORIGINAL_COMMAND``.
+    pam : text of ``/etc/pam.d/sshd`` for this sshd alone; needs root.
     """
     folder = host.folder
     key = folder / "hostkey"
@@ -166,17 +167,22 @@ def sshd(host: FarHost, *options: str, forced: Sequence[str] = ()) -> Iterator[i
         f"AuthorizedKeysFile {folder}/authorized",
         f"PidFile {folder}/sshd.pid",
         "StrictModes no",
-        "UsePAM no",
+        *options,  # the first value of a word counts
+        f"UsePAM {'yes' if pam else 'no'}",
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",
         *([f"ForceCommand {shlex.join(forced)}"] if forced else []),
-        *options,
     )
     (folder / "sshd_config").write_text("".join(f"{row}\n" for row in lines))
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
+    service: tuple[str | Path, ...] = ()
+    if pam:
+        (folder / "pam").write_text(pam)
+        mount = 'mount --bind "$1" /etc/pam.d/sshd && shift && exec "$@"'
+        service = ("unshare", "--mount", "sh", "-c", mount, "sh", folder / "pam")
     server = subprocess.Popen(
-        [SSHD, "-D", "-e", "-f", folder / "sshd_config"],
+        [*service, SSHD, "-D", "-e", "-f", folder / "sshd_config"],
         stdin=subprocess.DEVNULL,
         stderr=(folder / "sshd.log").open("ab"),
         start_new_session=True,

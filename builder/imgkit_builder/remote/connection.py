@@ -187,8 +187,9 @@ class Connection:
             )
         hint = hints.after(error.said, host)
         if "Permission denied" in error.said and not self.ask:
-            check = f"imgkit remote check {self.remote.name}"
-            hint = f"in a terminal, where ssh can ask: {check}; or without questions: {hint}"
+            check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
+            again = hints.SECOND_FACTOR in error.said and self.control
+            hint = f"{check}; then this command again" if again else f"{check}; or without questions: {hint}"
         return Cut(
             f"ssh to {host} failed: {said or 'the connection was lost'}", where=self.remote.name, hint=hint
         )

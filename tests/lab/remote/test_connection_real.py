@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import ordinary_user, output, public_folder
+from labkit import IMGKIT, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
@@ -121,6 +123,71 @@ def test_password_is_not_asked_for_without_a_terminal(far: FarHost, tmp_path: Pa
     assert done.returncode == 4
     assert "Permission denied" in done.stderr
     assert "in a terminal, where ssh can ask: imgkit remote check mine" in done.stderr
+
+
+SECOND_FACTOR = """\
+auth requisite pam_exec.so expose_authtok quiet {}
+auth required pam_permit.so
+account required pam_permit.so
+session required pam_permit.so
+"""
+CODE = "424242"
+
+
+@contextlib.contextmanager
+def with_second_factor(far: FarHost) -> Iterator[Path]:
+    """A real sshd that asks for a code after the key, through PAM; yields the list of what it was given."""
+    asked, stub = far.folder / "asked", far.folder / "stub-of-a-code"
+    asked.touch()
+    stub.write_text(f'#!/bin/sh\ncode=$(cat)\necho "$code" >> {asked}\n[ "$code" = {CODE} ]\n')
+    stub.chmod(0o755)
+    methods = ("AuthenticationMethods publickey,keyboard-interactive", "KbdInteractiveAuthentication yes")
+    with sshd(far, "PermitRootLogin yes", *methods, pam=SECOND_FACTOR.format(stub)):
+        yield asked
+
+
+def at_terminal(far: FarHost, *words: str, answer: str) -> tuple[int, str]:
+    """Run imgkit at a terminal where a person answers each question; its exit code, and what it showed."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(IMGKIT[0], [*IMGKIT, *words], {**os.environ, **far.env})  # noqa: S606 - an argv list
+    seen, answered = b"", 0
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(terminal, 4096):
+            seen += data
+            if seen.count(b"Password:") > answered:
+                answered += 1
+                os.write(terminal, f"{answer}\n".encode())
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), seen.decode(errors="replace")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
+def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
+    with with_second_factor(far) as asked:
+        add(far, tmp_path / "x")
+        _, seen = at_terminal(far, "remote", "check", "mine", answer=CODE)
+        assert "one connection for all commands" in seen
+        assert rows(far)["login"]["verdict"] == "ok"  # without a terminal, through the open connection
+        assert at_terminal(far, "remote", "gc", "mine", answer="none")[0] == 0
+        assert asked.read_text() == f"{CODE}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
+def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
+    with with_second_factor(far) as asked:
+        add(far, tmp_path / "x")
+        done = far.imgkit("remote", "check", "mine")
+        assert done.returncode == 4
+        assert "Permission denied (keyboard-interactive)" in done.stderr
+        assert (
+            "in a terminal, where ssh can ask: imgkit remote check mine; then this command again"
+            in done.stderr
+        )
+        assert asked.read_text() == ""
+        code, seen = at_terminal(far, "remote", "check", "mine", answer="wrong")
+    assert code == 4
+    assert "the key is right, the answer was not: ssh far true" in seen
 
 
 def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:

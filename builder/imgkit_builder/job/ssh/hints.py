@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+SECOND_FACTOR = "Permission denied (keyboard-interactive)"
+"""What ssh says where the key was accepted, and only the answer to a question is missing or wrong."""
+
 
 def after(said: str, host: str) -> str:
     """The command that helps where ssh to `host` has ended with the message `said`."""
@@ -16,6 +19,8 @@ def after(said: str, host: str) -> str:
         )
     if "Host key verification failed" in said:
         return f"ssh {name} true, and check the key that it shows before you accept it"
+    if SECOND_FACTOR in said:
+        return f"the key is right, the answer was not: ssh {name} true"
     if "Permission denied" in said:
         return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {name}"
     if "resolve hostname" in said:
