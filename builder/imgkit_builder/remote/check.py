@@ -49,9 +49,11 @@ if why=$(umask 077; mkdir -p -- "$folder" 2>&1) && why=$(cd -- "$folder" 2>&1); 
 else
     echo "closed $why"
 fi
-# Of the file system that holds the folder: Lustre has a program of its own.
+# Of the file system that holds the folder: Lustre has a program of its own. It puts a long name on a line of
+# its own, and says below the numbers where they are those of all users.
 if command -v lfs > /dev/null 2>&1; then
-    echo "quota $(timeout 5 lfs quota -q -h -u "$(id -un)" . 2> /dev/null < /dev/null | tail -n 1)"
+    found=$(timeout 5 lfs quota -q -h -u "$(id -un)" . 2> /dev/null < /dev/null)
+    echo "quota $(echo "$found" | grep -v 'using default' | head -n 2 | tr '\\n' ' ')"
 elif command -v quota > /dev/null 2>&1; then
     device=$(df -P . | tail -n 1 | cut -d ' ' -f 1)
     echo "quota $(timeout 5 quota -w -s 2> /dev/null < /dev/null | grep -F -- "$device " | head -n 1)"
@@ -201,7 +203,7 @@ def _folder(answer: Mapping[str, list[str]], remote: Remote) -> Iterator[Check]:
     free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
     shown = f"{home}, {free / 1e9:.0f} GB free" if free is not None else home
     if quota := answer.get("quota", [""])[0]:
-        shown += f"; quota: {' '.join(quota.split())}"
+        shown += f"; quota: {_quota(quota)}"
     if fault:
         yield Check(name="folder", verdict="fail", found=fault.what, hint=fault.hint or "")
     elif free is not None and free < _ROOM_BYTES:
@@ -213,6 +215,19 @@ def _folder(answer: Mapping[str, list[str]], remote: Remote) -> Iterator[Check]:
         )
     else:
         yield Check(name="folder", verdict="ok", found=shown)
+
+
+def _quota(row: str) -> str:
+    """A row of ``quota`` or ``lfs quota``: file system, used space, soft limit, hard limit, and more."""
+    words = row.split()
+    if len(words) < 4:
+        return " ".join(words)
+    limits = [
+        f"{kind} limit {size}"
+        for kind, size in zip(("soft", "hard"), words[2:4], strict=True)
+        if size.strip("0kKB")
+    ]
+    return ", ".join((f"{words[1]} used", *(limits or ["no limit"])))
 
 
 def _programs(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Iterator[Check]:

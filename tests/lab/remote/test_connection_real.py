@@ -306,6 +306,33 @@ def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
     assert re.fullmatch(r"3\d\d\d s ahead", found["clock"]["found"])
 
 
+FAKE_OF_LFS = """\
+[ "$1 $2 $3 $4 $5 $6" = "quota -q -h -u $(id -un) ." ] || exit 1
+echo "{}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "              .  5.915G      0k      0k       -   51652       0       0       -\n"
+            "uid 68826 is using default block quota setting\nuid 68826 is using default file quota setting",
+            "5.915G used, no limit",
+        ),
+        (
+            "/lustre/project/a/long/name\n       45.31T*    40T     75T 6d23h  161195  555745  5557 -",
+            "45.31T* used, soft limit 40T, hard limit 75T",
+        ),
+    ],
+    ids=["limits of all users", "long name"],
+)
+def test_quota_of_lustre_is_reported(far: FarHost, tmp_path: Path, text: str, found: str) -> None:
+    with sshd(far, forced=login_shell(far, lfs=FAKE_OF_LFS.format(text), sbatch="echo slurm")):
+        add(far, tmp_path / "x")
+        assert rows(far)["folder"]["found"].endswith(f"; quota: {found}")
+
+
 def test_scheduler_that_does_not_answer_fails_the_check(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=login_shell(far, sbatch="echo no configuration >&2; exit 1")):
         add(far, tmp_path / "x")
