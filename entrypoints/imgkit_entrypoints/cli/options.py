@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.arguments import Parser, natural, positive
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch.request import LaunchOptions, Request, Timeouts
+from imgkit_entrypoints.launch.request import FAILURES, LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.schedulers import NAMES
-from imgkit_entrypoints.schedulers.placement import Wanted
+from imgkit_entrypoints.schedulers.placement import Size, Wanted
 
 DEVICES = ("auto", "cuda", "cpu")
 
@@ -20,7 +20,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "--node-rank": ("--node_rank",),
     "--head": ("--master-addr", "--master_addr"),
     "--port": ("--master-port", "--master_port"),
-    "--max-restarts": ("--max_restarts",),
+    "--max-failures": ("--max-restarts", "--max_restarts"),
 }
 """Spellings of torchrun and torch.distributed.launch, for existing command lines."""
 
@@ -54,13 +54,34 @@ def parser(
         "NAME",
         f"launcher that started this command: {', '.join(NAMES)} (default: detected)",
     )
-    option("--nnodes", _nnodes, None, "N|MIN:MAX", "number of nodes (default: the scheduler's)")
+    option(
+        "--nnodes",
+        _size,
+        None,
+        "N|MIN:MAX|N+S",
+        "number of nodes, a range, or N nodes and S spares (default: the scheduler's number)",
+    )
     option(
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
     )
     option("--head", str, None, "HOST", "name or address of node 0, as the other nodes reach it")
     option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)")
-    option("--max-restarts", natural, 0, "N", "restarts of the workers after a failure (default: 0)")
+    restarts = env.get("IMGKIT_MAX_RESTARTS")  # the name in imgkit 0.2
+    option(
+        "--max-failures",
+        natural,
+        restarts,
+        "K",
+        "lost nodes and failed workers that the run survives by a new attempt (default: 0; with a range or "
+        f"spares {FAILURES})",
+    )
+    option(
+        "--lost-after",
+        positive,
+        30,
+        "S",
+        "seconds of silence after which a node counts as lost (default: 30)",
+    )
     option("--log-dir", str, None, "DIR", "keep each process' output in DIR, one folder per node")
     option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default: 120)")
     option("--grace", positive, 60, "S", "seconds to save after a stop request (default: 60)")
@@ -94,12 +115,10 @@ def plan_wanted(words: Sequence[str], env: Mapping[str, str]) -> bool:
 
 def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
     """Return the parsed values; `command` holds the words typed, for errors that show them."""
-    least, most = parsed.nnodes or (None, None)
     return LaunchOptions(
         wanted=Wanted(
             scheduler=parsed.scheduler,
-            nnodes=most,
-            min_nnodes=least,
+            size=parsed.nnodes,
             node_rank=parsed.node_rank,
             head=parsed.head,
             port=parsed.port,
@@ -109,7 +128,7 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
         request=Request(
             nproc=parsed.nproc,
             device=parsed.device,
-            max_restarts=parsed.max_restarts,
+            max_failures=parsed.max_failures,
             log_dir=parsed.log_dir,
         ),
         show_plan=parsed.plan,
@@ -117,7 +136,10 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
         secret_file=parsed.secret_file,
         require_secret=parsed.require_secret,
         timeouts=Timeouts(
-            grace_s=parsed.grace, rollcall_s=parsed.rollcall_timeout, hang_after_s=parsed.hang_after
+            grace_s=parsed.grace,
+            rollcall_s=parsed.rollcall_timeout,
+            hang_after_s=parsed.hang_after,
+            lost_after_s=parsed.lost_after,
         ),
     )
 
@@ -149,6 +171,8 @@ def _nproc(text: str) -> str:
     return text
 
 
-def _nnodes(text: str) -> tuple[int | None, int]:
-    least, colon, most = text.partition(":")
-    return (positive(least), positive(most)) if colon else (None, positive(text))
+def _size(text: str) -> Size:
+    try:
+        return Size.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

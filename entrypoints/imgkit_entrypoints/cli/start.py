@@ -87,7 +87,14 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
         interface=carrier.name if carrier else "",
     )
     return supervisor.run(
-        made.argv, child, place=where, me=me, secret=proof, say=say, timeouts=asked.timeouts
+        made.argv,
+        child,
+        place=where,
+        me=me,
+        secret=proof,
+        say=say,
+        timeouts=asked.timeouts,
+        max_failures=made.max_failures,
     )
 
 

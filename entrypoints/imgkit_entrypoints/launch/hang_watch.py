@@ -126,6 +126,10 @@ class HangWatch:
         places = [worker.place for worker in self._workers.values()]
         return (min(places), max(places)) if places else None
 
+    def furthest(self) -> int | None:
+        """Return the furthest place that a worker of this node has noted, also one that has ended."""
+        return max((place for _, _, _, place, _ in self._notes()), default=None)
+
     def look(self, others: Span | None = None) -> list[str]:
         """Return new reports, mostly none; call it about once a second."""
         if not self._after_s:
@@ -159,14 +163,9 @@ class HangWatch:
     def _read(self, now: float) -> list[str]:
         moving: dict[float, list[_Worker]] = {}
         calm = not self._told  # else others have waited for the reported ones
-        for path in self._folder.glob("pulse-*"):
-            try:
-                pid, thread, place, signs = LAYOUT.unpack(path.read_bytes())
-            except (OSError, struct.error):
-                continue
-            rank = int(path.name.partition("-")[2])
+        for rank, pid, thread, place, signs in self._notes():
             before = self._workers.get(rank)
-            if not pid or not _status(pid):  # ended, and torchrun may start another one
+            if not _status(pid):  # ended
                 self._workers.pop(rank, None)
                 self._told.discard(rank)
             elif before is None or before.pid != pid:
@@ -183,6 +182,14 @@ class HangWatch:
                     before.longest_s = max(before.longest_s, seconds)
                 before.place, before.signs, before.since, before.asked_from = place, signs, now, None
         return [f"{self._who(some)} moved again after {seconds} s" for seconds, some in moving.items()]
+
+    def _notes(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """The rank of each worker, and what it has noted."""
+        for path in self._folder.glob("pulse-*"):
+            with contextlib.suppress(OSError, struct.error):
+                pid, thread, place, signs = LAYOUT.unpack(path.read_bytes())
+                if pid:
+                    yield int(path.name.partition("-")[2]), pid, thread, place, signs
 
     def _ask(self, worker: _Worker) -> None:
         path = self._folder / f"stacks-{worker.rank}"

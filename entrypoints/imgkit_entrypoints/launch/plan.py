@@ -16,14 +16,15 @@ from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.launch.markers import (
+    ATTEMPT_PENDING,
     LOGS_PENDING,
     NNODES_PENDING,
     NODE_RANK_PENDING,
     PORT_PENDING,
 )
-from imgkit_entrypoints.launch.request import Request
+from imgkit_entrypoints.launch.request import FAILURES, Request
 from imgkit_entrypoints.rollcall import ports
-from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement, Size
 from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
@@ -35,6 +36,9 @@ _FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
 """Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
 
 
+ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
+"""Launchers that end all processes of a job when one of its nodes is gone."""
+
 _OPERATORS = "PET_NPROC_PER_NODE"
 """Variable in which Kubeflow's operators give the number of processes; torchrun is kept from reading it."""
 
@@ -44,6 +48,8 @@ class LaunchPlan:
     """The command, its variables and the reasons for them on this node."""
 
     placement: Placement
+    max_failures: int
+    """Lost nodes and failed workers that the run survives by a new attempt."""
     mode: Literal["torchrun", "direct"]
     nproc: int
     argv: tuple[str, ...]
@@ -64,6 +70,7 @@ class LaunchPlan:
             "source": dict(place.source),
             "placement": {
                 "nnodes": place.nnodes,
+                "size": dataclasses.asdict(place.size or Size(least=place.nnodes, most=place.nnodes)),
                 "node_rank": place.node_rank,
                 "hosts": list(place.hosts),
                 "head": place.head,
@@ -71,6 +78,7 @@ class LaunchPlan:
                 "port": ports.roll_call(place.job_id, place.port),
                 "job_id": place.job_id,
             },
+            "max_failures": self.max_failures,
             "nproc": self.nproc,
             "mode": self.mode,
             "secret": self.secret,
@@ -119,13 +127,40 @@ def make(
     operators = tuple(sorted(name for name in env if name.startswith("PET_")))
     return LaunchPlan(
         placement=place,
+        max_failures=_failures(request, place),
         mode="torchrun" if place.direct is None else "direct",
         nproc=nproc,
         argv=command,
         env=variables,
         unset=(*operators, *network.unset),
         decisions=(*decisions, *network.decisions),
-        warnings=(*_unused(request, place, nproc, env), *map(str, network.warnings)),
+        warnings=(
+            *_unused(request, place, nproc, env),
+            *_spares_wait_in_vain(place),
+            *map(str, network.warnings),
+        ),
+    )
+
+
+def _failures(request: Request, place: Placement) -> int:
+    if place.direct is not None:
+        return 0
+    if request.max_failures is not None:
+        return request.max_failures
+    return FAILURES if place.size else 0
+
+
+def _spares_wait_in_vain(place: Placement) -> tuple[str, ...]:
+    """A warning where the launcher of the processes ends the job together with one node."""
+    if place.size is None or not place.size.spares:
+        return ()
+    if place.direct is not None:
+        return ("the spares wait in vain: without torchrun, all processes that are started take part",)
+    if place.scheduler not in ENDED_TOGETHER:
+        return ()
+    return (
+        f"{place.scheduler} ends all processes when one node is lost, so a spare can only replace a node "
+        "that the preflight leaves out",
     )
 
 
@@ -246,12 +281,14 @@ def _ranks(place: Placement) -> dict[str, str]:
 def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
     # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
     logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
+    if request.log_dir and _failures(request, place):
+        logs = str(PurePath(logs, ATTEMPT_PENDING))
     return (
         # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
         # -u: torchrun copies the workers' lines, and would buffer them until its end if stdout is a file.
         *(sys.executable or "python3", "-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"),
         *_rendezvous(place),
-        *("--nproc-per-node", str(nproc), "--max-restarts", str(request.max_restarts)),
+        *("--nproc-per-node", str(nproc), "--max-restarts", "0"),
         *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
         *(word for since, flags in _FLAGS_SINCE if _version(host.torch_version) >= since for word in flags),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
@@ -268,7 +305,7 @@ def _rendezvous(place: Placement) -> tuple[str, ...]:
     # A container without a network cannot resolve the host's name: the run would hang for ten minutes.
     head = place.head if place.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(place.nnodes), str(place.node_rank)
-    if place.min_nnodes is not None and place.nnodes > 1:
+    if place.size and place.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     # Always the static rendezvous. torchrun's other one, c10d, is also that of --standalone. It ignores the
     # node rank, and it unpickles a value of a store that listens on all addresses and lists its keys: the

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
 
+FAILURES = 3
+"""Failures that a run with a range or spares survives where the user gives no number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -14,7 +17,8 @@ class Request:
 
     nproc: str = "auto"
     device: str = "auto"
-    max_restarts: int = 0
+    max_failures: int | None = None
+    """Failures that the run survives by a new attempt; None: `FAILURES` with a range or spares, else 0."""
     log_dir: str | None = None
     prefix: bool = True
     """Each line of output bears ``[host:rank]``."""
@@ -30,6 +34,8 @@ class Timeouts:
     """Time in which all nodes must call."""
     hang_after_s: float = 60.0
     """Time after which a worker that does not move is reported; 0: never."""
+    lost_after_s: float = 30.0
+    """Silence after which a node counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch import fence, stop_protocol
 
 STOP, FOR_REQUEUE = "stop", "stop-for-requeue"
+RESULT = "result"
+"""Name of the file that tells a job script how a run with a range or spares has ended: ``JOB_ID CODE``."""
 OLD_STOP = "STOP"
 """Name of a person's request to dist-train of imgkit 0.1."""
 SCRIPT_SPEAKS = "IMGKIT_STOP_FILES"
@@ -77,7 +79,8 @@ class RunFolder:
         ------
         UsageError : one is there and cannot be removed.
         """
-        for name in (FOR_REQUEUE, stop_protocol.SAVED, *((STOP,) if self.old_script else ())):
+        of_script = (STOP,) if self.old_script else ()
+        for name in (FOR_REQUEUE, stop_protocol.SAVED, RESULT, fence.FILE, *of_script):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
@@ -119,6 +122,16 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / stop_protocol.SAVED, files.read_own(stop_folder / stop_protocol.SAVED))
+
+    def end(self, job_id: str, code: int) -> None:
+        """Leave the exit code of the whole run.
+
+        Raises
+        ------
+        OSError : it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        files.put(self.path / RESULT, f"{job_id} {code}\n")
 
 
 def warning(file: str) -> str:

@@ -11,6 +11,9 @@ with 0. The launcher then exits with 85, "requeue me", or with 0 if a person ask
         sys.exit(0)
 
 Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
+
+A program that cannot go on with any number of nodes writes those that it can go on with into ``node-counts``,
+one line of numbers. Where a range of nodes shrinks, the launchers take the largest of them.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import UsageError
 
-STOP, SAVED = "stop", "state-saved"
+STOP, SAVED, COUNTS = "stop", "state-saved", "node-counts"
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
@@ -66,7 +70,7 @@ def clear(place: Path) -> None:
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED):
+    for name in (STOP, SAVED, COUNTS):
         (place / name).unlink(missing_ok=True)
 
 
@@ -101,3 +105,13 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
         found = words[0] if words else "nothing"
         return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID), so it does not count"
     return (words[1] if len(words) > 1 else "?"), ""
+
+
+def node_counts(place: Path) -> tuple[int, ...]:
+    """Return the numbers of nodes that the program has said it can go on with; empty: it has not said."""
+    try:
+        words = files.read_own(place / COUNTS).split()
+    except (OSError, UnicodeDecodeError):
+        return ()
+    counts = [digits(word) for word in words]
+    return tuple(count for count in counts if count)

@@ -5,8 +5,8 @@ software on all nodes at once, lets the nodes test the network between them (pro
 port for torchrun. The connections stay open (session.py).
 
 A range of nodes (``--nnodes MIN:MAX``) starts with MAX nodes, or with MIN or more once no further one has
-called for `LAST_CALL_S`. The head numbers those that are there anew, since torchrun allows no gaps. Nobody
-joins after the start.
+called for `LAST_CALL_S`; with spares (``--nnodes N+S``), N is MIN and N+S is MAX. The head numbers those that
+are there anew, since torchrun allows no gaps. Nobody joins after the start.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def call(
     say: Say,
     stopped: Callable[[], str] = lambda: "",
     secret: bytes | None = None,
+    elastic: bool = False,
 ) -> Roll:
     """Meet all nodes of `place` within `timeout_s` seconds from this node's own start.
 
@@ -59,6 +60,7 @@ def call(
     ----------
     stopped : called about twice a second; a text that it returns ends the roll call everywhere.
     secret : the run's secret, which every node proves (proof.py); None: names alone are enough.
+    elastic : the head starts each attempt (`Roll.elastic`); the head's word counts on all nodes.
 
     Raises
     ------
@@ -71,7 +73,7 @@ def call(
             return Joining(place, me, opened, timeout_s, say, stopped, secret).join()
         run = _Gathering(place, me, opened, timeout_s, say, stopped, secret)
         try:
-            return run.gather()
+            return run.gather(elastic=elastic)
         except BaseException as error:
             if isinstance(error, NoPlan):
                 run.refuse(error)
@@ -118,7 +120,7 @@ class _Gathering:
                 f"seconds later. As root: sysctl -w net.core.somaxconn={place.nnodes}"
             )
 
-    def gather(self) -> Roll:
+    def gather(self, *, elastic: bool) -> Roll:
         """Wait for all nodes, compare them, and hand out the port."""
         start = progress = time.monotonic()
         with self.links.watching([self.strangers]):
@@ -140,11 +142,20 @@ class _Gathering:
         numbers = {rank: number for number, rank in enumerate(sorted(self.callers))}
         self.links.renumber(numbers)
         for number, _ in self.links.items():
-            self.links.send(number, Go(port=port, warnings=warnings, nnodes=len(numbers), node_rank=number))
+            go = Go(port=port, warnings=warnings, nnodes=len(numbers), node_rank=number, elastic=elastic)
+            self.links.send(number, go)
         self.say(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
         place = self.place.numbered(len(numbers), 0)
         hosts = {numbers[rank]: caller.host for rank, caller in self.callers.items()}
-        return HeadRoll(place, port, warnings, links=self.links, hosts=hosts, strangers=self.strangers)
+        return HeadRoll(
+            place,
+            port,
+            warnings,
+            links=self.links,
+            hosts=hosts,
+            strangers=self.strangers,
+            elastic=elastic,
+        )
 
     def _complete(self, now: float, end: float) -> bool:
         """Return whether the run can start.
@@ -153,7 +164,8 @@ class _Gathering:
         ------
         NoPlan : the time is over, and too few nodes have called.
         """
-        present, least = len(self.callers), self.place.min_nnodes or self.place.nnodes
+        present, size = len(self.callers), self.place.size
+        least = size.least if size else self.place.nnodes
         if present == self.place.nnodes:
             return True
         if present >= least:
@@ -221,12 +233,7 @@ class _Gathering:
     def _torchrun_port(self) -> int:
         wanted = self.place.port
         if wanted is None:
-            found = ports.first_free(self.port)
-            if found is None:
-                raise NoPlan(
-                    f"no free port after {self.port} on the head", hint="give all nodes the same --port N"
-                )
-            return found
+            return ports.next_free(self.port)
         if not ports.is_free(wanted):
             raise NoPlan(
                 f"torchrun's port {wanted} is busy on the head: {ports.holder(wanted)} listens there",

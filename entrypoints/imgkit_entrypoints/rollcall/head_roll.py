@@ -10,17 +10,19 @@ from imgkit_entrypoints.rollcall import session
 from imgkit_entrypoints.rollcall.links import Links, Turn
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
+    AttemptEnded,
     Beat,
+    EndAttempt,
     Failed,
     FromNode,
     Lost,
-    NodeDone,
     Refused,
     Span,
+    Start,
     StopAsked,
     StopWanted,
 )
-from imgkit_entrypoints.rollcall.session import Event, Readable, Roll
+from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable
 from imgkit_entrypoints.rollcall.strangers import Strangers
 from imgkit_entrypoints.schedulers.placement import Placement
 
@@ -31,8 +33,8 @@ LOOKS = 5
 """Looks at all nodes within the time between two beats."""
 
 
-class HeadRoll(Roll):
-    """Node 0."""
+class HeadRoll(LeadingRoll):
+    """Node 0 of several."""
 
     def __init__(
         self,
@@ -43,16 +45,17 @@ class HeadRoll(Roll):
         links: Links,
         hosts: Mapping[int, str],
         strangers: Strangers,
+        elastic: bool = False,
     ) -> None:
-        super().__init__(place, port, warnings)
+        super().__init__(place, port, warnings, elastic=elastic)
         self._links, self._hosts = links, hosts
+        self._news = False
+        """A node has reported the end of its attempt, or is lost."""
         # Open to the end, or a command started twice on a host would begin a second run of this job.
         self._strangers = strangers
-        self._codes: dict[int, int] = {}
         self._closed = False
         self._spans: dict[int, Span] = {}
         self._others: Span | None = None
-        self._events: list[Event] = []
         self._next_look = time.monotonic()
         self._lull_s = LULL_S * min(1.0, place.nnodes / MANY)
 
@@ -63,27 +66,41 @@ class HeadRoll(Roll):
     def wait(self, sources: Iterable[Readable], seconds: float) -> None:
         end = time.monotonic() + seconds
         with self._links.watching([self._strangers, *sources]):
-            while not self._events:
+            while not self._events and not self._news:
                 now = time.monotonic()
                 turn = self._links.hear(max(0.0, min(end, self._next_look) - now))
                 self._take(turn)
                 if set(turn.others) - {self._strangers} or time.monotonic() >= end:
                     return
-                if turn.heard and not self._events:
+                if turn.heard and not self._events and not self._news:
                     session.wait(sources, min(self._lull_s, end - time.monotonic()))
 
     def tick(self) -> list[Event]:
         self._take(self._links.hear(0.0))
-        events, self._events = self._events, []
+        events, self._events, self._news = self._events, [], False
         return events
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         self._links.send_all(StopAsked(node=self.node(0, self._hosts[0]), reason=reason, requeue=requeue))
 
-    def done(self, code: int) -> None:
-        self._codes[0] = code
-        if code not in (0, EXIT_SAVED):
-            self._links.send_all(Failed(node=self.node(0, self._hosts[0]), code=code, head=True))
+    def start(self, attempt: int, ranks: Mapping[int, int]) -> None:
+        self._spans.clear()
+        self._others = None
+        super().start(attempt, ranks)
+
+    def named(self, number: int) -> str:
+        return self.node(number, self._hosts[number])
+
+    def ended(self, report: AttemptEnded) -> None:
+        self.reports[0] = report
+        if report.code not in (0, EXIT_SAVED) and not self.elastic:
+            self._links.send_all(Failed(node=self.named(0), code=report.code, head=True))
+
+    def _tell(self, number: int, message: Start | EndAttempt | AllDone) -> None:
+        if number == 0:
+            self._events.append(message)
+        else:
+            self._links.send(number, message)
 
     def close(self) -> None:
         self._strangers.close()
@@ -100,13 +117,13 @@ class HeadRoll(Roll):
         if look or self._strangers in turn.others:
             self._refuse_late()
         if look:
-            self._next_look = now + session.BEAT_S / LOOKS
+            self._next_look = now + session.beat_s(self.lost_s) / LOOKS
             self._others = _around(self._spans.values())
-            for rank in self._links.look(now, Beat(span=self.everyone)):
+            for rank in self._links.look(now, Beat(span=self.everyone), self.lost_s):
                 self._gone(rank)
-        if len(self._codes) == self.place.nnodes and not self._closed:
+        if len(self.reports) == self.place.nnodes and not self._closed and not self.elastic:
             self._closed = True
-            over = AllDone(codes=tuple(self._codes[rank] for rank in sorted(self._codes)))
+            over = AllDone(codes=tuple(self.reports[rank].code for rank in sorted(self.reports)))
             self._links.send_all(over)
             self._events.append(over)
 
@@ -118,10 +135,12 @@ class HeadRoll(Roll):
             else:
                 self._spans[rank] = message.span
             return
-        name = self.node(rank, self._hosts[rank])
-        if isinstance(message, NodeDone):
-            self._codes[rank] = message.code
-            if message.code in (0, EXIT_SAVED):
+        name = self.named(rank)
+        if isinstance(message, AttemptEnded):
+            if message.attempt != self.attempt:
+                return
+            self.reports[rank], self._news = message, True
+            if message.code in (0, EXIT_SAVED) or self.elastic:
                 return
             event = Failed(node=name, code=message.code)
         elif isinstance(message, StopWanted):
@@ -132,14 +151,19 @@ class HeadRoll(Roll):
         self._events.append(event)
 
     def _gone(self, rank: int) -> None:
-        """Take leave of a node that has closed its link or is silent; a node that is done may be silent."""
+        """Take leave of a node that has closed its link or is silent.
+
+        In a run of one attempt, a node that is done may be silent, and may go.
+        """
         link = self._links[rank]
-        if rank in self._codes and not link.why:
+        done = rank in self.reports and not self.elastic
+        if done and not link.why:
             return
-        why = link.why or f"no sign of life for {session.LOST_S:g} s"
+        why = link.why or f"no sign of life for {self.lost_s:g} s"
         self._links.drop(rank)
-        if rank not in self._codes:
-            lost = Lost(node=self.node(rank, self._hosts[rank]), why=why)
+        self.gone[rank], self._news = why, True
+        if not done and not self.elastic:
+            lost = Lost(node=self.named(rank), why=why)
             self._links.send_all(lost)
             self._events.append(lost)
 
@@ -147,7 +171,7 @@ class HeadRoll(Roll):
         """Refuse further callers: each is late, or one too many."""
         what = "all nodes of this run had called before this process did"
         hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
-        if self.place.min_nnodes is not None:
+        if self.place.size:
             what = f"the run has started with {self.place.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits for MAX nodes, or 30 s for one more than it has"
         for link, _ in self._strangers.callers():

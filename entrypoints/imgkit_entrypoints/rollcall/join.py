@@ -140,7 +140,14 @@ class Joining:
                     if message.nnodes:
                         place = place.numbered(message.nnodes, message.node_rank)
                     unread = received[position + 1 :]
-                    return MemberRoll(place, message.port, message.warnings, link=link, unread=unread)
+                    return MemberRoll(
+                        place,
+                        message.port,
+                        message.warnings,
+                        link=link,
+                        unread=unread,
+                        elastic=message.elastic,
+                    )
             if time.monotonic() - link.sent >= session.BEAT_S:
                 link.send(Beat())
         return None

@@ -112,14 +112,16 @@ class Links:
                 self._mark(rank, link)
         return Turn(heard=heard, gone=gone, others=others)
 
-    def look(self, now: float, beat: Beat) -> list[int]:
-        """Send `beat` where one is due; return the nodes that are gone: silent for too long, or cut off."""
+    def look(self, now: float, beat: Beat, lost_s: float | None = None) -> list[int]:
+        """Send `beat` where one is due; return the nodes that are gone: cut off, or silent for `lost_s`."""
+        lost_s = session.LOST_S if lost_s is None else lost_s
+        beat_s = session.beat_s(lost_s)
         due: list[int] = []
         gone: list[int] = []
         for rank, link in self._links.items():
-            if link.why or now - link.heard > session.LOST_S:
+            if link.why or now - link.heard > lost_s:
                 gone.append(rank)
-            elif now - link.sent >= session.BEAT_S and not link.unsent:
+            elif now - link.sent >= beat_s and not link.unsent:
                 due.append(rank)
         text = messages.line(beat)
         for rank in due:

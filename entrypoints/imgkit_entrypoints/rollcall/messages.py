@@ -86,10 +86,15 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeDone:
-    """The run of the sending node is over."""
+class AttemptEnded:
+    """An attempt is over on the sending node."""
 
     code: int
+    attempt: int = 1
+    place: int | None = None
+    """Furthest place of a worker of this node (launch/hang_watch.py); None: no worker notes its place."""
+    counts: tuple[int, ...] = ()
+    """Numbers of nodes that the program can go on with; empty: it has not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +131,29 @@ class Go:
     """Nodes that start; 0 from the head of imgkit 0.1, which starts all or none."""
     node_rank: int = 0
     """Number of the receiving node among them."""
+    elastic: bool = False
+    """The head starts each attempt by `Start`; False: there is one attempt, with all nodes, from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The next attempt starts."""
+
+    attempt: int
+    nnodes: int
+    """Nodes that take part."""
+    node_rank: int | None
+    """The receiving node's rank among them; None: it waits as a spare."""
+    port: int
+    """Torchrun's port on the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndAttempt:
+    """The attempt has failed: end its workers at once, they could save nothing together."""
+
+    attempt: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +192,8 @@ class AllDone:
     """Exit codes by node rank; empty if the head has failed and left, since only the head knows them all."""
 
 
-FromNode = Call | Beat | Probed | NodeDone | StopWanted
-FromHead = Beat | Refused | ProbeOrder | Go | Lost | Failed | StopAsked | AllDone
+FromNode = Call | Beat | Probed | AttemptEnded | StopWanted
+FromHead = Beat | Refused | ProbeOrder | Go | Start | EndAttempt | Lost | Failed | StopAsked | AllDone
 Message = FromNode | FromHead
 
 
@@ -183,8 +211,8 @@ def _object(message: Message) -> dict[str, Any]:
             return {**said, "probe": _flat(offer) if offer else None}
         case Probed(failures=failures, crowded=crowded):
             return {"probed": [_flat(one) for one in failures], "crowded": crowded}
-        case NodeDone(code=code):
-            return {"done": code}
+        case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts):
+            return {"done": code, "attempt": attempt, "place": place, "counts": counts}
         case StopWanted(reason=reason, requeue=requeue):
             return {"stop": reason, "requeue": requeue}
         case Refused():
@@ -193,6 +221,10 @@ def _object(message: Message) -> dict[str, Any]:
             return {"probe": [{"target": rank, **_flat(offer)} for rank, offer in targets]}
         case Go():
             return {"go": _flat(message)}
+        case Start():
+            return {"start": _flat(message)}
+        case EndAttempt():
+            return {"end": _flat(message)}
         case Lost():
             return {"lost": _flat(message)}
         case Failed(node=node, code=code, head=head):

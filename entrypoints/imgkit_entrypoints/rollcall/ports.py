@@ -76,6 +76,19 @@ def first_free(after: int) -> int | None:
     return None
 
 
+def next_free(port: int) -> int:
+    """Return the first free port after `port`.
+
+    Raises
+    ------
+    NoPlan : none of `PROBES` ports is free.
+    """
+    found = first_free(port)
+    if found is None:
+        raise NoPlan(f"no free port after {port} on the head", hint="give all nodes the same --port N")
+    return found
+
+
 def any_free() -> int:
     """Return a free port of the range of `job_port`, a random one: runs that start at once rarely collide.
 

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
+    AttemptEnded,
     Beat,
     Call,
     Caller,
+    EndAttempt,
     Failed,
     Failure,
     FromHead,
@@ -26,12 +28,12 @@ from imgkit_entrypoints.rollcall.messages import (
     Go,
     Identity,
     Lost,
-    NodeDone,
     Offer,
     Probed,
     ProbeOrder,
     Refused,
     Span,
+    Start,
     StopAsked,
     StopWanted,
 )
@@ -44,6 +46,10 @@ NAME = 255
 """Characters of a host name, a version or a device model."""
 PORTS_OFFERED = 8
 FAILURES_REPORTED = 1024
+ATTEMPTS = 1 << 20
+"""More attempts than any run has."""
+COUNTS = 1024
+"""Most numbers of nodes that a program can name."""
 _PLACE = 1 << 63
 """The hang watch counts in 64 bits."""
 _CONTROL = re.compile(
@@ -64,7 +70,12 @@ def from_node(text: bytes) -> FromNode:
     if "beat" in said:
         return Beat(span=_span(said["beat"]))
     if "done" in said:
-        return NodeDone(code=_code(said["done"]))
+        return AttemptEnded(
+            code=_code(said["done"]),
+            attempt=_integer(said.get("attempt", 1), 1, ATTEMPTS),
+            place=None if said.get("place") is None else _integer(said["place"], -1, _PLACE),
+            counts=_tuple(said.get("counts", []), COUNTS, lambda one: _integer(one, 1, NODES)),
+        )
     if "stop" in said:
         return StopWanted(reason=_text(said["stop"]), requeue=_flag(said.get("requeue", True)))
     if "probed" in said:
@@ -105,7 +116,13 @@ def from_head(text: bytes) -> FromHead:
             warnings=_tuple(told.get("warnings"), NODES, _text),
             nnodes=nnodes,
             node_rank=_integer(told.get("node_rank"), 1, nnodes - 1) if nnodes else 0,
+            elastic=_flag(told.get("elastic", False)),
         )
+    if "start" in said:
+        return _start(_fields(said["start"]))
+    if "end" in said:
+        told = _fields(said["end"])
+        return EndAttempt(attempt=_integer(told.get("attempt"), 1, ATTEMPTS), why=_text(told.get("why")))
     if "lost" in said:
         told = _fields(said["lost"])
         return Lost(node=_text(told.get("node")), why=_text(told.get("why")))
@@ -206,6 +223,17 @@ def _offer(said: Mapping[str, Any]) -> Offer:
         raise ValueError("no name of an interface")
     ports = _tuple(said.get("ports"), PORTS_OFFERED, _port)
     return Offer(address=address, interface=interface, ports=ports)
+
+
+def _start(told: Mapping[str, Any]) -> Start:
+    nnodes, node_rank = _integer(told.get("nnodes"), 1, NODES), told.get("node_rank")
+    return Start(
+        attempt=_integer(told.get("attempt"), 1, ATTEMPTS),
+        nnodes=nnodes,
+        # The head itself is node 0 of every attempt.
+        node_rank=None if node_rank is None else _integer(node_rank, 1, nnodes - 1),
+        port=_port(told.get("port")),
+    )
 
 
 def _target(said: object) -> tuple[int, Offer]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
+    AttemptEnded,
     Beat,
+    EndAttempt,
     Failed,
     FromHead,
     Lost,
-    NodeDone,
     Span,
+    Start,
     StopAsked,
     StopWanted,
 )
@@ -28,8 +30,13 @@ if TYPE_CHECKING:  # the only node of a run starts sooner without them
 BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
-Event = Lost | Failed | StopAsked | AllDone
+Event = Start | EndAttempt | Lost | Failed | StopAsked | AllDone
 """Messages of the head that the launcher reacts to, or the same on the head itself."""
+
+
+def beat_s(lost_s: float) -> float:
+    """Return the time between two beats where a node counts as lost after `lost_s` seconds of silence."""
+    return min(BEAT_S, lost_s / 4)
 
 
 def node_name(place: Placement, rank: int, host: str = "") -> str:
@@ -59,12 +66,22 @@ def wait(sources: Iterable[Readable], seconds: float) -> None:
 class Roll(ABC):
     """The open connections of one node after a roll call."""
 
-    def __init__(self, place: Placement, port: int, warnings: Sequence[str]) -> None:
+    def __init__(
+        self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
+    ) -> None:
         self.place = place
         """The node's place in the run that has started: without the nodes of a range that never called."""
         self.port = port
         """Torchrun's port, free on the head when it was handed out."""
         self.warnings = tuple(warnings)
+        self.elastic = elastic
+        """The head starts each attempt by `Start`, and ends the run by `AllDone` with one code for all nodes.
+
+        False: the only attempt has all nodes, and the first failure ends it."""
+        self.lost_s = LOST_S
+        """Silence after which a node counts as lost."""
+        self.attempt = 1
+        """Messages about another attempt do not count."""
         self.span: Span | None = None
         """Places of this node's workers (launch/hang_watch.py); every beat carries them."""
 
@@ -86,8 +103,8 @@ class Roll(ABC):
         """Tell all other nodes that this one was asked to stop."""
 
     @abstractmethod
-    def done(self, code: int) -> None:
-        """This node's run is over with `code`; `AllDone` follows when all nodes have said so."""
+    def ended(self, report: AttemptEnded) -> None:
+        """This node's part of the attempt is over; `AllDone` or `Start` follows when all have said so."""
 
     @abstractmethod
     def close(self) -> None:
@@ -98,19 +115,72 @@ class Roll(ABC):
         return node_name(self.place, rank, host)
 
 
-class LoneRoll(Roll):
+class LeadingRoll(Roll):
+    """The roll of the head, which starts attempts and hears how they end. It knows nodes by their number in
+    the roll call, which never changes; the head is 0."""
+
+    reports: dict[int, AttemptEnded]
+    """Nodes on which the attempt is over."""
+    gone: dict[int, str]
+    """Nodes that are lost, and why."""
+
+    def __init__(
+        self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
+    ) -> None:
+        super().__init__(place, port, warnings, elastic=elastic)
+        self.reports, self.gone = {}, {}
+        self._events: list[Event] = []
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Numbers of the nodes that are there, in order."""
+        return tuple(number for number in range(self.place.nnodes) if number not in self.gone)
+
+    def start(self, attempt: int, ranks: Mapping[int, int]) -> None:
+        """Start an attempt: `ranks` are the node ranks of those that take part, by number.
+
+        Raises
+        ------
+        NoPlan : no port is free.
+        """
+        if attempt > 1:
+            self.port = ports.next_free(self.port)
+        self.attempt, self.reports = attempt, {}
+        for number in self.alive:
+            rank = ranks.get(number)
+            self._tell(number, Start(attempt=attempt, nnodes=len(ranks), node_rank=rank, port=self.port))
+
+    def end_attempt(self, why: str) -> None:
+        """End the attempt's workers on all nodes."""
+        for number in self.alive:
+            self._tell(number, EndAttempt(attempt=self.attempt, why=why))
+
+    def over(self, code: int) -> None:
+        """End the run on all nodes, with this exit code."""
+        for number in self.alive:
+            self._tell(number, AllDone(codes=(code,)))
+
+    def named(self, number: int) -> str:
+        """Return a node as users know it."""
+        return self.node(number)
+
+    @abstractmethod
+    def _tell(self, number: int, message: Start | EndAttempt | AllDone) -> None:
+        """Send a message to one node; the head's own becomes an event."""
+
+
+class LoneRoll(LeadingRoll):
     """The only node of a run, which has nobody to meet."""
 
-    def __init__(self, place: Placement) -> None:
-        super().__init__(place, ports.any_free(), ())
-        self._code: int | None = None
+    def __init__(self, place: Placement, *, elastic: bool = False) -> None:
+        super().__init__(place, ports.any_free(), (), elastic=elastic)
 
     @property
     def everyone(self) -> Span | None:
-        return None
+        return self.span
 
     def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        wait(sources, seconds)
+        wait(sources, 0.0 if self._events else seconds)
 
     def close(self) -> None:
         pass
@@ -118,11 +188,17 @@ class LoneRoll(Roll):
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         pass
 
-    def done(self, code: int) -> None:
-        self._code = code
+    def ended(self, report: AttemptEnded) -> None:
+        self.reports[0] = report
+        if not self.elastic:
+            self._events.append(AllDone(codes=(report.code,)))
 
     def tick(self) -> list[Event]:
-        return [] if self._code is None else [AllDone(codes=(self._code,))]
+        events, self._events = self._events, []
+        return events
+
+    def _tell(self, number: int, message: Start | EndAttempt | AllDone) -> None:
+        self._events.append(message)
 
 
 class MemberRoll(Roll):
@@ -136,13 +212,16 @@ class MemberRoll(Roll):
         *,
         link: Link[FromHead],
         unread: Sequence[FromHead],
+        elastic: bool = False,
     ) -> None:
-        super().__init__(place, port, warnings)
+        super().__init__(place, port, warnings, elastic=elastic)
         self._link = link
         self._unread = list(unread)
         self._over = False
         self._head_failed = False
         self._everyone: Span | None = None
+        self._next = 1
+        """Number of the attempt that may start."""
 
     @property
     def everyone(self) -> Span | None:
@@ -158,8 +237,8 @@ class MemberRoll(Roll):
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
         self._link.send(StopWanted(reason=reason, requeue=requeue))
 
-    def done(self, code: int) -> None:
-        self._link.send(NodeDone(code=code))
+    def ended(self, report: AttemptEnded) -> None:
+        self._link.send(report)
 
     def tick(self) -> list[Event]:
         if self._over:
@@ -168,20 +247,27 @@ class MemberRoll(Roll):
         for message in (*self._unread, *self._link.receive()):
             if isinstance(message, Beat):
                 self._everyone = message.span
-            elif isinstance(message, Lost | Failed | StopAsked | AllDone):
+            elif isinstance(message, Lost | Failed | StopAsked | AllDone) or self._counts(message):
                 self._over |= isinstance(message, AllDone)
                 self._head_failed |= isinstance(message, Failed) and message.head
-                events.append(message)
+                events.append(message)  # type: ignore[arg-type]
         self._unread = []
         now = time.monotonic()
-        if now - self._link.sent >= BEAT_S:
+        if now - self._link.sent >= beat_s(self.lost_s):
             self._link.send(Beat(span=self.span))
-        if not self._over and (self._link.why or now - self._link.heard > LOST_S):
+        if not self._over and (self._link.why or now - self._link.heard > self.lost_s):
             self._over = True
             if self._head_failed:  # and has left, as failed nodes do
                 return [*events, AllDone(codes=())]
-            why = self._link.why or f"no sign of life for {LOST_S:g} s"
+            why = self._link.why or f"no sign of life for {self.lost_s:g} s"
             events.append(Lost(node=self.node(0), why=why))
         if self._over:
             self._link.close()
         return events
+
+    def _counts(self, message: FromHead) -> bool:
+        """Whether a message starts the next attempt or ends the current one."""
+        if isinstance(message, Start) and message.attempt >= self._next:
+            self.attempt, self._next = message.attempt, message.attempt + 1
+            return True
+        return isinstance(message, EndAttempt) and message.attempt == self.attempt

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
-from imgkit_entrypoints.schedulers.placement import Read
+from imgkit_entrypoints.schedulers.placement import Read, Size
 
 NODES = "IMGKIT_NODES"
 
@@ -41,23 +41,18 @@ def number(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
     return int(text)
 
 
-def node_range(env: Mapping[str, str], name: str) -> tuple[int | None, int | None]:
-    """MIN and MAX of ``MIN:MAX`` in variable `name`; a single number is MAX, and None means not set.
+def size_in(env: Mapping[str, str], name: str) -> Size | None:
+    """The size of a run in variable `name`; None where it is not set.
 
     Raises
     ------
-    NoPlan : the text is neither a range nor a number.
+    NoPlan : the text is no size.
     """
-    text = env.get(name, "").strip()
-    if not text:
-        return None, None
-    if ":" not in text:
-        return None, number(env, name, least=1)
-    bounds = dict(zip(("MIN", "MAX"), text.split(":", 1), strict=True))
-    least, most = (number(bounds, bound, least=1) for bound in ("MIN", "MAX"))
-    if least > most:
-        raise NoPlan(f"{text!r} is not a range MIN:MAX", where=name)
-    return (least, most) if least < most else (None, most)
+    text = env.get(name, "")
+    try:
+        return Size.parse(text) if text.strip() else None
+    except ValueError as error:
+        raise NoPlan(str(error), where=name, hint="give a number of nodes, MIN:MAX or N+SPARES") from None
 
 
 def given_nodes(env: Mapping[str, str]) -> tuple[str, ...]:

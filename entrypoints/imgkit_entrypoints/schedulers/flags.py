@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
-from imgkit_entrypoints.schedulers.environment import node_range, number, port_in
+from imgkit_entrypoints.schedulers.environment import number, port_in, size_in
 from imgkit_entrypoints.schedulers.launchers import BY_NAME, NAMES
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Wanted
 
@@ -27,9 +27,6 @@ def with_variables(wanted: Wanted, env: Mapping[str, str]) -> Wanted:
     ------
     NoPlan : a variable cannot be parsed.
     """
-    least, most = wanted.min_nnodes, wanted.nnodes
-    if most is None:
-        least, most = node_range(env, "IMGKIT_NNODES")
     node_rank, direct = wanted.node_rank, wanted.direct
     if node_rank is None and env.get("IMGKIT_NODE_RANK"):
         node_rank = number(env, "IMGKIT_NODE_RANK")
@@ -38,8 +35,7 @@ def with_variables(wanted: Wanted, env: Mapping[str, str]) -> Wanted:
     return dataclasses.replace(
         wanted,
         scheduler=wanted.scheduler or env.get("IMGKIT_SCHEDULER"),
-        min_nnodes=least,
-        nnodes=most,
+        size=wanted.size or size_in(env, "IMGKIT_NNODES"),
         node_rank=node_rank,
         head=wanted.head or env.get("IMGKIT_HEAD"),
         port=port_in(env, "IMGKIT_PORT") if wanted.port is None else wanted.port,
@@ -57,14 +53,6 @@ def check(wanted: Wanted) -> None:
     if wanted.scheduler and wanted.scheduler not in NAMES:
         raise UsageError(
             f"unknown scheduler {wanted.scheduler!r}", where="--scheduler", hint=f"one of: {', '.join(NAMES)}"
-        )
-    if wanted.nnodes is not None and wanted.nnodes < 1:
-        raise UsageError(f"{wanted.nnodes} is not a number of nodes", where="--nnodes", hint="give 1 or more")
-    if wanted.min_nnodes is not None and not 1 <= wanted.min_nnodes <= (wanted.nnodes or 0):
-        raise UsageError(
-            f"{wanted.min_nnodes}:{wanted.nnodes} is not a range",
-            where="--nnodes",
-            hint="give MIN:MAX, where MIN is at least 1 and at most MAX",
         )
     if wanted.port is not None and not 1 <= wanted.port <= 65535:
         raise UsageError(f"{wanted.port} is not a port", where="--port", hint="give a number from 1 to 65535")
@@ -105,20 +93,19 @@ def applied(found: Placement, wanted: Wanted, env: Mapping[str, str]) -> Placeme
         found,
         port=port,
         direct=_direct(found, wanted),
-        min_nnodes=found.min_nnodes if wanted.min_nnodes is None else wanted.min_nnodes,
+        size=found.size if wanted.size is None else None if wanted.size.fixed else wanted.size,
         source={field: name for field, name in source.items() if name},
     )
 
 
 def _compare(found: Placement, wanted: Wanted) -> None:
     """Refuse a flag that differs from the launcher: neither may win silently."""
-    least = wanted.nnodes if wanted.min_nnodes is None else wanted.min_nnodes
-    if wanted.nnodes is not None and least is not None and not least <= found.nnodes <= wanted.nnodes:
-        asked = str(wanted.nnodes) if wanted.min_nnodes is None else f"{least}:{wanted.nnodes}"
+    size = wanted.size
+    if size and not size.least <= found.nnodes <= size.started:
         raise NoPlan(
-            f"--nnodes is {asked}, but {found.scheduler} started {found.nnodes}",
+            f"--nnodes is {size}, but {found.scheduler} started {found.nnodes}",
             where=found.source.get("nnodes", "--nnodes"),
-            hint=f"leave --nnodes out, or start the command on {wanted.nnodes} nodes. For a separate run on "
+            hint=f"leave --nnodes out, or start the command on {size.started} nodes. For a separate run on "
             "each node: --scheduler standalone",
         )
     if wanted.node_rank is not None and wanted.node_rank != found.node_rank:

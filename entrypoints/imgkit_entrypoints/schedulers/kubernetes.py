@@ -22,10 +22,10 @@ from imgkit_entrypoints.schedulers.environment import (
     head_of,
     hostname,
     named_hosts,
-    node_range,
     number,
     port_in,
     present,
+    size_in,
 )
 from imgkit_entrypoints.schedulers.placement import Placement, Read
 
@@ -62,15 +62,15 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
     NoPlan : the rank is not below the number of pods, or no variable says where the first pod is.
     """
     nnodes_from = first(env, FIELDS["nnodes"])
-    least, nnodes = node_range(env, nnodes_from or "PET_NNODES")
-    nnodes = number(env, "PET_NNODES") if nnodes is None else nnodes
+    size = size_in(env, nnodes_from or "PET_NNODES")
+    nnodes = number(env, "PET_NNODES") if size is None else size.started
     wanted = env.get("IMGKIT_NNODES", "")
     if nnodes_from == "WORLD_SIZE" and (given := digits(wanted)) is not None:
         # The only ambiguous number: one operator counts pods in it, another counts processes.
         nnodes, nnodes_from = given, "IMGKIT_NNODES"
     rank_from = first(env, FIELDS["node_rank"])
     named = re.fullmatch(r".+-worker-([0-9]{1,6})", hostname(read))
-    if least is not None and not rank_from and named:
+    if size and not size.fixed and not rank_from and named:
         node_rank, rank_from = int(named[1]), "hostname"
     else:
         node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
@@ -103,7 +103,7 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
         head=head,
         port=port_in(env, port_from) if port_from and nnodes > 1 else None,
         job_id=env.get("PET_RDZV_ID", ""),
-        min_nnodes=least,
+        size=size if size and not size.fixed else None,
         source={
             "nnodes": nnodes_from,
             "node_rank": rank_from,

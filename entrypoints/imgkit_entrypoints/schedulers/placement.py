@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,51 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Nodes that a run needs, takes and keeps in reserve: the value of ``--nnodes``."""
+
+    least: int
+    """Fewest nodes that may train."""
+    most: int
+    """Most nodes that train at a time."""
+    spares: int = 0
+    """Further nodes, which wait for the loss of one."""
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Return the size that ``N``, ``MIN:MAX`` or ``N+S`` means.
+
+        Raises
+        ------
+        ValueError : it is none of them.
+        """
+        found = re.fullmatch(r"([0-9]{1,7})(?:([:+])([0-9]{1,7}))?", text.strip(), re.ASCII)
+        if found is None:
+            raise ValueError(f"{text!r} is none of N, MIN:MAX and N+S")
+        first, sign, last = int(found[1]), found[2], int(found[3] or 0)
+        if first < 1:
+            raise ValueError(f"{text!r} asks for {first} nodes; at least 1 must train")
+        if sign == ":" and last < first:
+            raise ValueError(f"{text!r} is not a range MIN:MAX, since MIN is the larger one")
+        return cls(least=first, most=last if sign == ":" else first, spares=last if sign == "+" else 0)
+
+    def __str__(self) -> str:
+        if self.spares:
+            return f"{self.most}+{self.spares}"
+        return f"{self.least}:{self.most}" if self.least < self.most else str(self.most)
+
+    @property
+    def started(self) -> int:
+        """Nodes on which the command is started."""
+        return self.most + self.spares
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is a plain number of nodes."""
+        return self.least == self.most and not self.spares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """One node of a job. It counts nodes, never processes; only `direct` counts ranks."""
 
@@ -45,8 +91,8 @@ class Placement:
     source: Mapping[str, str]
     """Field -> the variables or the flag that it came from."""
     direct: Direct | None = None
-    min_nnodes: int | None = None
-    """MIN of ``--nnodes MIN:MAX``."""
+    size: Size | None = None
+    """The size that was asked for, as a range or with spares; None: all `nnodes` train."""
 
     def numbered(self, nnodes: int, node_rank: int) -> Placement:
         """Return this node's place in a run that `nnodes` nodes have started, numbered by the head."""
@@ -65,15 +111,18 @@ class Wanted:
     """The request of flags and ``IMGKIT_*`` variables; None leaves a field to the scheduler."""
 
     scheduler: str | None = None
-    nnodes: int | None = None
-    """MAX of ``MIN:MAX``."""
-    min_nnodes: int | None = None
+    size: Size | None = None
     node_rank: int | None = None
     head: str | None = None
     port: int | None = None
     direct: bool | None = None
     command: tuple[str, ...] = ("dist-run",)
     """Words of this command, for the errors that show how to start it."""
+
+    @property
+    def nnodes(self) -> int | None:
+        """Nodes on which this command is started, spares included."""
+        return self.size.started if self.size else None
 
 
 class WrongStart(NoPlan):

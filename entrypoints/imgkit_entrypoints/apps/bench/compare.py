@@ -110,11 +110,11 @@ def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
 
 def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapping[str, str]) -> None:
     where = f"--compare {','.join(names)}"
-    if place.direct is not None or place.min_nnodes is not None:
+    if place.direct is not None or place.size is not None:
         raise UsageError(
             "each arm needs workers of its own, started by one launcher per node on a fixed number of nodes",
             where=where,
-            hint="start dist-bench once on every node, without --direct and --nnodes MIN:MAX",
+            hint="start dist-bench once on every node, without --direct, --nnodes MIN:MAX and N+S",
         )
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     for arm in (arms.ARMS[name] for name in names):

@@ -201,7 +201,7 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
         (["dist-train", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["dist-train", "--nproc", "many"], "'many' is not a whole number"),
         (["dist-train", "--device", "tpu"], "none of auto, cuda, cpu"),
-        (["dist-train", "--nnodes", "3:x"], "'x' is not a whole number"),
+        (["dist-train", "--nnodes", "3:x"], "'3:x' is none of N, MIN:MAX and N+S"),
         (["dist-train", "--scheduler", "lsf"], "none of"),
         (["dist-run", "--nproc", "2"], "no script given"),
     ],

@@ -6,18 +6,18 @@ import resource
 import sys
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import forced_end, hang_watch, signals, supervisor
+from imgkit_entrypoints.launch import forced_end, hang_watch, node, signals, supervisor
 from imgkit_entrypoints.launch.request import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
 from imgkit_entrypoints.rollcall.messages import Caller, Identity
-from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
-forced_end.END_STEP_S, supervisor.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
+forced_end.END_STEP_S, node.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
 hang_watch.ANSWER_S = 2.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
-supervisor.TICK_S = options.get("tick_s", 1.0)
+node.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
 if "open_files" in options:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,6 +37,7 @@ place = Placement(
     port=options.get("port"),
     job_id=options.get("job", ""),
     source={},
+    size=Size.parse(options["size"]) if "size" in options else None,
 )
 me = Caller(
     host=f"host{rank}",
@@ -51,10 +52,12 @@ try:
         place=place,
         me=me,
         say=say,
+        max_failures=options.get("max_failures", 0),
         timeouts=Timeouts(
             grace_s=options.get("grace_s", 20.0),
             rollcall_s=options.get("timeout_s", 20.0),
             hang_after_s=options.get("hang_after_s", 0.0),
+            lost_after_s=options.get("lost_s", 2.0),
         ),
     )
 except ImgkitError as error:

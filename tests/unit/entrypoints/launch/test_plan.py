@@ -11,7 +11,7 @@ from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.launch.markers import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING
 from imgkit_entrypoints.launch.request import Request
-from imgkit_entrypoints.schedulers.placement import Direct, Placement
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
 WORKER = ("python3", "-m", "program")
@@ -120,7 +120,7 @@ def test_fixed_nodes_use_static_rendezvous():
 
 
 def test_range_of_nodes_is_numbered_in_the_roll_call():
-    made = make(place=node(4, 3, min_nnodes=2))
+    made = make(place=node(4, 3, size=Size(least=2, most=4)))
     assert flag(made, "--rdzv-backend") == "static"
     assert flag(made, "--nnodes") == NNODES_PENDING
     assert flag(made, "--node-rank") == NODE_RANK_PENDING
@@ -129,12 +129,12 @@ def test_range_of_nodes_is_numbered_in_the_roll_call():
 
 
 def test_range_that_ends_at_one_is_one_node():
-    made = make(place=node(min_nnodes=1))
+    made = make(place=node(size=Size(least=1, most=4)))
     assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("1", "0")
 
 
 def test_no_start_uses_a_rendezvous_that_unpickles():
-    for place in (node(), node(2, 1), node(3, min_nnodes=2)):
+    for place in (node(), node(2, 1), node(3, size=Size(least=2, most=3))):
         made = make(place=place)
         assert flag(made, "--rdzv-backend") == "static"
         assert "--standalone" not in made.argv

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import run_folder, supervisor
+from imgkit_entrypoints.launch import node, run_folder
 from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
 
 STUB = str(Path(__file__).with_name("stub_torchrun.py"))
@@ -168,9 +168,8 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(tmp_path: Path, person_first: bool) -> None:
-    node: Any = SimpleNamespace(stop_folder=tmp_path, grace_s=1.0, say=lambda _: None)
-    child: Any = SimpleNamespace(code=None)
-    seen = supervisor._Supervisor(node, child)
+    around: Any = SimpleNamespace(stop_folder=tmp_path, grace_s=1.0, say=lambda _: None)
+    seen = node.NodeRun(around)
     person = StopRequest(reason="a file", requeue=False)
     requests = (person, StopRequest(reason="SIGTERM", requeue=True))
     for request in requests if person_first else requests[::-1]:

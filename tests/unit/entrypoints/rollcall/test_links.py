@@ -14,10 +14,10 @@ import pytest
 from imgkit_entrypoints.rollcall import descriptors, messages, reader, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.links import Links, Turn
-from imgkit_entrypoints.rollcall.messages import Beat, FromNode, NodeDone, StopAsked
+from imgkit_entrypoints.rollcall.messages import AttemptEnded, Beat, FromNode, StopAsked
 
 LARGE = StopAsked(node="node 0 of 4", reason="x" * 60_000)
-LINE = messages.line(NodeDone(code=0)) + b"\n"
+LINE = messages.line(AttemptEnded(code=0)) + b"\n"
 
 
 class Nodes:
@@ -77,7 +77,7 @@ def test_message_costs_work_for_its_own_link(monkeypatch: pytest.MonkeyPatch) ->
             for rank in (7, 300):
                 nodes.ends[rank].sendall(LINE)
             turn = nodes.until(lambda turn: len(read) == 2)
-            assert sorted(turn.heard) == [(7, NodeDone(code=0)), (300, NodeDone(code=0))]
+            assert sorted(turn.heard) == [(7, AttemptEnded(code=0)), (300, AttemptEnded(code=0))]
             assert sorted(map(id, read)) == sorted(id(nodes.links[rank]) for rank in (7, 300))
 
 
@@ -87,7 +87,7 @@ def test_mute_node_delays_nobody(nodes: Nodes) -> None:
         for rank in (2, 3):
             assert nodes.read(rank, 60_000)
         nodes.ends[2].sendall(LINE)
-        assert nodes.until(lambda turn: bool(turn.heard)).heard == [(2, NodeDone(code=0))]
+        assert nodes.until(lambda turn: bool(turn.heard)).heard == [(2, AttemptEnded(code=0))]
     assert nodes.links[1].unsent
 
 
@@ -136,7 +136,7 @@ def test_node_without_a_whole_line_is_silent(nodes: Nodes, said: bytes) -> None:
         nodes.links[rank].heard -= session.LOST_S + 1
     nodes.ends[2].sendall(said * 10)
     nodes.ends[3].sendall(LINE)
-    assert nodes.until(lambda turn: bool(turn.heard)).heard == [(3, NodeDone(code=0))]
+    assert nodes.until(lambda turn: bool(turn.heard)).heard == [(3, AttemptEnded(code=0))]
     nodes.links.hear(0.01)
     assert nodes.links.look(time.monotonic(), Beat()) == [2]
 
@@ -147,7 +147,7 @@ def test_link_keeps_its_place_under_a_new_number(nodes: Nodes) -> None:
     nodes.links.send(3, LARGE)
     nodes.links.renumber({1: 1, 2: 3, 3: 2})
     nodes.ends[2].sendall(LINE)
-    assert nodes.until(lambda turn: bool(turn.heard)).heard == [(3, NodeDone(code=0))]
+    assert nodes.until(lambda turn: bool(turn.heard)).heard == [(3, AttemptEnded(code=0))]
     assert nodes.links.look(time.monotonic(), Beat()) == [1]
 
 

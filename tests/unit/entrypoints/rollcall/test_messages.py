@@ -24,9 +24,11 @@ from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.links import Links
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
+    AttemptEnded,
     Beat,
     Call,
     Caller,
+    EndAttempt,
     Failed,
     Failure,
     FromHead,
@@ -34,11 +36,11 @@ from imgkit_entrypoints.rollcall.messages import (
     Go,
     Identity,
     Lost,
-    NodeDone,
     Offer,
     Probed,
     ProbeOrder,
     Refused,
+    Start,
     StopAsked,
     StopWanted,
 )
@@ -60,13 +62,19 @@ FROM_NODE: tuple[FromNode, ...] = (
     CALL,
     Beat(span=(-1, 2**62)),
     Beat(),
-    NodeDone(code=85),
+    AttemptEnded(code=85),
+    AttemptEnded(code=1, attempt=3, place=2**62, counts=(1, 2, 4)),
+    AttemptEnded(code=129, place=-1),
     StopWanted(reason="SIGUSR1", requeue=True),
     Probed(failures=(FAILURE,), crowded=True),
 )
 FROM_HEAD: tuple[FromHead, ...] = (
     Beat(span=(3, 5)),
     Go(port=15001, warnings=("the nodes differ in GPU",)),
+    Go(port=15001, warnings=(), nnodes=3, node_rank=2, elastic=True),
+    Start(attempt=2, nnodes=16, node_rank=15, port=15002),
+    Start(attempt=2, nnodes=1, node_rank=None, port=15002),
+    EndAttempt(attempt=2, why="lost node 1 of 17"),
     Refused(what="no", where="a:1", hint="b"),
     ProbeOrder(targets=((1, OFFER), (2, OFFER))),
     Lost(node="node 1 of 2", why="it closed the connection"),
@@ -109,6 +117,10 @@ def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
         b'{"done": "x"}',
         b'{"done": 256}',
         b'{"done": true}',
+        b'{"done": 0, "attempt": 0}',
+        b'{"done": 0, "place": -2}',
+        b'{"done": 0, "counts": [0]}',
+        b'{"done": 0, "counts": 2}',
         b'{"stop": null}',
         b'{"stop": "x", "requeue": 1}',
         b'{"probed": {}}',
@@ -240,7 +252,7 @@ class Fuzzed:
         """Send a line of a node to a head in the session."""
         peer, link, sign = self.pair(reader.from_node)
         self.head._links.add(1, link)
-        self.head._codes.clear()
+        self.head.reports.clear()
         with peer:
             peer.sendall(sign(line) + b"\n")
             self.check(self.head.tick())

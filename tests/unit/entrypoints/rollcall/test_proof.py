@@ -15,7 +15,7 @@ import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, stranger
 
 from imgkit_entrypoints.rollcall import join
-from imgkit_entrypoints.rollcall.messages import AllDone, Lost, StopAsked
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Lost, StopAsked
 from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -80,7 +80,7 @@ def test_same_secret_meets(place: Placement) -> None:
     expected = StopAsked(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
     assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
     for roll in rolls:
-        roll.done(0)
+        roll.ended(AttemptEnded(code=0))
     assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0, 0, 0))]] * 3
     close(rolls)
 

@@ -10,9 +10,9 @@ from rollcall_nodes import CallThread, close, hear, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe
-from imgkit_entrypoints.rollcall.messages import AllDone, Call, Caller, Failed, Lost, Offer
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller, Failed, Lost, Offer
 from imgkit_entrypoints.rollcall.session import Roll
-from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 NEVER_S = 3600.0
 
@@ -25,7 +25,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def place() -> Placement:
     """A range of two or three nodes."""
-    return replace(placement(), nnodes=3, min_nnodes=2)
+    return replace(placement(), nnodes=3, size=Size(least=2, most=3))
 
 
 def met(place: Placement, *ranks: int, **more: object) -> list[Roll]:
@@ -53,16 +53,16 @@ def test_missing_node_leaves_no_gap(place: Placement, secret: bytes | None) -> N
 
 
 def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
-    rolls = met(replace(place, min_nnodes=1), 0)
+    rolls = met(replace(place, size=Size(least=1, most=3)), 0)
     assert numbers(rolls) == [(0, 1)]
-    rolls[0].done(0)
+    rolls[0].ended(AttemptEnded(code=0))
     assert hear(rolls, lambda events: bool(events[0])) == [[AllDone(codes=(0,))]]
     close(rolls)
 
 
 def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
-    place = replace(place, min_nnodes=1)
+    place = replace(place, size=Size(least=1, most=3))
     me, end = Caller(host="as07r3b12"), time.monotonic() + NEVER_S
     with probe.offering("", "") as opened:
         head = gather._Gathering(place, me, opened, NEVER_S, print, lambda: "", None)
@@ -116,7 +116,7 @@ def test_late_node_reads_that_it_cannot_join(place: Placement) -> None:
 
 def test_events_bear_the_numbers_of_the_start(place: Placement) -> None:
     rolls = met(place, 0, 2)
-    rolls[1].done(3)
+    rolls[1].ended(AttemptEnded(code=3))
     events = hear(rolls, lambda events: bool(events[0]))
     assert events[0] == [Failed(node="node 1 of 2 (as07r3b14)", code=3)]
     close(rolls)

@@ -15,7 +15,7 @@ from rollcall_nodes import CallThread, close, hear, meet
 
 from imgkit_entrypoints.rollcall import ports, reader, session
 from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import AllDone, Failed, Identity, Lost, StopAsked
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Failed, Identity, Lost, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, Roll
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -158,17 +158,18 @@ def test_node_that_went_away_can_call_again(place: Placement) -> None:
     close([call.roll() for call in rolls])
 
 
-def test_heartbeat_keeps_quiet_nodes(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_keeps_quiet_nodes(place: Placement) -> None:
     rolls = meet(place)
-    monkeypatch.setattr(session, "LOST_S", 0.5)
+    for roll in rolls:
+        roll.lost_s = 0.5
     assert quiet(rolls, 1.2) == [[], []]
     close(rolls)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_silent_node_is_lost(place: Placement, monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+def test_silent_node_is_lost(place: Placement, silent: int) -> None:
     rolls = meet(place)
-    monkeypatch.setattr(session, "LOST_S", 0.4)
+    rolls[1 - silent].lost_s = 0.4
     other = [rolls[1 - silent]]
     events = hear(other, lambda seen: bool(seen[0]))
     assert isinstance(events[0][0], Lost)
@@ -197,16 +198,16 @@ def test_stop_reaches_all_others(place: Placement) -> None:
 
 def test_barrier_opens_when_all_are_done(place: Placement) -> None:
     rolls = meet(place)
-    rolls[0].done(85)
+    rolls[0].ended(AttemptEnded(code=85))
     assert quiet(rolls, 0.3) == [[], []]
-    rolls[1].done(0)
+    rolls[1].ended(AttemptEnded(code=0))
     assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(85, 0))]] * 2
     close(rolls)
 
 
 def test_failure_is_told_to_all_others(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
-    rolls[2].done(7)
+    rolls[2].ended(AttemptEnded(code=7))
     rolls[2].close()
     events = hear(rolls[:2], lambda seen: all(seen))
     assert events == [[Failed(node="node 2 of 3 (as07r3b14)", code=7)]] * 2
@@ -216,7 +217,7 @@ def test_failure_is_told_to_all_others(place: Placement) -> None:
 
 def test_failed_head_is_not_also_lost(place: Placement) -> None:
     rolls = meet(place)
-    rolls[0].done(1)
+    rolls[0].ended(AttemptEnded(code=1))
     closing = threading.Thread(target=rolls[0].close)
     closing.start()
     events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)

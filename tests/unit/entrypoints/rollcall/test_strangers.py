@@ -23,7 +23,7 @@ from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, pl
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import descriptors, gather, messages, ports, session, strangers
-from imgkit_entrypoints.rollcall.messages import AllDone, Call, Caller
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller
 from imgkit_entrypoints.rollcall.strangers import Strangers
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -95,7 +95,7 @@ def attacker(attack: Attack) -> Iterator[Callable[[], None]]:
 def end_well(rolls: list[session.Roll]) -> None:
     """Let all nodes of a run end, and see that nothing else has happened."""
     for roll in rolls:
-        roll.done(0)
+        roll.ended(AttemptEnded(code=0))
     assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0,) * len(rolls))]] * len(rolls)
     close(rolls)
 
@@ -199,7 +199,7 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         me = Caller(host="head")
         roll = gather.call(place, me, timeout_s=30, say=lambda _: None, secret=secret)
-        roll.done(0)
+        roll.ended(AttemptEnded(code=0))
         while not roll.tick():
             roll.wait([], 0.1)
         ready()
@@ -209,7 +209,7 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
         wait()
         roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
         assert hear([roll], lambda _: False, within_s=1.0) == [[]]
-        roll.done(0)
+        roll.ended(AttemptEnded(code=0))
         until_done()
         assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
         roll.close()

@@ -13,7 +13,7 @@ import pytest
 
 from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Wanted
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size, Wanted
 
 Env = dict[str, str]
 
@@ -320,7 +320,7 @@ def test_every_source_is_a_variable_that_was_set(name: str) -> None:
 
 def test_elastic_pods_keep_their_minimum() -> None:
     env, read, _ = RIGHT["elastic pods with an endpoint"]
-    assert place(env, read).min_nnodes == 1
+    assert place(env, read).size == Size(least=1, most=3)
 
 
 DIRECT: dict[str, tuple[Env, tuple[str, int, int], Direct]] = {
@@ -536,7 +536,7 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "pods with an odd number": (
         {**trainer(1, 2), "PET_NNODES": "two"},
         NOTHING,
-        "'two' is not a whole number",
+        "'two' is none of N, MIN:MAX and N",
         "",
     ),
     "list without this host": (

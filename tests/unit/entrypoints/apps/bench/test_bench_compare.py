@@ -20,7 +20,7 @@ from imgkit_entrypoints.apps.bench.record import reader, values, writer
 from imgkit_entrypoints.cli import options as launch_options
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.request import Series
-from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 FAKE_LOG = {
     "IB": "n1:7:9 [0] NCCL INFO Using network IB\n"
@@ -252,7 +252,7 @@ def test_other_arms_are_refused(text: str) -> None:
     [
         ((), ("--device", "cpu"), None, "only NCCL between GPUs can choose"),
         ((), (), place(nnodes=1), "nothing crosses the network"),
-        ((), (), place(min_nnodes=1), "workers of its own"),
+        ((), (), place(size=Size(least=1, most=2)), "workers of its own"),
         (("--baseline", "old.json"), (), None, "--baseline needs a single run"),
         (("--matrix",), (), None, "--matrix needs a single run"),
         (("--for", "30m"), (), None, "--for needs a single run"),

@@ -1,0 +1,170 @@
+"""The head's decisions about attempts: when one is over, whether another one starts, and with which nodes.
+
+Nodes report to the head, and nobody else decides. The rules are pure functions (membership.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
+from imgkit_entrypoints.launch import membership
+from imgkit_entrypoints.launch.membership import FailedAttempt
+from imgkit_entrypoints.rollcall.session import LeadingRoll
+from imgkit_entrypoints.schedulers.placement import Size
+
+GOOD = (0, EXIT_SAVED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trouble:
+    """The first sign that an attempt fails."""
+
+    after_s: float
+    """Seconds from the attempt's start."""
+    place: int | None
+    code: int
+    """Exit code of the run if this failure ends it."""
+
+
+class Attempts:
+    """All attempts of a run, as the head starts and ends them."""
+
+    def __init__(
+        self,
+        roll: LeadingRoll,
+        size: Size,
+        *,
+        max_failures: int,
+        say: Callable[[str], None],
+        fence: Callable[[int], None],
+    ) -> None:
+        """`fence` is called with an attempt's number before it starts."""
+        self._roll, self._size, self._most = roll, size, max_failures
+        self._say, self._fence = say, fence
+        self._number = 0
+        self._ranks: Mapping[int, int] = {}
+        self._began = 0.0
+        self._counts: Collection[int] = ()
+        self._failures: list[FailedAttempt] = []
+        self._trouble: _Trouble | None = None
+        self._told: set[int] = set()
+        """Lost nodes that are reported."""
+        self._over = False
+        self.noticed = 0.0
+        """Time at which the last failure was noticed, on the monotonic clock."""
+
+    def start(self, but: Collection[int] = ()) -> None:
+        """Start the next attempt with the nodes that are there, without the numbers in `but`.
+
+        Raises
+        ------
+        NoPlan : no port is free.
+        """
+        alive = [number for number in self._roll.alive if number not in but]
+        ranks = membership.assigned(alive, self._size, self._counts, self._ranks or None)
+        if not ranks:
+            self._end(
+                f"{len(alive)} of the nodes are left, and the run needs {self._needed()}",
+                self._trouble.code if self._trouble else EXIT_TOOL_FAILED,
+            )
+            return
+        self._number += 1
+        if self._number > 1:
+            self._say(f"attempt {self._number} starts with {_nodes(len(ranks))}{self._changes(ranks)}")
+        elif waiting := [number for number in alive if number not in ranks]:
+            self._say(f"{_nodes(len(ranks))} train; {self._named(waiting)} wait{'s' * (len(waiting) == 1)}")
+        self._ranks, self._began, self._trouble = ranks, time.monotonic(), None
+        self._fence(self._number)
+        self._roll.start(self._number, ranks)
+
+    def look(self, *, stopped: bool) -> None:
+        """React to what the nodes have reported; `stopped`: the run was asked to save and end."""
+        if self._over or not self._ranks:
+            return
+        lost = {number: why for number, why in self._roll.gone.items() if number not in self._told}
+        for number, why in lost.items():
+            self._told.add(number)
+            who = "" if number in self._ranks else ", a spare"
+            self._say(f"lost {self._roll.named(number)}{who}: {why}")
+        members = self._ranks.keys()
+        codes = {
+            number: self._roll.reports[number].code for number in members if number in self._roll.reports
+        }
+        gone = members & self._roll.gone.keys()
+        bad = {number: code for number, code in codes.items() if code not in GOOD}
+        if (gone or bad) and self._trouble is None:
+            self._note(gone, bad, stopped=stopped)
+        if codes.keys() | gone != members:
+            return
+        if self._trouble is None:
+            self._roll.over(EXIT_SAVED if EXIT_SAVED in codes.values() else 0)
+            self._over = True
+        else:
+            self._decide(gone, codes, stopped=stopped)
+
+    def _note(self, gone: Collection[int], bad: Mapping[int, int], *, stopped: bool) -> None:
+        everyone, self.noticed = self._roll.everyone, time.monotonic()
+        self._trouble = _Trouble(
+            after_s=self.noticed - self._began,
+            place=everyone[1] if everyone else None,
+            code=EXIT_TOOL_FAILED if gone else next(iter(bad.values())),
+        )
+        if gone or not stopped:  # a node that saves may still end well
+            self._roll.end_attempt(self._cause(gone, bad))
+
+    def _decide(self, gone: Collection[int], codes: Mapping[int, int], *, stopped: bool) -> None:
+        """Start another attempt or end the run, now that this one is over on all nodes."""
+        assert self._trouble is not None  # noqa: S101 - the caller branches on it
+        reports = [self._roll.reports[number] for number in codes]
+        places = [one.place for one in reports if one.place is not None]
+        if self._trouble.place is not None:
+            places.append(self._trouble.place)
+        self._counts = next((one.counts for one in reports if one.counts), self._counts)
+        cause = self._cause(gone, {number: code for number, code in codes.items() if code not in GOOD})
+        place = max(places, default=None)
+        self._failures.append(FailedAttempt(cause=cause, place=place, after_s=self._trouble.after_s))
+        if stopped:
+            saved = EXIT_SAVED in codes.values()
+            self._end("the run was asked to stop", EXIT_SAVED if saved else self._trouble.code)
+        elif why := membership.verdict(self._failures, self._most):
+            causes = "; before that: ".join(one.cause for one in self._failures[:-3:-1])
+            self._end(f"{why} ({causes})", self._trouble.code)
+        else:
+            self.start()
+
+    def _cause(self, gone: Collection[int], bad: Mapping[int, int]) -> str:
+        named, why = self._roll.named, self._roll.gone
+        return membership.cause(
+            {named(number): why[number] for number in sorted(gone)},
+            {named(number): code for number, code in bad.items()},
+        )
+
+    def _end(self, why: str, code: int) -> None:
+        self._say(f"no further attempt: {why}")
+        self._roll.over(code)
+        self._over = True
+
+    def _changes(self, ranks: Mapping[int, int]) -> str:
+        """Say which nodes take part in another place than before."""
+        changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
+        idle = sorted(self._ranks.keys() - ranks.keys() - self._roll.gone.keys())
+        parts = [f"{self._roll.named(number)} takes rank {rank}" for rank, number in sorted(changed)]
+        if idle:
+            parts.append(f"{self._named(idle)} wait{'s' * (len(idle) == 1)} as a spare")
+        return "".join(f"; {part}" for part in parts)
+
+    def _named(self, numbers: Collection[int]) -> str:
+        return ", ".join(self._roll.named(number) for number in numbers)
+
+    def _needed(self) -> str:
+        if not self._counts:
+            return f"{self._size.least} or more"
+        allowed = [count for count in self._counts if count >= self._size.least]
+        return f"one of {', '.join(map(str, sorted(allowed)))}: the global batch allows no other number"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" + ("s" if count != 1 else "")

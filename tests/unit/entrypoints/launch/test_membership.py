@@ -1,0 +1,122 @@
+"""Who takes part in the next attempt, and whether there is one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from imgkit_entrypoints.launch.membership import FailedAttempt, assigned, cause, verdict
+from imgkit_entrypoints.schedulers.placement import Size
+
+SPARE = Size.parse("2+1")
+RANGE = Size.parse("2:4")
+
+
+def failed(place: int | None = None, after_s: float = 1000.0) -> FailedAttempt:
+    return FailedAttempt(cause="lost node 1", place=place, after_s=after_s)
+
+
+def test_first_attempt_leaves_the_last_nodes_in_reserve() -> None:
+    assert assigned([0, 1, 2], SPARE) == {0: 0, 1: 1}
+
+
+def test_spare_takes_the_rank_of_the_lost_node() -> None:
+    before = assigned(range(5), Size.parse("4+1"))
+    assert assigned([0, 2, 3, 4], Size.parse("4+1"), (), before) == {0: 0, 4: 1, 2: 2, 3: 3}
+
+
+def test_lost_spare_changes_nothing() -> None:
+    assert assigned([0, 1], SPARE, (), {0: 0, 1: 1}) == {0: 0, 1: 1}
+
+
+def test_node_that_is_left_out_leaves_its_rank_to_the_spare() -> None:
+    assert assigned([0, 2], SPARE) == {0: 0, 2: 1}
+
+
+def test_range_shrinks_without_a_gap() -> None:
+    before = assigned(range(4), RANGE)
+    assert assigned([0, 2, 3], RANGE, (), before) == {0: 0, 2: 2, 3: 1}
+
+
+def test_range_shrinks_to_a_number_that_the_batch_allows() -> None:
+    before = assigned(range(4), RANGE)
+    ranks = assigned([0, 1, 3], RANGE, (1, 2, 4), before)
+    assert ranks == {0: 0, 1: 1}
+
+
+def test_surplus_node_of_a_shrunk_run_is_a_spare() -> None:
+    assert assigned([0, 3], RANGE, (1, 2, 4), {0: 0, 1: 1}) == {0: 0, 3: 1}
+
+
+@pytest.mark.parametrize(
+    ("alive", "size", "counts"),
+    [
+        ([0], SPARE, ()),
+        ([0, 1], Size.parse("4"), ()),
+        ([0, 1, 2], Size.parse("3:4"), (1, 2, 4)),
+        ([], RANGE, ()),
+    ],
+)
+def test_too_few_nodes_are_no_attempt(alive: list[int], size: Size, counts: tuple[int, ...]) -> None:
+    assert assigned(alive, size, counts) == {}
+
+
+@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 3), st.data())
+def test_ranks_are_whole_and_kept_over_any_losses(
+    least: int, more: int, spares: int, data: st.DataObject
+) -> None:
+    size = Size(least=least, most=least + more, spares=spares)
+    alive, before = list(range(size.started)), None
+    while ranks := assigned(alive, size, (), before):
+        assert sorted(ranks.values()) == list(range(len(ranks)))
+        assert ranks[0] == 0
+        assert len(ranks) == min(size.most, len(alive))
+        for number, rank in (before or {}).items():
+            if number in alive and rank < len(ranks):
+                assert ranks[number] == rank
+        before = ranks
+        if len(alive) == 1:
+            break
+        alive.remove(data.draw(st.sampled_from(alive[1:])))
+
+
+def test_first_failure_is_survived() -> None:
+    assert verdict([failed(65, 1.0)], 3) == ""
+
+
+def test_more_failures_than_allowed_end_the_run() -> None:
+    assert "--max-failures 1: the run survives 1 failure" in verdict([failed(65), failed(99)], 1)
+    assert verdict([failed(65)], 0) == "--max-failures 0"
+
+
+@pytest.mark.parametrize("places", [(65, 65), (65, 66), (66, 65), (66, 66)], ids=str)
+def test_same_step_twice_in_a_row_ends_the_run(places: tuple[int, int]) -> None:
+    assert "at step 33" in verdict([failed(9), *map(failed, places)], 9)
+
+
+def test_same_step_after_another_one_is_survived() -> None:
+    assert verdict([failed(65), failed(90), failed(65)], 9) == ""
+
+
+def test_two_quick_failures_without_progress_end_the_run() -> None:
+    assert "5 s and 7 s after the start" in verdict([failed(-1, 5.0), failed(None, 7.0)], 9)
+
+
+@pytest.mark.parametrize(
+    "second", [failed(None, 61.0), failed(10, 5.0)], ids=["later than a minute", "with progress"]
+)
+def test_other_second_failure_is_survived(second: FailedAttempt) -> None:
+    assert verdict([failed(-1, 5.0), second], 9) == ""
+
+
+def test_lost_node_explains_the_failures_of_others() -> None:
+    assert (
+        cause({"node 1": "it closed the connection"}, {"node 0": 1})
+        == "lost node 1: it closed the connection"
+    )
+
+
+def test_signal_of_an_exit_code_is_named() -> None:
+    assert cause({}, {"node 1": 137}) == "node 1 ended with exit code 137 (SIGKILL)"
+    assert cause({}, {"node 1": 7, "node 0": 1}) == "node 1 ended with exit code 7"
