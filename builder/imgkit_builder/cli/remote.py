@@ -228,7 +228,10 @@ def connected(name: str) -> Connection:
 
 def follow(far: Connection, record: SubmittedJob) -> int:
     """Show the job's output until it ends; the result is imgkit's exit code."""
-    from imgkit_builder.job import systems
+    from functools import partial
+
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
     from imgkit_builder.remote import jobs
     from imgkit_builder.remote.connection import Cut
 
@@ -250,25 +253,17 @@ def follow(far: Connection, record: SubmittedJob) -> int:
         raise Cut(
             error.what, where=error.where, hint=f"the job goes on; {back}\n     {error.hint}"
         ) from error
-    system = systems.named(record.system)
-    if not (words := system.outcome(record)):
-        return 0
-    well = system.succeeded(jobs.finished(far, words).output)
-    _remember_end(record, well)
-    if well is None:
+    record = history.ended(record, partial(jobs.finished, far))
+    with contextlib.suppress(
+        OSError
+    ):  # imgkit runs reads it; a folder that cannot be written loses only that
+        submit.keep(record)
+    if record.state == "ended":
         say(f"{record.handle} has ended, and the scheduler no longer knows how")
         return 0
+    well = record.state == "done"
     say(f"{record.handle} has ended {'well' if well else 'with an error'}; imgkit fetch {record.handle}")
     return 0 if well else 1
-
-
-def _remember_end(record: SubmittedJob, well: bool | None) -> None:
-    """Keep how the job ended, for ``imgkit runs``; a folder that cannot be written loses only that."""
-    from imgkit_builder.job import submit
-    from imgkit_builder.project import history
-
-    with contextlib.suppress(OSError):
-        submit.keep(dataclasses.replace(record, state=history.state(well)))
 
 
 def _target(recipe: str) -> Any:

@@ -81,12 +81,12 @@ def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Sub
     text = alive.output.strip()
     if alive.returncode == 0 and text:
         return dataclasses.replace(record, state=text.lower() if len(text.split()) == 1 else "active")
-    well = None
+    return ended(record, run)
+
+
+def ended(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
+    """`record` of a job that has ended, with its final state; `run` as of `asked`."""
+    system, well = systems.named(record.system), None
     if words := system.outcome(record):
         well = system.succeeded(run(words).output)
-    return dataclasses.replace(record, state=state(well))
-
-
-def state(well: bool | None) -> str:
-    """The final state of a job that ended well, with an error, or nobody knows how."""
-    return "ended" if well is None else "done" if well else "failed"
+    return dataclasses.replace(record, state="ended" if well is None else "done" if well else "failed")
