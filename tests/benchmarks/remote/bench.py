@@ -2,11 +2,11 @@
 
     PYTHON tests/benchmarks/remote/bench.py [--repeat N] [PART ...]          as root
 
-PYTHON has imgkit and its tests' packages. The parts are `edit` (an edited line, until the first line of the
-job's output) and `same` (nothing changed, until `sbatch` has answered), with a new connection and an open
-one. Each runs over three wires in turn: none, 20 Mbit/s, and 20 Mbit/s with 30 ms of round trip
-(``tests/lab/remote/wire_proxy.py``). The cluster is the virtual one of ``ci/lab/cluster`` with a real sshd
-and a real Slurm, the image the stand-in without torch.
+PYTHON has imgkit and its tests' packages. The parts are `edit` (an edited line of a copied file, until the
+first line of the job's output), `code` (the same with ``--code``, over the .sif) and `same` (nothing changed,
+until `sbatch` has answered), with a new connection and an open one. Each runs over three wires in turn:
+none, 20 Mbit/s, and 20 Mbit/s with 30 ms of round trip (``tests/lab/remote/wire_proxy.py``). The cluster is
+the virtual one of ``ci/lab/cluster`` with a real sshd and a real Slurm, the image the stand-in without torch.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Site:
             self.far, self.cluster, through=(sys.executable, proxy, *speed, self.counts) if speed else ()
         )
 
-    def edit(self) -> None:
-        """Change one line of the file that the recipe copies."""
-        (self.here / "edited.sh").write_text(f"echo edited {time.monotonic_ns()}\n")
+    def edit(self, folder: str = "") -> None:
+        """Change one line of the file that the recipe copies, or of the one in `folder`."""
+        (self.here / folder / "edited.sh").write_text(f"echo edited {time.monotonic_ns()}\n")
 
     def moved(self) -> float:
         """Bytes on the wire since its proxy began."""
@@ -100,10 +100,23 @@ class Site:
         submitted, began = (time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) for text in times)
         return began - submitted
 
-    def turn(self, *options: str) -> Turn:
-        """Run the recipe and stop the clock at its first line of output."""
-        before = self.moved()
-        words = (*IMGKIT, "run", "--on", "far", "--base", BASE, "--time", "5m", *options)
+    def turn(self, part: str, connection: str = "new") -> Turn:
+        """Edit, run, and stop the clock at the first line of output."""
+        if part != "same":
+            self.edit("code" if part == "code" else "")
+        before = 0.0 if connection == "new" else self.moved()  # each connection has a proxy of its own
+        sifs = (file.name for file in self.here.glob("*.sif"))
+        own = (*sifs, "--code", "code") if part == "code" else ("--base", BASE)
+        words = (
+            *IMGKIT,
+            "run",
+            *own,
+            "--on",
+            "far",
+            "--time",
+            "5m",
+            *(["--detach"] if part == "same" else []),
+        )
         began = time.monotonic()
         with subprocess.Popen(
             (*words, "--", "sh", "/workspace/edited.sh"), cwd=self.here, env={**os.environ, **self.far.env},
@@ -118,8 +131,7 @@ class Site:
             sys.exit(f"imgkit run failed:\n{said[-2000:]}")
         found = re.search(r"(\d+)@far", line + said)
         assert found
-        # A connection that the turn itself opened begins to count anew.
-        carried = moved - before if moved >= before else moved
+        carried = moved - before
         return Turn(
             wall_s=wall_s,
             queue_s=self.queued(found[1]),
@@ -136,13 +148,14 @@ def site() -> Iterator[Site]:
         made = Site(far=far, cluster=cluster, here=folder / "here", counts=folder / "counts")
         made.here.mkdir()
         (made.here / f"{name}.yaml").write_text(RECIPE)
+        (made.here / "code").mkdir()
         made.edit()
         cluster.up(1)
         try:
             login_node(far, cluster)
             words = ("remote", "add", "far", f"far:{folder}/store", "--recipe", f"./{name}.yaml")
             output(*IMGKIT, *words, env=far.env, folder=made.here)
-            made.turn()
+            made.turn("edit")
             yield made
         finally:
             far.disconnect()
@@ -156,7 +169,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("parts", nargs="*", metavar="PART", default=["edit", "same"], help="edit, same")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", default=["edit", "code", "same"], help="edit, code, same"
+    )
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, median (range)")
     print("| part | wire | connection | s | of it in the queue | kB moved |\n|---|---|---|---|---|---|")
@@ -169,9 +184,7 @@ def main() -> None:
                     for connection in ("new", "open"):
                         if connection == "new":
                             made.far.disconnect()
-                        if part == "edit":
-                            made.edit()
-                        turn = made.turn(*(("--detach",) if part == "same" else ()))
+                        turn = made.turn(part, connection)
                         turns.setdefault((part, wire, connection), []).append(turn)
                         print(part, wire, connection, turn, file=sys.stderr, flush=True)
         for key in sorted(turns):
