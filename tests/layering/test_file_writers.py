@@ -122,6 +122,7 @@ OWN_NAMES = {
     '"$said/$rank"': "a folder of mktemp -d",
     '"$requeued"': "a file of mktemp",
     '"$described"': "a file of mktemp",
+    '"$last"': "a file of mktemp",
 }
 
 

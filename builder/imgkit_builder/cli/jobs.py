@@ -158,7 +158,7 @@ def _fanned_out(script: Script) -> int:
     def say(text: str) -> None:
         print(f"imgkit: {text}", file=sys.stderr)
 
-    return fanout.run(script.remote, show=show, say=say, sent=script.sent)
+    return fanout.run(script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides)
 
 
 def verb_status(
@@ -303,7 +303,8 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
         "name": job.name,
-        "nodes": [job.min_nodes, job.nodes],
+        "nodes": [job.size.least, job.nodes],
+        "spares": job.size.spares,
         "gpus": job.gpus,
         "cpus": job.cpus,
         "time": job.time,

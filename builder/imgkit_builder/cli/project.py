@@ -117,7 +117,7 @@ def verb_init(
     queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
-    nodes: str = typer.Option("1", metavar="N|MIN:MAX", help="Number of nodes."),
+    nodes: str = typer.Option("1", metavar="N|MIN:MAX|N+S", help="Number of nodes."),
     keep: bool = typer.Option(False, "--keep", help="Leave files that are there, and write the others."),
     as_json: bool = RESULT_JSON,
 ) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from imgkit_builder.job import fields
 from imgkit_builder.job.request import Request
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.schedulers.placement import Size
 
 STOP_BEFORE_S = 120
 """The launcher's grace period, and as much again: Slurm's signal can come up to a minute early."""
@@ -15,13 +14,25 @@ SHORT_S = 600
 """Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
 
-def nodes(text: str) -> tuple[int, int]:
-    """Least and most nodes of ``N`` or ``MIN:MAX``."""
-    match = re.fullmatch(r"(?:(\d{1,5}):)?(\d{1,5})", text)
-    least, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
-    if not 1 <= least <= most:
-        raise UsageError(f"{text!r} nodes", where="--nodes", hint="N, or MIN:MAX with MIN from 1")
-    return least, most
+def nodes(text: str) -> Size:
+    """Nodes that ``N``, ``MIN:MAX`` or ``N+SPARES`` asks for."""
+    try:
+        return Size.parse(text)
+    except ValueError as error:
+        raise UsageError(
+            str(error), where="--nodes", hint="a number, MIN:MAX, or N+SPARES such as 16+1"
+        ) from None
+
+
+def failures(request: Request) -> int | None:
+    """Failures that the run survives; None leaves the number to the launcher."""
+    if request.max_failures is not None and request.max_failures < 0:
+        raise UsageError(
+            f"{request.max_failures} failures",
+            where="--max-failures",
+            hint="a number; 0: the first ends the run",
+        )
+    return request.max_failures
 
 
 def gpus(recipe: Target, request: Request) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from imgkit_builder.job.flags import flag
 from imgkit_builder.job.ssh import fanout
+from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.descriptor import Delta
@@ -28,8 +29,15 @@ class Request:
     """``dist-...`` with its arguments."""
     nodes: str = flag(
         "",
-        metavar="N|MIN:MAX",
-        help="Number of nodes (default: 1, or all --hosts). MIN:MAX takes as many as there are.",
+        metavar="N|MIN:MAX|N+S",
+        help="Number of nodes (default: 1, or all --hosts). MIN:MAX takes as many as there are. 16+1 takes "
+        "17 nodes, one as a spare for a node that is lost.",
+    )
+    max_failures: int | None = flag(
+        None,
+        metavar="K",
+        help="Lost nodes and failed workers after which the workers start again (default: 3 with spares or a "
+        "range, else 0).",
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
@@ -150,8 +158,10 @@ class Job:
     """The system's own flags; `flags` reads them."""
     command: tuple[str, ...]
     name: str
-    min_nodes: int
-    nodes: int
+    size: Size
+    """Nodes that train, and spares."""
+    max_failures: int | None
+    """Failures that the run survives; None leaves the number to the launcher."""
     gpus: int
     """GPUs per node."""
     cpus: int | None
@@ -187,9 +197,19 @@ class Job:
     warnings: tuple[str, ...] = field(default=())
 
     @property
+    def nodes(self) -> int:
+        """The most nodes on which the command starts, spares among them."""
+        return self.size.started
+
+    @property
     def elastic(self) -> bool:
-        """Whether nodes can come and go."""
-        return self.min_nodes != self.nodes
+        """Whether `nodes` is the upper end of a range."""
+        return self.size.least < self.size.most
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the launchers go on when a node is lost: nothing may end them for it."""
+        return not self.size.fixed and self.max_failures != 0
 
     @property
     def makes_secret(self) -> bool:
@@ -218,6 +238,8 @@ class Script:
     """Hosts, and the line for the shell of each; ssh starts all of them, and `submit` is not used."""
     sent: fanout.Sent = fanout.NOTHING
     """What each of them reads first."""
+    head_decides: bool = False
+    """Whether the run is over when the first host's line is, and not when that of any host fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from imgkit_builder.recipe.problems import choices
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.schedulers.placement import Size
 
 
 def resolve(recipe: Target, request: Request) -> Job:
@@ -25,7 +26,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     facts = recipe.system
     system = systems.named(facts.scheduler)
     own = next((each for each in request.system_flags if isinstance(each, system.flags)), system.flags())
-    least, most = limits.nodes(request.nodes or str(system.default_nodes(own)))
+    size = limits.nodes(request.nodes or str(system.default_nodes(own)))
     gpus = limits.gpus(recipe, request)
     cpus = limits.cpus(recipe, request, gpus)
     time = limits.time(recipe, request)
@@ -50,8 +51,8 @@ def resolve(recipe: Target, request: Request) -> Job:
         system_flags=own,
         command=command,
         name=fields.check("--name", request.name or recipe.name),
-        min_nodes=least,
-        nodes=most,
+        size=size,
+        max_failures=limits.failures(request),
         gpus=gpus,
         cpus=cpus,
         time=time,
@@ -67,7 +68,7 @@ def resolve(recipe: Target, request: Request) -> Job:
         names=_names(request, system),
         env_file=contents.env_file(request, run_by, directory),
         settings={
-            **_settings(recipe, request, system, gpus=gpus, least=least, most=most),
+            **_settings(recipe, request, system, gpus=gpus, size=size),
             **contents.secret(request, directory),
         },
         directory=directory,
@@ -163,7 +164,7 @@ def _names(request: Request, system: System) -> tuple[str, ...]:
 
 
 def _settings(
-    recipe: Target, request: Request, system: System, *, gpus: int, least: int, most: int
+    recipe: Target, request: Request, system: System, *, gpus: int, size: Size
 ) -> Mapping[str, str]:
     """Options of the launcher that follow from the request, as its variables."""
     settings = {}
@@ -175,8 +176,10 @@ def _settings(
         settings["IMGKIT_NPROC"] = str(request.nproc)
     elif request.gpus and not system.hides_gpus:
         settings["IMGKIT_NPROC"] = str(request.gpus)
-    if least != most:
-        settings["IMGKIT_NNODES"] = f"{least}:{most}"
-    if system.placement and most > 1:
+    if not size.fixed:
+        settings["IMGKIT_NNODES"] = str(size)
+    if request.max_failures is not None:
+        settings["IMGKIT_MAX_FAILURES"] = str(request.max_failures)
+    if system.placement and size.started > 1:
         settings["IMGKIT_SCHEDULER"] = system.placement
     return settings

@@ -91,8 +91,7 @@ class _Finder:
 
     def rows(self) -> Iterator[ValueSource]:
         job, queue = self.job, ("system", "queue")
-        nodes = f"{job.min_nodes}:{job.nodes}" if job.elastic else str(job.nodes)
-        yield self._row("nodes", nodes)
+        yield self._row("nodes", str(job.size))
         yield self._row("gpus", job.gpus, ("system", "node", "gpus"))
         yield self._row("cpus", job.cpus, ("system", "node", "cpus_per_gpu"), ("system", "node", "cpus"))
         yield self._row("time", job.time, (*queue, "time"))

@@ -18,7 +18,7 @@ from imgkit_entrypoints.schedulers.environment import (
     present,
     short,
 )
-from imgkit_entrypoints.schedulers.placement import Placement, Read
+from imgkit_entrypoints.schedulers.placement import Placement, Read, Size
 
 NAME = "manual"
 
@@ -92,7 +92,7 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def start_argv(
-    command: Sequence[str], *, nnodes: int, node_rank: int | str, head: str, port: int | None = None
+    command: Sequence[str], *, nnodes: int | Size, node_rank: int | str, head: str, port: int | None = None
 ) -> tuple[str, ...]:
     """Words for one node. The options follow the command's name: words after a script are the script's."""
     words = list(command)

@@ -53,6 +53,9 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
 FORWARD: tuple[str, ...] = ()
 """Variables that a job script passes to the processes: none, srun passes the whole environment on."""
 
+OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+"""srun's options for a step that goes on without a lost node; the job needs --no-kill as well."""
+
 # Not every *_PACK_GROUP_*: 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
 
@@ -122,17 +125,24 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def start_argv(
-    command: Sequence[str], *, nnodes: int | None, cpus: int | None = None, options: Sequence[str] = ()
+    command: Sequence[str],
+    *,
+    nnodes: int | None,
+    cpus: int | None = None,
+    outlives_nodes: bool = False,
+    options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
 
-    If `nnodes` is None, the command runs on all nodes of the job.
+    If `nnodes` is None, the command runs on all nodes of the job. With `outlives_nodes`, neither a task that
+    ends nor a lost node ends the others.
     """
     counts = () if nnodes is None else (f"--nodes={nnodes}", f"--ntasks={nnodes}")
     return (
         *("srun", *counts, "--ntasks-per-node=1"),
         *(() if cpus is None else (f"--cpus-per-task={cpus}",)),
-        *("--kill-on-bad-exit=1", *options, *command),
+        *(OUTLIVES_NODES if outlives_nodes else ("--kill-on-bad-exit=1",)),
+        *(*options, *command),
     )
 
 

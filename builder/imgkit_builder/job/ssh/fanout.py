@@ -113,27 +113,42 @@ class _Host:
 
 
 def run(
-    remote: Sequence[tuple[str, str]], *, show: Show, say: Callable[[str], None], sent: Sent = NOTHING
+    remote: Sequence[tuple[str, str]],
+    *,
+    show: Show,
+    say: Callable[[str], None],
+    sent: Sent = NOTHING,
+    head_decides: bool = False,
 ) -> int:
     """Run each host's line in its shell; returns the first exit code that was not 0.
+
+    When one host has failed, the others have `PEERS_S` to end.
 
     The first Ctrl-C or TERM asks all commands to end. The second one forces them to, within seconds.
 
     Parameters
     ----------
     sent : what the guards of the lines read first.
+    head_decides : only the first host counts. The others go on without a host that has failed.
     """
     with _signals() as (got, wake), _started(remote, sent.data()) as nodes:
-        return _FanOutLoop(nodes, got, wake, show, say).run()
+        return _FanOutLoop(nodes, got, wake, show, say, head_decides).run()
 
 
 class _FanOutLoop:
     """The loop over output of the hosts, signals and time limits."""
 
     def __init__(
-        self, nodes: Sequence[_Host], got: list[int], wake: int, show: Show, say: Callable[[str], None]
+        self,
+        nodes: Sequence[_Host],
+        got: list[int],
+        wake: int,
+        show: Show,
+        say: Callable[[str], None],
+        head_decides: bool,
     ) -> None:
         self.nodes, self.got, self.show, self.say = nodes, got, show, say
+        self.head_decides = head_decides
         self.wake = wake
         self.first = 0
         self.asked = 0
@@ -182,12 +197,11 @@ class _FanOutLoop:
                 continue
             code = node.process.returncode
             node.code = code if code >= 0 else 128 - code
-            if node.code == 0:
-                continue
-            if not self.got:
+            if node.code != 0 and not self.got:
                 what = "could not be reached, or ssh" if node.code == SSH_FAILED else "its command"
                 self.say(f"{node.host}: {what} ended with exit code {node.code}")
-            if self.first == 0:
+            decides = node is self.nodes[0] if self.head_decides else node.code != 0
+            if decides and self.first == 0:
                 self.first = node.code
                 self.deadline = time.monotonic() + PEERS_S
 

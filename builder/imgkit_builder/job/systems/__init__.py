@@ -38,6 +38,8 @@ class System(Protocol):
     """
     passes_names: bool = False
     """Whether ``--env NAME`` works: the value gets from here to the program without being in any text."""
+    spares_take_over: bool = False
+    """Whether nothing here ends the launchers of the other nodes when a node is lost."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
 
@@ -59,7 +61,8 @@ class System(Protocol):
 
     def doubts(self, job: Job) -> Iterable[str]:
         """Warnings: requests that the user may not have meant."""
-        return (*program_starts_once(job), *part_of_nodes(job))
+        waits = () if self.spares_take_over else spare_waits_for_nothing(job)
+        return (*program_starts_once(job), *part_of_nodes(job), *waits)
 
     def before_submission(self, job: Job) -> None:
         """Raise UsageError for what can be known only where the job is submitted."""
@@ -123,6 +126,17 @@ def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:
     if job.nodes == 1 or not 0 < job.gpus < all_gpus:
         return ()
     return (f"{job.nodes} nodes with {job.gpus} of {all_gpus} GPUs each{note}; whole nodes are faster",)
+
+
+def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
+    """A warning if a spare cannot replace a node that is lost during the run."""
+    if not job.size.spares:
+        return ()
+    title = job.recipe.system.title or job.recipe.name
+    return (
+        f"--nodes {job.size}: on {title} a lost node ends the run on all nodes; a spare only replaces a node "
+        "that the preflight finds bad",
+    )
 
 
 OPTIONAL: Mapping[str, str] = {

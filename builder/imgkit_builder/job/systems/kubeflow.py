@@ -128,14 +128,21 @@ def _asked(job: Job) -> _Asked:
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
     if job.elastic:
-        # Workers only: all are alike, and the first one is the head. A pod that fails starts again: when one
-        # is lost, all others fail, and meet anew.
+        # Workers only: all are alike, and the first one is the head. A pod that fails starts again: when the
+        # first one is lost, all others fail, and meet anew.
         replicas = {"Worker": (job.nodes, "OnFailure")}
+    elif job.outlives_nodes:
+        # The master's exit code is the job's. A master that was killed (128 and more) starts again, as do the
+        # workers, which fail without it. For a worker with Never, one lost pod would make the job "failed",
+        # although the run goes on; with OnFailure the operator makes a new pod.
+        replicas = {"Master": (1, "ExitCode"), "Worker": (job.nodes - 1, "OnFailure")}
     else:
         replicas = {"Master": (1, "Never"), "Worker": (job.nodes - 1, "Never")}
-    policy = {"rdzvPort": PORT, "minReplicas": job.min_nodes, "maxReplicas": job.nodes}
+    policy = {"rdzvPort": PORT, "minReplicas": job.size.least, "maxReplicas": job.nodes}
+    # Pods that have ended stay, and so do their logs. A worker that comes back too late would call for ever.
+    clean = "Running" if job.outlives_nodes else "None"
     spec = {
-        "runPolicy": {"cleanPodPolicy": "None"},  # pods that have ended stay, and so do their logs
+        "runPolicy": {"cleanPodPolicy": clean},
         **({"elasticPolicy": policy} if job.elastic else {}),
         "pytorchReplicaSpecs": {
             role: {"replicas": count, "restartPolicy": restart, "template": _pod(job)}
@@ -166,11 +173,12 @@ def _pod(job: Job) -> dict[str, Any]:
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
-    if job.elastic:
+    if not job.size.fixed:
+        why = "a TrainJob has no range of nodes (since Trainer 2.2)"
+        if job.size.spares:
+            why = "a TrainJob ends on all nodes when one pod has failed a few times"
         raise UsageError(
-            f"--nodes {job.min_nodes}:{job.nodes}, but a TrainJob has no range of nodes (since Trainer 2.2)",
-            where="--format",
-            hint="--format pytorchjob, or --nodes N",
+            f"--nodes {job.size}, but {why}", where="--format", hint="--format pytorchjob, or --nodes N"
         )
     asked, folder = _asked(job), pods.directory(job)
     trainer = {

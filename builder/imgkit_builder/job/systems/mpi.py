@@ -13,7 +13,7 @@ from imgkit_builder.job import container, fields
 from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Script
 from imgkit_builder.job.ssh import fanout, hostlist
-from imgkit_builder.job.systems import local, part_of_nodes, program_starts_once
+from imgkit_builder.job.systems import local, part_of_nodes, program_starts_once, spare_waits_for_nothing
 from imgkit_builder.job.words import line
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -60,6 +60,8 @@ class Mpi(local.ForegroundSystem):
         if not job.flags(MpiFlags).direct:
             yield from program_starts_once(job)
         yield from part_of_nodes(job)
+        if not job.flags(MpiFlags).ssh:
+            yield from spare_waits_for_nothing(job)
 
     def before_submission(self, job: Job) -> None:
         """Raise UsageError for an order of hosts that mpirun would change."""
@@ -89,7 +91,7 @@ def _check(job: Job) -> None:
             "mpirun starts all nodes or none, so --nodes cannot be a range",
             where="--nodes",
             hint=f"--nodes {job.nodes}; or on each host: dist-run --nnodes "
-            f"{job.min_nodes}:{job.nodes} --node-rank RANK --head HOST",
+            f"{job.size} --node-rank RANK --head HOST",
         )
     if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.flags(MpiFlags).ssh):
         raise UsageError(
@@ -179,13 +181,18 @@ def _by_ssh(job: Job) -> Script:
         command = _node_command(job, rank)
         rows.append(line(("ssh", "-t", host, _remote(job, _started(job, command)))))
         remote.append((host, _remote(job, _guarded(job, command))))
-    if program := _torch_program(job.command):
+    if job.size.fixed and (program := _torch_program(job.command)):
         rows.append("# The same by PyTorch's own launcher:")
         for rank, host in enumerate(hosts):
             words = _started(job, _torch_launch(job, program, rank))
             rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, words)))}")
     return Script(
-        text="\n".join(rows) + "\n", submit=(), foreground=True, remote=tuple(remote), sent=_sent(job)
+        text="\n".join(rows) + "\n",
+        submit=(),
+        foreground=True,
+        remote=tuple(remote),
+        sent=_sent(job),
+        head_decides=job.outlives_nodes,
     )
 
 
@@ -196,8 +203,8 @@ def _node_command(job: Job, rank: int) -> tuple[str, ...]:
         return job.command
     head = _head(job)
     if job.command[0].startswith("dist-") and job.command[0] != "dist-env":
-        return manual.start_argv(job.command, nnodes=len(hosts), node_rank=rank, head=head)
-    place = {"IMGKIT_NNODES": len(hosts), "IMGKIT_NODE_RANK": rank, "IMGKIT_HEAD": head, "MASTER_ADDR": head}
+        return manual.start_argv(job.command, nnodes=job.size, node_rank=rank, head=head)
+    place = {"IMGKIT_NNODES": job.size, "IMGKIT_NODE_RANK": rank, "IMGKIT_HEAD": head, "MASTER_ADDR": head}
     return ("env", *(f"{name}={value}" for name, value in place.items()), *job.command)
 
 

@@ -57,6 +57,8 @@ class Pods(System):
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
         if all(text.endswith(":ro") for text in job.flags(PodFlags).pvcs) and not request.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
+        if job.size.spares and format_of(job) == "runai":
+            yield f"--nodes {job.size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
         if format_of(job) == "runai":
             odd = [
                 word for word in (*job.command, *request.env, str(request.directory)) if quote(word) != word

@@ -98,7 +98,7 @@ def _environment(job: Job) -> Iterator[str]:
 def _replicas(job: Job) -> tuple[str, ...]:
     if not job.elastic:
         return ()
-    return ("--min-replicas", str(job.min_nodes), "--max-replicas", str(job.nodes))
+    return ("--min-replicas", str(job.size.least), "--max-replicas", str(job.nodes))
 
 
 def _ways(job: Job, name: str, project: str) -> tuple[str, ...]:

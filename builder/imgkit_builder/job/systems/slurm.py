@@ -19,6 +19,7 @@ class Slurm(System):
 
     passes_names = True  # sbatch and salloc hand their environment on
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
+    spares_take_over = True
 
     def script(self, job: Job) -> Script:
         """The script for ``sbatch``, or the ``salloc`` line of an interactive job."""
@@ -37,12 +38,12 @@ class Slurm(System):
                 *(
                     # B: the signal goes to the script alone. A step's signal reaches every process of it. For
                     # ordinary users one of them serves the image's files; the run would die of a bus error.
-                    (f"--signal=B:USR1@{job.stop_before_s}", "--requeue", "--open-mode=append")
-                    if job.stop_before_s
-                    else ()
+                    (f"--signal=B:USR1@{job.stop_before_s}",) if job.stop_before_s else ()
                 ),
+                *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
             ),
-            start=line(_start(job, job.command)),
+            start=line(_start(job, container.start(job, job.command))),
+            start_in_node=line(_start(job, (*_IN_NODE, *container.start(job, job.command)))),
         )
         return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
 
@@ -95,9 +96,10 @@ def _place(job: Job) -> tuple[str, str]:
 
 def _asked(job: Job) -> tuple[str, ...]:
     """The resources to request; directives and salloc take the same words."""
-    nodes = f"{job.min_nodes}-{job.nodes}" if job.elastic else str(job.nodes)
+    nodes = f"{job.size.least}-{job.nodes}" if job.elastic else str(job.nodes)
     return (
         f"--nodes={nodes}",
+        *(("--no-kill",) if job.outlives_nodes else ()),
         "--ntasks-per-node=1",
         *((f"--gres=gpu:{job.gpus}",) if job.gpus else ()),
         *((f"--cpus-per-task={job.cpus}",) if job.cpus else ()),
@@ -110,15 +112,20 @@ def _asked(job: Job) -> tuple[str, ...]:
     )
 
 
-def _start(job: Job, command: Sequence[str]) -> tuple[str, ...]:
+_IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
+"""Words that run a launcher within the function of templates/job/slurm-spares.sh.j2."""
+
+
+def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
     # srun does not read --network from the script's directives.
     network = tuple(word for word in job.recipe.system.queue.options if word.startswith("--network="))
     # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive when
     # somebody edits the script.
     cpus = (Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'),) if job.cpus else ()
     return slurm.start_argv(
-        container.start(job, command),
+        words,
         nnodes=None if job.elastic else job.nodes,
+        outlives_nodes=job.outlives_nodes,
         options=(*cpus, *network),
     )
 
@@ -128,7 +135,7 @@ def _typed(job: Job) -> str:
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
     words = (
-        _start(job, job.command)
+        _start(job, container.start(job, job.command))
         if job.command
         else ("srun", "--nodes=1", "--ntasks=1", *cpus, "--pty", *container.shell(job))
     )

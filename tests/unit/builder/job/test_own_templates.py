@@ -11,6 +11,7 @@ from imgkit_builder.job import resolve, template
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.schedulers.placement import Size
 
 
 @pytest.fixture
@@ -49,5 +50,5 @@ def test_templates_use_values_filters_and_macros(job: Job, tmp_path: Path) -> No
         "{{ twice(job.nodes) }} {{ range(2) | list }} {{ 'a,b'.split(',') | join('-') }} "
         "{{ 'x y' | sh_quote }}"
     )
-    alone = dataclasses.replace(job, nodes=3)
+    alone = dataclasses.replace(job, size=Size.parse("2+1"))
     assert template.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"

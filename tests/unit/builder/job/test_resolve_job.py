@@ -81,6 +81,23 @@ def test_part_of_a_node_on_several_is_doubted() -> None:
 def test_job_without_gpus_tells_the_launcher() -> None:
     assert job(gpus=0, nproc=20).settings == {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}
     assert job(nodes="1:3").settings == {"IMGKIT_NNODES": "1:3"}
+    assert job(nodes="2+1", max_failures=0).settings == {"IMGKIT_NNODES": "2+1", "IMGKIT_MAX_FAILURES": "0"}
+
+
+def test_spares_are_nodes_of_the_job() -> None:
+    found = job(nodes="16+1", gpus=1)
+    assert (found.nodes, found.makes_secret) == (17, True)
+    assert "17 nodes with 1 of 4 GPUs" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "failures", "outlives"),
+    [("2", None, False), ("2", 3, False), ("2+1", None, True), ("2+1", 0, False), ("1:3", None, True)],
+)
+def test_only_a_run_with_nodes_to_spare_outlives_one(
+    nodes: str, failures: int | None, outlives: bool
+) -> None:
+    assert job(nodes=nodes, max_failures=failures).outlives_nodes is outlives
 
 
 def test_plain_program_is_doubted() -> None:
@@ -107,6 +124,10 @@ def test_plain_program_is_doubted() -> None:
         ({"nodes": "0"}, "--nodes"),
         ({"nodes": "3:2"}, "--nodes"),
         ({"nodes": "two"}, "--nodes"),
+        ({"nodes": "0+1"}, "--nodes"),
+        ({"nodes": "2+"}, "--nodes"),
+        ({"nodes": "1:2+1"}, "--nodes"),
+        ({"max_failures": -1}, "--max-failures"),
         ({"gpus": -1}, "--gpus"),
         ({"cpus": 0}, "--cpus"),
         ({"nproc": 0}, "--nproc"),

@@ -45,13 +45,33 @@ def line(*words: str) -> str:
     return shlex.join(fanout.guarded(words))
 
 
-def run(*remote: tuple[str, str]) -> tuple[int, list[str]]:
+def run(*remote: tuple[str, str], head_decides: bool = False) -> tuple[int, list[str]]:
     told: list[str] = []
 
     def show(host: str, text: bytes, error: bool) -> None:
         told.append(f"{host} {'error' if error else 'output'} {text.decode()}")
 
-    return fanout.run(remote, show=show, say=lambda text: told.append(f"said {text}")), told
+    say = lambda text: told.append(f"said {text}")  # noqa: E731
+    return fanout.run(remote, show=show, say=say, head_decides=head_decides), told
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_run_with_a_spare_outlives_a_host_and_ends_with_its_head(
+    hosts: None, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(fanout, "PEERS_S", 0.2)
+    begun = ("a", line("sh", "-c", f"sleep 1; exit {code}"))
+    found, told = run(begun, ("gone", ""), ("c", line("sleep", "60")), head_decides=True)
+    assert found == code
+    assert told[0].startswith("gone error")
+    assert told[-1] == "said c: its command ended with exit code 143"
+
+
+def test_head_that_is_gone_ends_the_others(hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "PEERS_S", 0.2)
+    found, told = run(("gone", ""), ("b", line("sleep", "60")), head_decides=True)
+    assert found == 255
+    assert "said asking b to end as well" in told
 
 
 @pytest.fixture

@@ -198,6 +198,24 @@ def test_elastic_pods_learn_their_number_from_the_label() -> None:
     assert rank["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 
 
+def test_lost_worker_does_not_end_a_job_with_a_spare() -> None:
+    found = document("pytorchjob", nodes="2+1")
+    assert understood(found) == found
+    assert "elasticPolicy" not in found["spec"]
+    roles = found["spec"]["pytorchReplicaSpecs"].items()
+    assert {name: (role["replicas"], role["restartPolicy"]) for name, role in roles} == {
+        "Master": (1, "ExitCode"),
+        "Worker": (2, "OnFailure"),
+    }
+
+
+@pytest.mark.parametrize("nodes", ["2+1", "1:3"])
+def test_train_job_refuses_other_than_fixed_nodes(nodes: str) -> None:
+    error = refused("trainjob", nodes=nodes)
+    assert f"--nodes {nodes}, but a TrainJob" in error.what
+    assert "--format pytorchjob" in (error.hint or "")
+
+
 def test_project_is_a_namespace_and_its_scheduler() -> None:
     found = document("pytorchjob", queue="mlo-me")
     assert found["metadata"]["namespace"] == "runai-mlo-me"

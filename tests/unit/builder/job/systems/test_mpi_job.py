@@ -105,6 +105,27 @@ def test_each_host_gets_its_rank() -> None:
     assert all(text.endswith(f"--node-rank {rank} --head 10.0.0.1") for rank, text in enumerate(printed))
 
 
+def test_spare_is_a_host_like_the_others() -> None:
+    made = script(changed(HELLO, hosts=("a", "b", "c"), nodes="2+1", ssh=True))
+    assert made.head_decides
+    assert [shlex.split(text)[-6:-2] for _, text in made.remote] == [
+        ["--nnodes", "2+1", "--node-rank", rank] for rank in "012"
+    ]
+    assert "torch.distributed.launch" not in made.text  # it has no spares
+
+
+def test_mpirun_ends_a_run_in_spite_of_its_spare() -> None:
+    request = changed(HELLO, hosts=("a", "b", "c"), nodes="2+1")
+    (warning,) = job(request).warnings
+    assert "a lost node ends the run on all nodes" in warning
+    assert job(changed(request, ssh=True)).warnings == ()
+
+
+def test_spare_without_a_host_is_refused() -> None:
+    with pytest.raises(UsageError, match="3 nodes, but 2 hosts"):
+        script(changed(HELLO, nodes="2+1", ssh=True))
+
+
 def test_own_program_gets_its_rank_by_variables() -> None:
     made = script(changed(HELLO, command=("./serve",), ssh=True, runtime="host"))
     words = shlex.split(made.remote[1][1])

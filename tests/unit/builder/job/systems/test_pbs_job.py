@@ -233,6 +233,12 @@ def test_interactive_command_is_refused() -> None:
     assert caught.value.where == "--interactive"
 
 
+def test_spare_serves_the_preflight_alone() -> None:
+    (warning,) = job(nodes="2+1").warnings
+    assert "a spare only replaces a node that the preflight finds bad" in warning
+    assert "select=3:" in text(nodes="2+1")
+
+
 def test_time_before_the_end_is_not_used() -> None:
     assert any("--stop-before is not used" in warning for warning in job(stop_before_s=60).warnings)
     with pytest.raises(UsageError, match="stop-before"):

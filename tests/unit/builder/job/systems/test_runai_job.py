@@ -149,6 +149,7 @@ def test_elastic_range_is_passed_on() -> None:
         ({"command": ("dist-run", "$HOME")}, "'$HOME': older runai clients"),
         ({"gpus": 4}, "pods may share a node"),
         ({"account": "a1"}, "--account is not used"),
+        ({"nodes": "2+1"}, "RunAI decides what follows a lost pod"),
     ],
 )
 def test_doubt_is_a_warning(given: dict[str, Any], doubt: str) -> None:

@@ -69,6 +69,29 @@ def test_elastic_job_takes_the_nodes_it_was_given() -> None:
     assert not any(word.startswith("--nodes") for word in srun(script))
 
 
+def test_job_with_a_spare_outlives_a_node() -> None:
+    script = text(nodes="2+1", stop_before_s=0)
+    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --requeue"} <= set(script.splitlines())
+    assert {"--nodes=3", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(srun(script))
+
+
+def test_job_that_survives_no_failure_is_a_plain_one() -> None:
+    plain, spared = text(nodes="3"), text(nodes="2+1", max_failures=0)
+    settings = "export IMGKIT_NNODES=2+1\nexport IMGKIT_MAX_FAILURES=0\n"
+    assert spared.replace(settings, "") == plain
+
+
+def test_spares_start_in_a_template_of_a_user(tmp_path: Path) -> None:
+    (tmp_path / "slurm.sh.j2").write_text("{{ start }}\n")
+    command = srun(text(templates=tmp_path, nodes="2+1"))
+    assert command[command.index("--wait=0") + 2] == "singularity"  # and not in a shell function of ours
+
+
+def test_interactive_job_with_a_spare_outlives_a_node() -> None:
+    line = text(interactive=True, nodes="2+1")
+    assert line.count("--no-kill") == 2  # of the allocation and of the step
+
+
 @pytest.mark.parametrize("word", ["--x y", "--x='y'", "--x\n#SBATCH --y", "", "--x=$HOME", "--x\\"])
 def test_option_that_is_no_word_is_refused(word: str) -> None:
     with pytest.raises(UsageError) as caught:

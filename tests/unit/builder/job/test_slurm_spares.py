@@ -1,0 +1,160 @@
+"""The Slurm script of a job with spares, run by a real bash with STUBS of Slurm and of the runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from imgkit_builder.cli.app import build_app
+
+STUBS = {
+    # Three tasks. It returns when all have ended, as with --no-kill --kill-on-bad-exit=0 --wait=0.
+    "srun": """
+while [[ $1 != bash ]]; do shift; done
+for id in 0 1 2; do SLURM_NODEID=$id "$@" & done
+trap 'echo ended srun; pkill -P "$(jobs -p | paste -sd,)"; exit 143' TERM
+wait
+exit 1
+""",
+    "scontrol": """
+if [[ $1 == requeue ]]; then echo "$*" >> asked; exit 1; fi
+[[ $# == 2 ]] && printf '%s\\n' node1 node2 node3 || cat left
+""",
+    "squeue": "cat left\n",
+    "scancel": 'echo "scancel $*" >> asked\n',
+    "sleep": "exec /bin/sleep 0.02\n",
+    # The launcher of node N is the file `launcher N`.
+    "singularity": 'exec bash "launcher $SLURM_NODEID"\n',
+}
+NOTHING = "exit 1\n"
+SLEEPS = "exec /bin/sleep 60\n"
+
+
+def writes(result: str) -> str:
+    return f'echo "{result}" > "$IMGKIT_RUN_DIR/result"\n'
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """``start(LAUNCHER, LAUNCHER, LAUNCHER)``: the script of a job of 2+1 nodes with these launchers."""
+    where = ("--directory", str(tmp_path), "--nodes", "2+1", "--stop-before", "0")
+    words = ("job", "mn5", "-A", "a", "--qos", "q", "--time", "10m", *where, "--", "dist-hello")
+    done = CliRunner().invoke(build_app(("job", "list")), words, catch_exceptions=False)
+    (tmp_path / "job").write_text(f"module() {{ :; }}\nexport -f module\n{done.stdout}")
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "left").write_text("node1\nnode2\nnode3\n")
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*launchers: str) -> subprocess.Popen[str]:
+        for number, text in enumerate(launchers):
+            (tmp_path / f"launcher {number}").write_text(text)
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+        pipe = subprocess.PIPE
+        script = subprocess.Popen(
+            ["bash", "job"],
+            cwd=tmp_path,
+            env=env,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(script)
+        return script
+
+    yield run
+    for script in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.communicate()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def code(script: subprocess.Popen[str]) -> int:
+    script.communicate(timeout=20)
+    return script.returncode
+
+
+def asked(folder: Path) -> list[str]:
+    return (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
+
+
+@pytest.mark.parametrize("said", ["0", "1", "85"])
+def test_result_counts_and_not_the_code_of_srun(start: Start, said: str) -> None:
+    assert code(start(writes(f"7.0 {said}") + "exit 3\n", NOTHING, NOTHING)) == int(said)
+
+
+def test_task_that_does_not_return_is_ended_after_the_result(start: Start) -> None:
+    script = start(writes("7.0 0"), NOTHING, SLEEPS)
+    stdout, _ = script.communicate(timeout=20)
+    assert (script.returncode, "ended srun" in stdout) == (0, True)
+
+
+def test_launcher_of_the_head_that_was_killed_ends_the_job(start: Start, tmp_path: Path) -> None:
+    assert code(start("kill -KILL $$\n", NOTHING, SLEEPS)) == 137
+    assert asked(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["8.0 0", "7.0 0 0", "7.0", "", "7.0 $(id)"])
+def test_file_that_is_no_result_of_this_job_is_not_taken(start: Start, text: str) -> None:
+    assert code(start(f"echo '{text}' > \"$IMGKIT_RUN_DIR/result\"; exit 3", NOTHING, NOTHING)) == 3
+
+
+def test_result_of_an_earlier_start_is_removed(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "runs/mn5-7").mkdir(parents=True)
+    (tmp_path / "runs/mn5-7/result").write_text("7.0 0\n")
+    assert code(start("exit 3\n", NOTHING, NOTHING)) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_result_of_a_stranger_is_not_taken(start: Start) -> None:
+    planted = writes("7.0 0") + 'chown 12345 "$IMGKIT_RUN_DIR/result"; exit 3\n'
+    assert code(start(planted, NOTHING, NOTHING)) == 3
+
+
+def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) -> None:
+    """Slurm ends what is left of a task whose first process has ended: the launcher could not save."""
+    script = start("trap 'exit 85' TERM; touch ready; while :; do /bin/sleep 0.02; done\n", NOTHING, NOTHING)
+    until((tmp_path / "ready").exists)
+    (ended,) = (tmp_path / "runs/mn5-7").glob(".ended.????????")
+    os.killpg(script.pid, signal.SIGTERM)  # as scancel does
+    until(lambda: ended.read_text() == "85\n")
+
+
+def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Start, tmp_path: Path) -> None:
+    start(SLEEPS, NOTHING, NOTHING)
+    ended = tmp_path / "runs/mn5-7"
+    until(lambda: bool(list(ended.glob(".ended.*"))))
+    time.sleep(1)  # more than ten of the stub's seconds
+    assert asked(tmp_path) == []  # the first node is still part of the job
+    (tmp_path / "left").write_text("node2\nnode3\n")
+    until(lambda: len(asked(tmp_path)) >= 2)
+    assert asked(tmp_path)[0] == "requeue 7"
+    until(lambda: "scancel 7" in asked(tmp_path))  # the stub refuses to requeue, as some sites do
+
+
+def test_slurm_that_does_not_answer_requeues_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "left").write_text("")
+    start(SLEEPS, NOTHING, NOTHING)
+    until(lambda: bool(list((tmp_path / "runs/mn5-7").glob(".ended.*"))))
+    time.sleep(1)
+    assert asked(tmp_path) == []
