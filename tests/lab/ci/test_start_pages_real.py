@@ -12,10 +12,12 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, ROOT, Cluster, docker, output, run, until
+from remotekit import far_host, login_node
 
 ON_CPU = ("--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=2")
 
@@ -117,6 +119,50 @@ def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "train.py" in shell(take(lines, "imgkit run"), mine, "--plan")
     assert "no runs yet" in shell(take(lines, "imgkit runs"), folder)
     assert [line.split()[1] for line in lines] == ["logs", "fetch", "compare"]
+
+
+@pytest.mark.cluster
+@pytest.mark.sshd
+@pytest.mark.soak
+def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
+    """The page's address is replaced by the virtual cluster's, as the page tells its reader to do."""
+    lines = commands("cluster")
+    lines = lines[: lines.index(BY_HAND)]
+    place = Path(f"/tmp/imgkit-page-{os.getpid()}")
+    cluster = Cluster(state=place / "c")
+    with ExitStack() as stack:
+        far = stack.enter_context(far_host(place))
+        stack.callback(cluster.down)
+        cluster.up(2, "--cpus", "80")
+        for node in ("login", "node1", "node2"):  # where a login finds a site's modules
+            put = 'echo "module() { :; }" > /etc/profile.d/modules.sh'
+            assert cluster("exec", node, "--", "sh", "-c", put).returncode == 0
+        login_node(far, cluster)
+
+        def typed(line: str, where: Path, *flags: str) -> str:
+            words, mark, command = line.partition(" -- ")
+            done = far.imgkit(*words.split()[1:], *flags, *mark.split(), *command.split(), folder=where)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout + done.stderr
+
+        one = ("--base", standin, "--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=1")
+        address = take(lines, "imgkit remote add mn5").split()
+        address[4] = f"far:{place}/store"
+        typed(" ".join(address), folder)
+        typed(take(lines, "imgkit remote check mn5"), folder)
+        typed(take(lines, "imgkit init"), folder)
+        mine = folder / take(lines, "cd ").removeprefix("cd ")
+        typed(take(lines, "imgkit run --plan"), mine)
+        assert "all_reduce of ones: 2" in typed(take(lines, "imgkit run -- dist-hello"), mine, *one)
+        trained = typed(take(lines, "imgkit run"), mine, *one)
+        assert "step 2000/2000" in trained
+        found = re.search(r"(\d+@mn5) has ended well", trained)
+        assert found
+        assert found[1] in typed(take(lines, "imgkit runs"), mine)
+        for verb in ("logs", "fetch"):
+            typed(take(lines, f"imgkit {verb}").replace("4711@mn5", found[1]), mine)
+        assert [*mine.glob("runs/*/metrics.jsonl")]
+        assert [line.split()[1] for line in lines] == ["compare"]  # tests/lab/remote compares two runs
 
 
 @pytest.mark.cluster
