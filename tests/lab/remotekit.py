@@ -100,6 +100,19 @@ class FarHost:
         os.kill(int(found[1]), signal.SIGKILL)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FarSite:
+    """A person's folder here, and a login node with a store."""
+
+    far: FarHost
+    cluster: Cluster
+    here: Path
+    store: Path
+
+    def imgkit(self, *words: object, **env: str) -> Done:
+        return self.far.imgkit(*words, folder=self.here, env=env)
+
+
 def login_node(
     host: FarHost, cluster: Cluster, user: str = "root", *, through: Sequence[object] = ()
 ) -> None:

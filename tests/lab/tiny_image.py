@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 BUSYBOX = Path("/bin/busybox")
-PROGRAMS = ("cat", "mkdir", "echo", "true", "rm", "chmod", "test", "ping")
+PROGRAMS = ("cat", "env", "mkdir", "echo", "true", "rm", "chmod", "test", "ping")
 SHELL = """#!/bin/busybox sh
 # A build asks sed and Python for things that busybox does not have.
 sed() { :; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.request import CodeRecord, Job
     from imgkit_builder.remote.connection import Connection
+    from imgkit_builder.remote.conversion import Conversion
     from imgkit_builder.remote.store import Store
 
 _WORTH = 0.5
@@ -37,6 +39,8 @@ class Wanted:
     """Most bytes per second to send."""
     code: CodeFolder | None = None
     """A folder to lay over the image."""
+    conversion: Conversion | None = None
+    """The archive of the image, which the remote converts; None for a recipe or a .sif."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class Placed:
     code: CodeRecord | None = None
     code_files: tuple[str, ...] = ()
     """Paths of the deltas of the code, lowest first."""
+    conversion: str = ""
+    """The job that made the .sif of an archive, as ``imgkit logs`` takes it."""
 
     @property
     def image_id(self) -> str:
@@ -86,7 +92,9 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
     from imgkit_builder.sif import image
 
     name = ""
-    if wanted.recipe:
+    if wanted.conversion:
+        image_id = wanted.conversion.archive.image_id
+    elif wanted.recipe:
         image_id = _built(wanted, report)
     else:
         record = image.read(wanted.sif).record
@@ -96,7 +104,7 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
                 where=str(wanted.sif),
                 hint="imgkit sif makes one of an archive or image",
             )
-        image_id, name = record.image_id, store.name_of(record)
+        image_id, name = record.image_id, image.store_name(record)
     report.stage(f"look at {far.remote.name}")
     there = store.look(far, image_id=image_id, program=program, wanted=name)
     if not there.has_program:
@@ -105,7 +113,7 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
             where="--on",
             hint=f"imgkit remote check {far.remote.name}",
         )
-    placed = _image(wanted, far, there, image_id, name, report)
+    placed = _image(wanted, far, there, image_id, name, program, report)
     if wanted.code is None:
         return placed
     files = _code(wanted, wanted.code, far, there, report)
@@ -113,18 +121,54 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
 
 
 def _image(
-    wanted: Wanted, far: Connection, there: Store, image_id: str, name: str, report: Reporter
+    wanted: Wanted,
+    far: Connection,
+    there: Store,
+    image_id: str,
+    name: str,
+    program: str,
+    report: Reporter,
 ) -> Placed:
     """Send the image if the remote lacks it; `name` is that of a .sif in the store."""
     if placed := _placed(there, whole=wanted.whole):
         report.note(f"to send: nothing; {far.remote.name} has the image")
+        _forget_archives(far, there)
         return placed
+    if wanted.conversion:
+        return _by_job(wanted, wanted.conversion, far, there, program, report)
     if wanted.recipe and not wanted.whole and (placed := _by_delta(wanted, far, there, image_id, report)):
         return placed
     if wanted.recipe:
         name = _converted(wanted, report)
     _sent(wanted, far, there, wanted.sif, f"images/{name}", report)
     return Placed(home=there.home, image=f"images/{name}")
+
+
+def _by_job(
+    wanted: Wanted, ordered: Conversion, far: Connection, there: Store, program: str, report: Reporter
+) -> Placed:
+    """Let a job there convert the archive."""
+    from imgkit_builder.remote import conversion, store
+
+    after, job = conversion.convert(
+        ordered,
+        far,
+        there,
+        look=lambda: store.look(far, image_id=ordered.archive.image_id, program=program),
+        send=lambda file, target: _sent(wanted, far, there, file, target, report),
+        report=report,
+    )
+    _forget_archives(far, after)
+    return Placed(home=after.home, image=f"images/{after.images[0]}", conversion=job)
+
+
+def _forget_archives(far: Connection, there: Store) -> None:
+    """Remove the archives of an image that is there as a .sif; what cannot go stays for imgkit remote gc."""
+    from imgkit_builder.remote import conversion
+    from imgkit_builder.remote.connection import ScriptFailed
+
+    with contextlib.suppress(ScriptFailed):
+        conversion.remove_archives(far, there)
 
 
 def _code(
@@ -180,13 +224,12 @@ def _built(wanted: Wanted, report: Reporter) -> str:
 def _converted(wanted: Wanted, report: Reporter) -> str:
     """Make the .sif here; the result is its name in the store."""
     from imgkit_builder.cli.conversion import engine_image, helper, terminable
-    from imgkit_builder.remote import store
-    from imgkit_builder.sif import convert
+    from imgkit_builder.sif import convert, image
     from imgkit_builder.sif.options import Options
 
     with terminable(), engine_image(wanted.recipe) as source:
         options = Options(helper=helper(source))
-        return store.name_of(convert.convert(source, wanted.sif, options, report).record)
+        return image.store_name(convert.convert(source, wanted.sif, options, report).record)
 
 
 def _by_delta(

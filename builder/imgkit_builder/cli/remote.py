@@ -139,7 +139,7 @@ def gc(
     delete: bool = typer.Option(False, "--delete", help="Remove these files; default: list them."),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """List the images and deltas there that nothing uses, and remove them with --delete.
+    """List images, deltas and archives there that nothing uses; --delete removes them.
 
     A file is in use if it was sent or chosen in the last N days, if a run of that
     time used it, or if a job that waits or runs names it. Runs and files that

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
+    from imgkit_builder.remote.conversion import Conversion
 
 SCHEMA = 1
 _WATCH_S = 30
@@ -45,15 +45,18 @@ class _Plan:
     sif: Path
     """The .sif here, which may have to be made."""
     request: Request
+    conversion: Conversion | None = None
+    """The archive, which the remote converts; None for a recipe or a .sif."""
 
 
 def verb_run(
     flags: typer.Context,
     recipe: str = typer.Argument(
         "",
-        metavar="[RECIPE|X.sif] -- COMMAND...",
+        metavar="[RECIPE|X.sif|ARCHIVE] -- COMMAND...",
         autocompletion=complete_names,
-        help="What to run (default: the recipe of imgkit.toml, or the remote's).",
+        help="What to run (default: the recipe of imgkit.toml, or the remote's). An archive or OCI folder is "
+        "converted by a job there.",
     ),
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (imgkit remote add; default: that of imgkit.toml)."
@@ -94,8 +97,9 @@ def verb_run(
       imgkit run --on mn5 --time 10m -- dist-hello
       imgkit run --on mn5 --time 10m --code . -- dist-run /workspace/train.py
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
+      imgkit run mine.tar --on mn5 --time 10m -- dist-bench
     """
-    from imgkit_builder.cli import bring
+    from imgkit_builder.cli import bring, far_archive
     from imgkit_builder.job import check, systems
     from imgkit_builder.project import origins
     from imgkit_builder.remote import config, connection, jobs
@@ -103,13 +107,14 @@ def verb_run(
     project = project_here()
     given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     remote = config.find(on or _stated_remote(project))
-    plan = _planned(recipe, given, project, remote.recipe)
+    plan = _planned(recipe, given, project, remote.recipe, as_json=as_json)
     jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
     if plan_only:
         first = (
             origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
             origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
+            *(far_archive.told(plan.conversion, _EARLY, remote.name) if plan.conversion else ()),
         )
         explained(early, given, project, first=first, without=("image", "directory"), as_json=as_json)
         return
@@ -132,6 +137,7 @@ def verb_run(
             whole=whole,
             most_per_s=None if bwlimit is None else bwlimit * 1e6,
             code=code,
+            conversion=plan.conversion,
         )
         placed = bring.bring(wanted, far, script.submit[0], report)
         report.stage(f"submit to {remote.name}")
@@ -146,6 +152,7 @@ def verb_run(
             "image": job.image,
             "delta": job.overlay or None,
             "code": dataclasses.asdict(job.code) if job.code else None,
+            "conversion": placed.conversion or None,
             "folder": placed.home,
             "name": job.name,
         }
@@ -185,7 +192,9 @@ def _stated_remote(project: ProjectFile | None) -> str:
     )
 
 
-def _planned(recipe: str, given: Request, project: ProjectFile | None, default: str) -> _Plan:
+def _planned(
+    recipe: str, given: Request, project: ProjectFile | None, default: str, *, as_json: bool
+) -> _Plan:
     """What runs: `recipe`, or that of imgkit.toml, or the remote's `default`."""
     from imgkit_builder.job import baked
     from imgkit_builder.project import origins
@@ -223,10 +232,11 @@ def _planned(recipe: str, given: Request, project: ProjectFile | None, default: 
     if image.is_sif(file):
         return _Plan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
     if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in _RECIPE_FILES):
-        raise UsageError(
-            f"{file} is no .sif, and imgkit run sends no archive: many clusters lack what converts it",
-            where="RECIPE",
-            hint=f"imgkit sif {shlex.quote(word)}, then imgkit run {shlex.quote(stem(word))}.sif --on NAME",
+        from imgkit_builder.cli import far_archive
+
+        wanted = far_archive.ordered(file, request, default, keep=_kept, as_json=as_json)
+        return _Plan(
+            word=word, target=wanted.target, recipe="", sif=Path(), request=request, conversion=wanted
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"

@@ -76,6 +76,12 @@ def verb_sif(
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="X.sif", help="File to write (default: NAME.sif here)."
     ),
+    store: Path | None = typer.Option(
+        None,
+        "--store",
+        metavar="DIR",
+        help="Write into DIR, under the name by which imgkit run finds the .sif in images/ of a remote.",
+    ),
     origin: Origin | None = typer.Option(
         None,
         "--from",
@@ -128,9 +134,7 @@ def verb_sif(
         reporter(as_json=as_json, verbose=verbose) as report,
         _source(image, origin) as (source, system),
     ):
-        if image == "-" and output is None:
-            raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
-        target = output or Path(f"{stem(image)}.sif")
+        target = _target(image, output, store)
         options = Options(
             runtime=runtime,
             module_hint=module_line(system),
@@ -141,13 +145,26 @@ def verb_sif(
             limits=TarLimits(entries=max_entries, hint=_MORE_ENTRIES),
             force=force,
             test=not no_test,
+            by_digest=store is not None,
             helper=helper(source if isinstance(source, EngineImage) else None),
         )
         if dry_run:
             text, data = _planned(source, target, options)
         else:
-            text, data = _result(convert.convert(source, target, options, report), target)
+            converted = convert.convert(source, target, options, report)
+            text, data = _result(converted, target.with_name(converted.path.name))
     show(data, text, as_json=as_json)
+
+
+def _target(image: str, output: Path | None, store: Path | None) -> Path:
+    """The file to write; in a store, the name that stands for it until its digests are known."""
+    if output is not None and store is not None:
+        raise UsageError("-o and --store both say where the .sif goes", where="--store", hint="leave out one")
+    if store is not None:
+        return store / f"{stem(image)}.sif"
+    if image == "-" and output is None:
+        raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
+    return output or Path(f"{stem(image)}.sif")
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> s
 def making(job: Job) -> tuple[str, ...]:
     """The words that make the image of a job which makes one."""
     request = job.request
+    if job.maker:
+        return job.maker
     if request.archive is not None:
         return (*process.own_words(), "sif", str(request.archive.absolute()), "-o", job.image)
     file = Path(request.build)

@@ -194,12 +194,19 @@ class Job:
     """The code over the image and its delta; None if there is none."""
     code_files: tuple[str, ...] = ()
     """Paths of its deltas, lowest first."""
+    maker: tuple[str, ...] = ()
+    """The words that make the image of a job which makes one, where another imgkit than this does."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
     def nodes(self) -> int:
         """The most nodes on which the command starts, spares among them."""
         return self.size.started
+
+    @property
+    def title(self) -> str:
+        """The job's name in the queue and in the name of its output."""
+        return f"{self.name}-sif" if self.request.making else self.name
 
     @property
     def elastic(self) -> bool:

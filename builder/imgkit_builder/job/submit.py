@@ -37,7 +37,7 @@ def submit(job: Job, script: Script) -> SubmittedJob:
     return SubmittedJob(
         id=systems.named(job.system).job_id(b"".join(output).decode()) or job.name,
         system=job.system,
-        name=f"{job.name}-sif" if job.request.making else job.name,
+        name=job.title,
         recipe=job.recipe.name,
         directory=job.directory,
         queue=job.queue,

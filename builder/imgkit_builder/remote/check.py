@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder.base.checks import Check
 from imgkit_builder.job.ssh.doctor import CLOCKS_S
-from imgkit_builder.remote import store
+from imgkit_builder.remote import converter, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
 
@@ -73,13 +73,9 @@ if bash -lc 'type module' > /dev/null 2>&1 < /dev/null; then
     found=$(timeout 20 bash -lc 'module -t avail' 2>&1 < /dev/null)
     echo "modules $(echo "$found" | grep -iE '^(singularity|apptainer)' | head -n 8 | tr '\\n' ' ')"
 fi
-for one in python3 python3.13 python3.12 python3.11 python3.10; do
-    if found=$("$one" -c 'import sys; v = sys.version_info; print("%d %d.%d" % ((v >= (3, 10),) + v[:2]))' \\
-        2> /dev/null < /dev/null); then
-        echo "python $found $(command -v "$one")"
-    fi
-done
-if command -v mksquashfs > /dev/null 2>&1; then echo "mksquashfs $(mksquashfs -version 2>&1 | head -n 1)"; fi
+"""
+    + converter.PROBE
+    + """\
 if command -v curl > /dev/null 2>&1; then
     internet=no
     if curl -sI -m 4 https://example.com > /dev/null 2>&1 < /dev/null; then internet=yes; fi
@@ -105,12 +101,8 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     wanted = _SUBMITS.get(target.system.scheduler, "") if target else ""
     values = {"folder": connection.remote.folder, "program": wanted or "sbatch"}
     began = time.time()
-    output = b"".join(connection.stream(_PROBE, values, words=modules)).decode(errors="replace")
+    answer = converter.answer_of(b"".join(connection.stream(_PROBE, values, words=modules)))
     middle = (began + time.time()) / 2
-    answer: dict[str, list[str]] = {}
-    for line in output.splitlines():
-        name, _, value = line.partition(" ")
-        answer.setdefault(name, []).append(value.strip())
     return (
         *_login(answer, connection),
         _scheduler(answer, target, wanted),
@@ -231,18 +223,17 @@ def _quota(row: str) -> str:
 
 
 def _programs(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Iterator[Check]:
-    pythons = [row.split(" ", 2) for row in answer.get("python", [])]
-    new = next((row for row in pythons if row[0] == "1"), None)
-    if new:
-        yield Check(name="python", verdict="ok", found=f"{new[1]} ({new[2]})")
+    found = converter.of_answer(answer)
+    if found.python:
+        loaded = f", after module load {found.module}" if found.module else ""
+        yield Check(name="python", verdict="ok", found=f"{found.version} ({found.python}){loaded}")
     else:
-        old = f"{pythons[0][1]}, older than 3.10" if pythons else "none"
-        yield Check(name="python", verdict="skip", found=f"{old}; imgkit run does not need it")
-    squash = answer.get("mksquashfs")
+        old = f"{found.version}, older than 3.10" if found.version else "none"
+        yield Check(name="python", verdict="skip", found=f"{old}; only a run of an archive needs it")
     yield Check(
         name="mksquashfs",
-        verdict="ok" if squash else "skip",
-        found=squash[0] if squash else "none; imgkit run does not need it",
+        verdict="ok" if found.squash else "skip",
+        found=found.squash or "none; only a run of an archive needs it",
     )
     internet = answer.get("internet", ["unknown: there is no curl"])[0]
     yield Check(

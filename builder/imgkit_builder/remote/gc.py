@@ -11,20 +11,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.job import systems
-from imgkit_builder.remote import jobs
+from imgkit_builder.remote import jobs, store
 from imgkit_builder.remote.connection import Connection
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-_MADE = r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)|code-[0-9a-f]{64}(-[0-9a-f]{12})?\.imgdelta)"
-_PART = r"\.[0-9a-f]{12}\.part"
-_PATH = re.compile(rf"(images|deltas)/({_MADE}|\.{_MADE}({_PART}|({_PART})?\.gone))")
-"""Names that imgkit gives: a whole file, a part of one, and one that a removal has put aside."""
+_MADE = (
+    r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta|tar)|code-[0-9a-f]{64}(-[0-9a-f]{12})?\.imgdelta"
+    r"|imgkit-[0-9a-f]{64}\.pyz)"
+)
+_PART = r"\.([0-9a-f]{12}\.part|[0-9a-f]{8}\.part|lock)"
+_PATH = re.compile(rf"({'|'.join(store.PLACES)})/({_MADE}|\.{_MADE}({_PART}|({_PART})?\.gone))")
+"""Names that imgkit gives: a whole file, a part of one that a transfer or a conversion left, the lock of a
+conversion, and one that a removal has put aside.
+"""
 
 _LIST = """\
 cd -- "$folder" 2> /dev/null || { echo "clock $(date +%s)"; echo end; exit 0; }
 echo "clock $(date +%s)"
-for place in images deltas; do
+for place in {places}; do
     if [ -d "$place" ]; then find "$place/" -maxdepth 1 -type f -printf 'file %T@ %s %p\\n'; fi
 done
 if [ -d runs ]; then find runs/ -mindepth 1 -maxdepth 1 -printf 'run %T@ %f\\n'; fi
@@ -33,7 +38,7 @@ if [ -d jobs ]; then
     find jobs/ -maxdepth 1 -type f -exec grep '' /dev/null {} + | sed 's/^/says /'
 fi
 echo end
-"""
+""".replace("{places}", " ".join(store.PLACES))
 # A file is put aside first: a submission that chooses it meanwhile either renews its time, or misses it and
 # says so. In both cases no job waits for a file that is gone.
 _REMOVE = """\
@@ -103,7 +108,7 @@ def find_unused(connection: Connection, days: int) -> Unused:
     waiting: dict[str, Collection[str] | None] = {}
     unknown = []
     for name in dict.fromkeys(note.system for note in notes):
-        waiting[name], why = _unfinished(connection, name)
+        waiting[name], why = unfinished(connection, name)
         unknown += [why] if why else []
     return choose(files, notes, waiting, clock_s - days * DAY_S, tuple(unknown))
 
@@ -188,7 +193,7 @@ def choose(
     return Unused(files=tuple(free), kept=kept, ended=tuple(ended), before_s=before_s, unknown=unknown)
 
 
-def _unfinished(connection: Connection, name: str) -> tuple[Collection[str] | None, str]:
+def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | None, str]:
     """Ids of all jobs of a system that have not ended; or None, and why nobody knows them."""
     try:
         words = systems.named(name).unfinished()

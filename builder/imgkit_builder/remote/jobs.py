@@ -18,9 +18,9 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
 
-# Its first words are the system, the job's name, its .sif, its delta and two of its code: the note in jobs/
-# tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
-# variables have any name.
+# Its first words are the system, the job's name and four files, such as .sif, delta and two of code: the note
+# in jobs/ tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the
+# user's variables have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -79,15 +79,20 @@ exit 0
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
-def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
+def submit(connection: Connection, job: Job, script: Script, *, uses: Sequence[str] = ()) -> SubmittedJob:
     """Submit `script` in the job's folder on the remote; returns the record to follow it by.
+
+    Parameters
+    ----------
+    uses : paths of at most four files that must be there (default: the image, its delta and the code).
 
     Raises
     ------
     ToolFailed : the scheduler refused; quotes its message. Or the connection was cut, and the job may wait.
     """
     remote = connection.remote
-    folder, used = str(job.directory), (job.image, job.overlay, *job.code_files, "", "")[:4]
+    folder = str(job.directory)
+    used = (*(uses or (job.image, job.overlay, *job.code_files)), "", "", "")[:4]
     # In the script, which goes through standard input: no argument list holds a value.
     values = {name: os.environ[name] for name in job.names}
     export = f"export {' '.join(job.names)}\n" if job.names else ""
@@ -98,7 +103,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
                 {**values, "folder": folder, "program": script.submit[0]},
                 words=(
                     job.system,
-                    job.name,
+                    job.title,
                     *(path.removeprefix(f"{folder}/") for path in used),
                     *script.submit,
                 ),
@@ -119,7 +124,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     return SubmittedJob(
         id=system.job_id(output.decode(errors="replace")) or job.name,
         system=job.system,
-        name=job.name,
+        name=job.title,
         recipe=job.recipe.name,
         directory=job.directory,
         queue=job.queue,

@@ -1,9 +1,8 @@
-"""imgkit's folder on a remote: ``images``, ``deltas``, ``runs``, ``jobs``; and which image a job can use."""
+"""imgkit's folder on a remote: its `PLACES`, ``runs`` and ``jobs``; and which image a job can use."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,13 @@ from imgkit_builder.job import fields
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
 from imgkit_builder.sif import image
-from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 EDGE_BYTES = 32768
 """What is read from each end of a .sif: the table is in the first, imgkit's record in the last."""
+
+PLACES = ("images", "deltas", "archives", "tools")
+"""Folders of files that imgkit sends or has made there."""
 
 FIND_OWNER = """\
 owner=
@@ -41,12 +42,15 @@ mkdir -p -- "$folder" || exit 1
     + FIND_OWNER
     + """\
 if [ -n "$owner" ]; then echo end; exit 0; fi
-cd -- "$folder" && mkdir -p images deltas runs jobs || exit 1
+cd -- "$folder" && mkdir -p {places} runs jobs || exit 1
 echo "home $(pwd -P)"
 echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 for file in images/*.sif; do echo "name ${file#images/}"; done
 for file in deltas/code-*.imgdelta; do echo "code ${file#deltas/}"; done
+for file in archives/"$image"-*.tar tools/imgkit-*.pyz; do
+    if [ -f "$file" ]; then echo "sent $file"; fi
+done
 for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
     if [ -f "$file" ] && size=$(wc -c < "$file"); then
         echo "file $((size)) ${file##*/}"
@@ -56,7 +60,7 @@ for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
     fi
 done
 echo end
-"""
+""".replace("{places}", " ".join(PLACES))
 )
 
 
@@ -87,21 +91,8 @@ class Store:
     """All names in ``images``; a file gets its name when it is whole."""
     codes: tuple[str, ...]
     """Names in ``deltas`` of code."""
-
-
-def name_of(record: ImgkitRecord) -> str:
-    """The name that the .sif with `record` has in the store.
-
-    Raises
-    ------
-    UsageError : the record does not say which image it is.
-    """
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", record.image_id):
-        raise UsageError("the .sif does not say which image it holds", hint="convert it again by imgkit sif")
-    content = record.root_sha256
-    if record.deltas:
-        content = hashlib.sha256(" ".join((content, *record.deltas)).encode()).hexdigest()
-    return f"{record.image_id[7:]}-{content[:12]}.sif"
+    sent: tuple[str, ...] = ()
+    """Paths of archives of the image, and of the one-file tools that convert them."""
 
 
 def base_name(base: BaseSif) -> str:
@@ -137,6 +128,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     home, owner, free, there = "", "", None, False
     names: list[str] = []
     codes: list[str] = []
+    sent: list[str] = []
     images: list[str] = []
     deltas: list[HeldDelta] = []
     for word, value, body in _rows(output):
@@ -152,6 +144,8 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
             names.append(value)
         elif word == "code":
             codes.append(value)
+        elif word == "sent":
+            sent.append(value)
         elif word == "file":
             size, _, name = value.partition(" ")
             with _ends(int(size), body) as path:
@@ -169,6 +163,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
         deltas=tuple(deltas),
         names=tuple(names),
         codes=tuple(codes),
+        sent=tuple(sent),
     )
 
 
@@ -246,7 +241,7 @@ def _is_whole(path: Path, name: str, wanted: str) -> bool:
     """Whether the .sif is whole, and has the name that its record gives it."""
     try:
         record = image.read(path).record
-        if record is None or name != name_of(record):
+        if record is None or name != image.store_name(record):
             return False
     except (CheckFailed, UsageError):
         return False

@@ -139,6 +139,8 @@ def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converte
     coverage.put_record(part, record)
     _check_content(job, made, sif, way)
     clock.stage("make durable")
+    if job.options.by_digest:
+        target = target.with_name(image.store_name(record))
     files.publish(part, target)
     clock.finish()
     return Converted(
@@ -188,19 +190,20 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
             and _is_packed_well(record, means, options)
         )
 
-    found = None if options.force else coverage.undamaged(target, wanted)
-    if found is None:
-        return None
-    sif, record = found
-    return Converted(
-        path=target,
-        size_bytes=sif.size_bytes,
-        arch=sif.arch,
-        record=record,
-        up_to_date=True,
-        stages=(),
-        log=None,
-    )
+    named = target.parent.glob(f"{config.image_id[7:]}-*.sif") if options.by_digest else (target,)
+    for path in () if options.force else named:
+        if found := coverage.undamaged(path, wanted):
+            sif, record = found
+            return Converted(
+                path=path,
+                size_bytes=sif.size_bytes,
+                arch=sif.arch,
+                record=record,
+                up_to_date=True,
+                stages=(),
+                log=None,
+            )
+    return None
 
 
 def _is_wanted(record: ImgkitRecord, means: Means, options: Options) -> bool:

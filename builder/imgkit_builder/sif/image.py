@@ -19,7 +19,9 @@ The format is that of https://github.com/apptainer/sif (pkg/sif). All integers a
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from imgkit_builder.base import files
 from imgkit_builder.sif import table
 from imgkit_builder.sif.table import MAGIC, MAGIC_OFFSET, Entry
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
@@ -173,6 +175,21 @@ class SifImage:
     def signatures(self) -> tuple[Descriptor, ...]:
         """The signature objects; each covers one group."""
         return tuple(one for one in self.descriptors if one.datatype == DataType.SIGNATURE)
+
+
+def store_name(record: ImgkitRecord) -> str:
+    """The name that the .sif with `record` has in the store of a remote.
+
+    Raises
+    ------
+    UsageError : the record does not say which image it is.
+    """
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", record.image_id):
+        raise UsageError("the .sif does not say which image it holds", hint="convert it again by imgkit sif")
+    content = record.root_sha256
+    if record.deltas:
+        content = hashlib.sha256(" ".join((content, *record.deltas)).encode()).hexdigest()
+    return f"{record.image_id[7:]}-{content[:12]}.sif"
 
 
 def is_sif(path: Path) -> bool:

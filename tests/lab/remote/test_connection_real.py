@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_image
 from labkit import IMGKIT, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
@@ -258,7 +259,7 @@ def test_login_node_needs_no_python_and_no_rsync(
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
         add(far, tmp_path / "a b")
         found = rows(far)
-        assert found["python"]["found"] == "none; imgkit run does not need it"
+        assert found["python"]["found"] == "none; only a run of an archive needs it"
         assert "tools" not in found
         assert found["internet"]["found"].startswith("unknown: there is no curl")
         for name, value in far.env.items():
@@ -270,6 +271,19 @@ def test_login_node_needs_no_python_and_no_rsync(
         transfer.upload(reached, source, home=there.home, target="images/x.sif", report=Silent())
         assert (tmp_path / "a b/images/x.sif").read_bytes() == source.read_bytes()
         assert gc.find_unused(reached, 30).files == ()
+
+
+def test_archive_is_refused_where_nothing_converts_it(far: FarHost, tmp_path: Path) -> None:
+    tiny_image.write(tmp_path / "tiny.tar", "tiny:1")
+    with sshd(far, forced=login_shell(far, sbatch="exit 0", python3="echo 0 3.6")):
+        add(far, tmp_path / "a b", "--recipe", "mn5")
+        words = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
+        done = far.imgkit("run", "tiny.tar", "--on", "mine", *words, folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "tiny.tar is no .sif, and mine lacks what converts it: it needs Python 3.10" in done.stderr
+    assert "and there is Python 3.6" in done.stderr
+    assert "imgkit sif tiny.tar -o X.sif, then imgkit run X.sif --on mine" in done.stderr
+    assert [path for name in ("archives", "tools") for path in (tmp_path / "a b" / name).iterdir()] == []
 
 
 def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from labkit import Done
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.remote import connection, gc
+from imgkit_builder.remote import store as far_store
 from imgkit_builder.remote.config import Remote
 
 SIF = f"{'a' * 64}-{'b' * 12}.sif"
@@ -32,7 +33,7 @@ def far() -> Iterator[FarHost]:
 @pytest.fixture
 def store(far: FarHost, tmp_path: Path) -> Path:
     folder = tmp_path / "my store"
-    for name in ("images", "deltas", "runs", "jobs"):
+    for name in (*far_store.PLACES, "runs", "jobs"):
         (folder / name).mkdir(parents=True)
     done = far.imgkit("remote", "add", "mine", f"far:{folder}", "--replace")
     assert done.returncode == 0, done.stderr
@@ -62,6 +63,9 @@ def test_only_old_files_of_imgkit_go(far: FarHost, store: Path) -> None:
         old(store / "images" / SIF),
         old(store / "images" / f".{SIF}.{'e' * 12}.part"),
         old(store / "deltas" / SIF.replace(".sif", ".imgdelta")),
+        old(store / "archives" / SIF.replace(".sif", ".tar")),
+        old(store / "tools" / f"imgkit-{'f' * 64}.pyz"),
+        old(store / "images" / f".{SIF}.0123abcd.part"),
     ]
     fresh = store / "images" / SIF.replace("a", "d")
     fresh.write_text("x")
@@ -76,7 +80,7 @@ def test_only_old_files_of_imgkit_go(far: FarHost, store: Path) -> None:
         link,
     ]
     listed = collected(far)
-    assert "3 files are unused" in listed.stdout
+    assert "6 files are unused" in listed.stdout
     assert listed.stdout.endswith("next: imgkit remote gc mine --days 30 --delete\n")
     assert all(path.exists() for path in gone)
     done = json.loads(collected(far, "--delete", "--json").stdout)

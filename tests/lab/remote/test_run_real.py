@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, output, run, until
-from remotekit import FarHost, far_host, login_node
+from remotekit import FarSite, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
 RECIPE = f"""\
@@ -40,17 +40,10 @@ pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.xdist_group("far-run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
-    """A person's folder here, and a login node with a store whose name has a blank."""
+class Site(FarSite):
+    """A site whose store has a blank in its name."""
 
-    far: FarHost
-    cluster: Cluster
-    here: Path
-    store: Path
     sif: Path
-
-    def imgkit(self, *words: object, **env: str) -> Done:
-        return self.far.imgkit(*words, folder=self.here, env=env)
 
     def run(self, *words: object, **env: str) -> Done:
         """Run the image of the .sif, which is on both sides."""
@@ -479,15 +472,6 @@ def test_system_without_a_queue_is_refused(site: Site, words: tuple[str, ...]) -
     done = site.imgkit("run", *words, "--on", "far", "--", "dist-hello")
     assert done.returncode == 2, done.stderr
     assert "has no queue that takes a .sif over ssh" in done.stderr
-
-
-def test_archive_is_refused_by_name(site: Site) -> None:
-    (site.here / "mn5.tar").write_bytes(b"x" * 1024)
-    done = site.imgkit("run", "mn5.tar", "--on", "far", "--", "true")
-    (site.here / "mn5.tar").unlink()
-    assert done.returncode == 2
-    assert "mn5.tar is no .sif" in done.stderr
-    assert "imgkit sif mn5.tar, then imgkit run mn5.sif --on NAME" in done.stderr
 
 
 def test_remote_without_the_scheduler_is_refused(site: Site) -> None:

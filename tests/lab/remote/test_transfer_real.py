@@ -67,7 +67,7 @@ def sent(folder: Path, sif: Path, report: Notes | None = None, *, keep_s: int = 
     """Send `sif`, and return its place on the remote, which is this machine."""
     record = image.read(sif).record
     assert record is not None
-    name = f"images/{store.name_of(record)}"
+    name = f"images/{image.store_name(record)}"
     (folder / "images").mkdir(parents=True, exist_ok=True)
     transfer.upload(
         reach(folder, keep_s=keep_s), sif, home=str(folder), target=name, report=report or Notes()
@@ -152,7 +152,7 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
     far: FarHost, tmp_path: Path, sif: Path, seed: int
 ) -> None:
     cuts(far, seed, 6, 1000)
-    place = tmp_path / "s/images" / store.name_of(small_record(sif))
+    place = tmp_path / "s/images" / image.store_name(small_record(sif))
     for _ in range(7):
         try:
             sent(tmp_path / "s", sif)
@@ -269,7 +269,7 @@ def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif:
 
 def test_damaged_part_is_sent_again(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
-    part = f".{store.name_of(small_record(sif))}.{transfer._key(sif)}.part"
+    part = f".{image.store_name(small_record(sif))}.{transfer._key(sif)}.part"
     (folder / "images").mkdir(parents=True)
     (folder / "images" / part).write_bytes(b"rubbish" * MB)
     report = Notes()

@@ -188,7 +188,7 @@ def _image_job(job: Job) -> Script:
             hint=f"{line(contents.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",
         )
-    words = (*_common(job, f"{job.name}-sif"), *map(fields.option, (*queue.sif, *job.request.options)))
+    words = (*_common(job, job.title), *map(fields.option, (*queue.sif, *job.request.options)))
     text = fill(
         job,
         "pbs-sif.sh.j2",

@@ -148,7 +148,7 @@ def _image_job(job: Job) -> Script:
         job,
         "slurm-sif.sh.j2",
         directives=(
-            f"--job-name={job.name}-sif",
+            f"--job-name={job.title}",
             *_place(job),
             "--nodes=1",
             "--ntasks=1",

@@ -66,7 +66,9 @@ def test_name_that_imgkit_did_not_give_is_left_out(name: str) -> None:
     assert gc.parse(answer(f"file 1 2 {name}"))[0] == ()
 
 
-@pytest.mark.parametrize("ending", ["", f".{'e' * 12}.part", ".gone", f".{'e' * 12}.part.gone"])
+@pytest.mark.parametrize(
+    "ending", ["", f".{'e' * 12}.part", f".{'e' * 8}.part", ".lock", ".gone", f".{'e' * 12}.part.gone"]
+)
 def test_names_of_imgkit_are_read(ending: str) -> None:
     path = SIF if not ending else f"images/.{SIF[7:]}{ending}"
     files, _, clock_s = gc.parse(answer(f"file 17.5 2 {path}"))
