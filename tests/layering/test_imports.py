@@ -163,7 +163,9 @@ def test_entrypoints_import_the_standard_library_only() -> None:
         for name, line in imports(path)
         if name.split(".")[0] not in (allowed | {"torch"} if room_of(path) in WITH_TORCH else allowed)
     ]
-    assert foreign == []
+    # Where a run names the logger, and the image has it.
+    assert [found.rpartition(":")[2] for found in foreign if "/report/loggers.py:" in found] == [" wandb"]
+    assert [found for found in foreign if "/report/loggers.py:" not in found] == []
 
 
 def test_dependencies_never_point_back() -> None:

@@ -69,6 +69,8 @@ class Config:
     on_nan: str
     log_every: int
     """0: chosen once the number of steps is known."""
+    log_to: str | None = None
+    """Loggers beside metrics.jsonl, with commas between them."""
 
     def profiled(self) -> range:
         """The steps to trace."""

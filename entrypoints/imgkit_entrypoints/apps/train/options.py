@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from imgkit_entrypoints.apps.train import config_file, plugins
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
+from imgkit_entrypoints.apps.train.report import loggers
 from imgkit_entrypoints.apps.train.schedule import SHAPES
 from imgkit_entrypoints.arguments import duration, natural, positive
 from imgkit_entrypoints.errors import UsageError
@@ -118,6 +119,8 @@ def _output(add: _Add) -> None:
     add("--profile", _window, None, "START:STEPS", "trace STEPS steps after step START into the run folder")
     text = f"steps per line; also one every {LINE_EVERY_S} s (default: 0, a tenth of the run, at most 1000)"
     add("--log-every", natural, 0, "N", text)
+    text = f"log the numbers to {', '.join(loggers.NAMES)}, MOD:FN or file.py:FN too; commas between several"
+    add("--log-to", _loggers, None, "NAMES", text)
 
 
 _Add = Callable[[str, Callable[[str], Any], Any, str, str], None]
@@ -157,6 +160,8 @@ def _refuse(config: Config, env: Mapping[str, str]) -> None:
     """Raise UsageError for options that contradict each other, or that this image cannot run."""
     if config.profile is not None and config.run_dir is None:
         raise UsageError("--profile writes its traces into the run folder", hint="add --run-dir DIR")
+    if config.log_to and config.run_dir is None:
+        raise UsageError("--log-to keeps its files in the run folder", hint="add --run-dir DIR")
     if config.activation_checkpointing and config.model not in STACKED:
         own = "call torch.utils.checkpoint in your own model, where it pays off"
         raise UsageError(
@@ -238,6 +243,13 @@ def _window(text: str) -> str:
     if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is not START:STEPS, as in 100:5")
     return text
+
+
+def _loggers(text: str) -> str:
+    try:
+        return loggers.check(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _step(text: str) -> str:

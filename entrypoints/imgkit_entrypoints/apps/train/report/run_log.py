@@ -14,6 +14,7 @@ from typing import Any
 from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
+from imgkit_entrypoints.apps.train.report.loggers import Loggers
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
 from imgkit_entrypoints.apps.train.schedule import learning_rate
 
@@ -45,6 +46,7 @@ class RunLog:
         self._since: list[Seen] = []
         self._training_s, self._trained_steps = 0.0, 0
         self._waited_s = gauges.waited_s()
+        self._loggers = Loggers(config, start, say)
         self._began = time.perf_counter()
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -83,6 +85,7 @@ class RunLog:
         place = {"time": _now(), "step": step, "epoch": step / self._steps_per_epoch}
         text = json.dumps({**place, "eval_loss": _number(loss)})
         self._write(lambda folder: _append(folder / METRICS, text + "\n"))
+        self._loggers.log(step, {"eval_loss": loss})
 
     def _write_line(self, step: int) -> None:
         parts = [
@@ -121,12 +124,16 @@ class RunLog:
             line(metrics, steps=self._steps, ranks=self._ranks, left_s=a_step_s * (self._steps - step)),
             flush=True,
         )
-        self._write(lambda folder: _append(folder / METRICS, json.dumps(asdict(metrics)) + "\n"))
+        values = asdict(metrics)
+        self._write(lambda folder: _append(folder / METRICS, json.dumps(values) + "\n"))
+        del values["step"]
+        self._loggers.log(step, {**values, **values.pop("numbers")})
 
     def close(self, *, step: int, reason: str, saved_step: int, stall_s: float, pauses: Pauses) -> None:
         """Write the last line, and the summary of this start."""
         if self._since:
             self._write_line(self._since[-1].step)
+        self._loggers.close()
         seconds = time.perf_counter() - self._began
         trained = self._trained_steps * self._samples_a_step
         rate = trained / self._training_s if trained else 0.0

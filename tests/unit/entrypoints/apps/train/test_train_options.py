@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -277,3 +278,26 @@ def test_run_ends_at_what_comes_first() -> None:
 @pytest.mark.parametrize(("steps", "line"), [(1, 1), (25, 2), (100, 10), (4999, 200), (10**6, 1000)])
 def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
     assert steps_a_line(steps) == line
+
+
+def test_logger_that_the_image_lacks_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(own.parent)])
+    refused = "no wandb; add it to the recipe: image.pip: "
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"{refused}[{{packages: [wandb]}}]")):
+        options._loggers("wandb")
+    (own.parent / "wandb.py").touch()
+    assert options._loggers("wandb") == "wandb"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("mlflow", "neither one of"), ("own.py:step", "positional"), ("own.py:model,", "''")]
+)
+def test_unusable_logger_is_refused(own: Path, text: str, why: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=why):
+        options._loggers(text)
+
+
+def test_loggers_need_a_run_folder(own: Path) -> None:
+    with pytest.raises(UsageError, match="--log-to keeps its files"):
+        options.read(["--log-to", "own.py:model"], {})
+    assert options.read(["--log-to", "own.py:model", "--run-dir", "r"], {}).log_to == "own.py:model"

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from datetime import datetime
 from pathlib import Path
 from xml.etree import ElementTree
@@ -250,3 +251,61 @@ def test_full_disk_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
 def test_times_are_short(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+OWN_LOGGERS = """
+import os
+
+class Kept:
+    def log(self, step, values):
+        with open("kept", "a") as file:
+            print(step, sorted(values.items()), file=file)
+    def close(self):
+        with open("kept", "a") as file:
+            print("closed", file=file)
+
+class Broken(Kept):
+    def log(self, step, values):
+        raise OSError("the disk is full")
+
+def kept(config):
+    return Kept()
+
+def broken(config):
+    return Broken()
+
+def absent(config):
+    raise RuntimeError("no server")
+"""
+
+
+def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the current folder joins it
+    (tmp_path / "own.py").write_text(OWN_LOGGERS)
+    names = "own.py:broken,own.py:absent,own.py:kept"
+    config = options.read(["--log-to", names, "--run-dir", "run", "--log-every", "10"], {})
+    said: list[str] = []
+    one = RunLog(
+        dataclasses.replace(config, global_batch=64),
+        start=0,
+        steps=20,
+        steps_per_epoch=8,
+        ranks=2,
+        gauges=Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, names=("accuracy",)),
+        say=said.append,
+    )
+    for step in (10, 20):
+        one.note(dataclasses.replace(seen(step, 10, math.nan if step == 10 else 2.0), numbers=(0.5,)))
+    one.held_out(20, 1.5)
+    end(one, 20)
+    first, second, held_out, last = (tmp_path / "kept").read_text().splitlines()
+    assert first.startswith("10 [('accuracy', 0.5), ")
+    assert "loss" not in first  # not a number
+    assert second.startswith("20 ")
+    assert "('loss', 2.0)" in second
+    assert (held_out, last) == ("20 [('eval_loss', 1.5)]", "closed")
+    assert said == [
+        "--log-to own.py:absent gets no more numbers: RuntimeError: no server",
+        "--log-to own.py:broken gets no more numbers: OSError: the disk is full",
+    ]
