@@ -40,7 +40,7 @@ from imgkit_entrypoints.apps.bench.record import reader as bench_reader
 from imgkit_entrypoints.apps.train import config_file
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import nccl_ras
+from imgkit_entrypoints.launch import goodput, nccl_ras
 from imgkit_entrypoints.run import snapshot_files
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Wanted
@@ -456,6 +456,14 @@ def _placement(data: bytes, _: Path) -> None:
     schedulers.place(Wanted(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
+def _goodput_start() -> goodput.CountedStart:
+    spent = goodput.Parts(starting=24.0, training=6260.5, saving=60.0, lost=780.0, idle=76.0)
+    began = "2026-03-01T10:00:00.000+00:00"
+    return goodput.CountedStart(
+        job="7", began=began, seconds=3600.25, nodes=2, attempts=1, code=None, source="program", node_s=spent
+    )
+
+
 def _ras_report(data: bytes, _: Path) -> None:
     lines = nccl_ras.report(data)
     assert len(lines) <= nccl_ras.SHOWN + 1
@@ -627,6 +635,13 @@ TARGETS = (
         run=_placement,
         seeds=lambda: [json.dumps(one).encode() for one in ENVIRONMENTS],
         change=mutate.in_json,
+    ),
+    Target(
+        name="goodput",
+        run=_text(lambda text: (str(found := goodput.from_json(text)), found.to_json())),
+        seeds=lambda: [goodput.Goodput(starts=(_goodput_start(), _goodput_start())).to_json().encode()],
+        change=mutate.in_json,
+        also=(ValueError,),
     ),
     Target(
         name="nccl-ras",

@@ -23,7 +23,8 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "cli": "remote project examine signing job delta buildah apptainer sif archive engine image recipe "
         "base values entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
-        "project": "job image recipe base entrypoints/apps/train entrypoints/apps entrypoints/values",
+        "project": "job image recipe base "
+        "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
         "examine": "signing delta buildah apptainer sif archive engine image recipe base entrypoints/values",
         "signing": "delta sif archive base entrypoints/values",
         "job": "delta sif image recipe base "

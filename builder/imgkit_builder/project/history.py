@@ -13,6 +13,7 @@ from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import Measured
 from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.launch import goodput
 
 FINAL = ("done", "failed", "ended")
 """States that do not change: ended well, with an error, or nobody knows how."""
@@ -63,6 +64,15 @@ def numbers(record: SubmittedJob) -> Measured:
     """The last numbers of the run; none where its files are not here."""
     folder = folder_of(record)
     return measured.tail(folder) if folder else Measured(points={})
+
+
+def goodput_of(record: SubmittedJob) -> float | None:
+    """The share of its time in which the run trained, 0 to 1; None where that is not known here."""
+    folder = folder_of(record)
+    try:
+        return goodput.read(folder / goodput.FILE).node_s.share if folder else None
+    except (OSError, ValueError):
+        return None
 
 
 def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:

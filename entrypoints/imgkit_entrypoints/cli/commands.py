@@ -27,12 +27,15 @@ class Command:
     """Module whose ``run(Series)`` may launch the app several times instead of once; it imports no torch."""
     here: str | None = None
     """Module whose ``main(words, env)`` is the whole command; it launches workers if it needs them."""
+    goodput: str = ""
+    """Who knows where the time of a run goes (launch/goodput.py); empty: nobody asks."""
 
 
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-run",
         summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
+        goodput="launcher",
     ),
     Command(
         name="dist-hello",
@@ -50,6 +53,7 @@ COMMANDS: tuple[Command, ...] = (
         summary="train a model with DDP",
         app="imgkit_entrypoints.apps.train",
         options="imgkit_entrypoints.apps.train.options",
+        goodput="program",
     ),
     Command(
         name="dist-bench",

@@ -95,6 +95,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
         say=say,
         timeouts=asked.timeouts,
         max_failures=made.max_failures,
+        goodput=worker.goodput,
     )
 
 

@@ -26,6 +26,8 @@ class Worker:
     """The arguments."""
     own: bool
     """It is a program of this package, and needs no PYTHONPATH."""
+    goodput: str = ""
+    """`CountedStart.source` in launch/goodput.py; empty: it measures or shows something, and ends soon."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -57,7 +59,8 @@ def of_app(command: Command, words: Sequence[str], env: Mapping[str, str]) -> tu
     both.parse_args(words[1:])  # one check of everything, and --help with all groups
     launch = options.parser(command.name, command.summary, env, device=command.device)
     parsed, rest = launch.parse_known_args(words[1:])
-    return options.read(parsed, tuple(words)), of_module(command.app, rest)
+    worker = of_module(command.app, rest)
+    return options.read(parsed, tuple(words)), dataclasses.replace(worker, goodput=command.goodput)
 
 
 def of_user_program(
@@ -86,4 +89,5 @@ def of_user_program(
     flags = (("--pass-local-rank", parsed.pass_local_rank), ("-m", parsed.module))
     given = tuple(flag for flag, wanted in flags if wanted)
     start = (sys.executable, "-u", user_program.__file__)
-    return options.read(parsed, tuple(words)), Worker(start=start, words=(*given, *parsed.program), own=False)
+    worker = Worker(start=start, words=(*given, *parsed.program), own=False, goodput=command.goodput)
+    return options.read(parsed, tuple(words)), worker

@@ -55,7 +55,7 @@ class Pulse:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
         if folder:
             with contextlib.suppress(OSError):
-                self._memory = _shared(Path(folder), rank)
+                self._memory = shared(Path(folder) / f"pulse-{rank}", LAYOUT.size)
                 self._stacks = _new(Path(folder) / f"stacks-{rank}")
                 faulthandler.register(SIGNAL, file=self._stacks, all_threads=True)
         self._place = memoryview(self._memory).cast("q")
@@ -80,11 +80,17 @@ def _new(path: Path) -> BinaryIO:
     return files.create(path)
 
 
-def _shared(folder: Path, rank: int) -> mmap.mmap:
-    with _new(folder / f"pulse-{rank}") as file:
-        file.write(bytes(LAYOUT.size))  # a hole in a full file system would end the worker by SIGBUS
+def shared(path: Path, size: int) -> mmap.mmap:
+    """Make the file `path` of `size` zeros, whose bytes other processes see as they change.
+
+    Raises
+    ------
+    OSError : there is no room for it.
+    """
+    with _new(path) as file:
+        file.write(bytes(size))  # a hole in a full file system would end the worker by SIGBUS
         file.flush()
-        return mmap.mmap(file.fileno(), LAYOUT.size)
+        return mmap.mmap(file.fileno(), size)
 
 
 @dataclass(slots=True, kw_only=True)

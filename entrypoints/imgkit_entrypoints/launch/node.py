@@ -29,6 +29,7 @@ from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
 from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
 from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.launch.timekeeper import Timekeeper
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     AttemptEnded,
@@ -65,6 +66,7 @@ class Surroundings:
     roll: Roll
     attempts: Attempts | None
     """Set on the head, where a failure may be followed by another attempt."""
+    times: Timekeeper
     signals: CollectedSignals
     grace_s: float
     hang_after_s: float
@@ -136,6 +138,7 @@ class NodeRun:
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
         watch = HangWatch(node.stop_folder, node.host, node.hang_after_s, lambda: nccl_ras.question(node.env))
+        node.times.attempt(node.stop_folder, start.nnodes)
         if start.attempt > self._cancelled:
             with GuardedCommand(
                 self._command(start),
@@ -153,6 +156,7 @@ class NodeRun:
             self._child = None
             if code not in (0, EXIT_SAVED):
                 self._explain(child, began)
+        node.times.ended(code)
         node.roll.span = None
         node.roll.ended(
             AttemptEnded(
@@ -247,6 +251,7 @@ class NodeRun:
         self.node.signals.drain()
 
     def _react(self) -> None:
+        self.node.times.refresh()
         for event in self.node.roll.tick():
             self._hear(event)
         self._act_on_signals()

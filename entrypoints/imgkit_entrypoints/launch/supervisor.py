@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from imgkit_entrypoints.launch.attempts import Attempts
 from imgkit_entrypoints.launch.node import NodeRun, Surroundings
 from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.launch.timekeeper import Timekeeper
 from imgkit_entrypoints.rollcall import descriptors
 from imgkit_entrypoints.rollcall.session import LeadingRoll, LoneRoll, Roll
 from imgkit_entrypoints.schedulers.placement import Size
@@ -39,6 +41,7 @@ def run(
     timeouts: Timeouts,
     max_failures: int = 0,
     secret: bytes | None = None,
+    goodput: str = "",
 ) -> int:
     """Meet the other nodes, run `argv` with `env`, supervise it, and return the exit code of this node.
 
@@ -49,6 +52,7 @@ def run(
         IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
     max_failures : lost nodes and failed workers that the run survives by a new attempt.
     secret : what all nodes of the run know, and no stranger (rollcall/proof.py); None: an open start.
+    goodput : who knows where the time goes, see `Timekeeper`.
 
     Raises
     ------
@@ -66,9 +70,10 @@ def run(
         shared = RunFolder.of(env, say)
         if shared and head:
             shared.clear()
-        with _result(shared if head and place.size else None, job_id, say) as result:
+        with _result(shared if head and place.size else None, job_id, say) as result, ExitStack() as held:
             if shared:
                 shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
+            times = held.enter_context(Timekeeper(env, place, say, goodput))
             try:
                 roll = _meet(place, me, timeouts.rollcall_s, say, signals, secret, elastic=elastic)
             except NoPlan:
@@ -76,7 +81,7 @@ def run(
                     result.code = 128 + signals.got[0]
                     return result.code
                 raise
-            roll.lost_s = timeouts.lost_after_s
+            roll.lost_s, times.nodes = timeouts.lost_after_s, roll.place.nnodes
             around = Surroundings(
                 argv=argv,
                 env=_variables(env, me, folder, job_id),
@@ -89,6 +94,7 @@ def run(
                 head=head,
                 roll=roll,
                 attempts=_attempts(roll, max_failures, job_id, shared, say),
+                times=times,
                 signals=signals,
                 grace_s=timeouts.grace_s,
                 hang_after_s=timeouts.hang_after_s,
@@ -98,7 +104,7 @@ def run(
             try:
                 if around.attempts:
                     around.attempts.start()
-                result.code = NodeRun(around).to_the_end()
+                result.code = times.code = NodeRun(around).to_the_end()
             finally:
                 roll.close()
         return result.code

@@ -42,8 +42,17 @@ def on_host(value: Any) -> Any:
 class SnapshotWriter:
     """Takes snapshots of a run, and writes them in the background while training goes on."""
 
-    def __init__(self, run_dir: Path, keep: int, here: Ranks, say: Say) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        here: Ranks,
+        say: Say,
+        kept: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Save into `run_dir`; `kept` gets the step of each snapshot once it is safely written."""
         self._folder, self._keep, self._here, self._say = run_dir / FOLDER, keep, here, say
+        self._kept = kept
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._warned = False
@@ -95,6 +104,7 @@ class SnapshotWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             snapshot_files.write(self._folder, step, parts, keep=self._keep, warn=self._warn)
             self.saved_step = step
+            self._kept(step)
         except OSError as error:
             self._error = error
         except RuntimeError as error:  # torch.save turns an OSError of its sink into this

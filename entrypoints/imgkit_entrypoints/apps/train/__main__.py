@@ -94,10 +94,13 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
             say=say,
         )
         report.first_loss = found.first_loss if found else report.first_loss
-    keeper = None if config.run_dir is None else SnapshotWriter(config.run_dir, config.keep, here, say)
+    keeper = None
+    if config.run_dir is not None:
+        keeper = SnapshotWriter(config.run_dir, config.keep, here, say, watch.progress.keeps)
     pauses = Pauses()
     with watch.signals():
         watch.begin(start.step, config.log_every)
+        watch.progress.trains()
         for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
             watch.enters(position.step)
             look, save = due(position.step, looks, steps), due(position.step, saves, steps)
@@ -114,16 +117,20 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
                 if report:
                     report.held_out(position.step, loss)
             if (save or watch.stop) and keeper and not watch.broken:
+                watch.progress.saves(position.step)
                 with pauses.saving():
                     first_loss = report.first_loss if report else 0.0
                     snapshot.save(keeper, config, position, first_loss, trainer.state)
+                watch.progress.saved(pauses.saving_s)
             if watch.stop or watch.broken:
                 break
             if look or save:
                 watch.begin(position.step, config.log_every)  # neither counts as training time
     code = _end(watch, position.step, steps, keeper, report, pauses, here)
-    if code == 0:
-        export(config, trainer.plain.state_dict(), here)
+    with pauses.saving():
+        if code == 0:
+            export(config, trainer.plain.state_dict(), here)
+    watch.progress.saved(pauses.saving_s)
     return code
 
 

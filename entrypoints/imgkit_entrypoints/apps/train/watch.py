@@ -26,6 +26,7 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.report.metrics import Seen
 from imgkit_entrypoints.launch import run_folder, stop_protocol
 from imgkit_entrypoints.launch.hang_watch import Pulse
+from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import STOP_SIGNALS
 from imgkit_entrypoints.run.ranks import Ranks
@@ -58,6 +59,7 @@ class Watch:
         self._until = math.inf if config.stop_after_s is None else began + config.stop_after_s
         self._signalled = self._warned = False
         self._pulse = Pulse(env.get("IMGKIT_STOP_DIR"), here.rank)
+        self.progress = ProgressNotes(env.get("IMGKIT_STOP_DIR"), here.rank)
         self._pending: _Pending | None = None
         self._interval = self._most = 1
         self._last_step, self._last_time = 0, time.perf_counter()
@@ -106,6 +108,7 @@ class Watch:
         All ranks call this after every step with the same arguments.
         """
         self._pulse.done(step)
+        self.progress.moved()
         if not everything and not self.looks(step):
             return []
         found = [self._receive()]

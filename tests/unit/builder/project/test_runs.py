@@ -19,6 +19,18 @@ from imgkit_builder.project import history, measured
 from imgkit_entrypoints.errors import CheckFailed
 
 OLD = {"schema": 1, "id": "1", "system": "slurm", "name": "mn5", "recipe": "mn5", "directory": "/w"}
+SPENT = {"starting": 24.0, "training": 6260.0, "saving": 60.0, "lost": 780.0, "idle": 76.0}
+GOODPUT = json.dumps(
+    {
+        "schema": 1,
+        "starts": [
+            {
+                **{"job": "1", "began": "2026-01-01T00:00:00+00:00", "seconds": 3600.0, "nodes": 2},
+                **{"attempts": 1, "code": 0, "source": "program", "node_s": SPENT},
+            }
+        ],
+    }
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +71,24 @@ def test_newest_run_comes_first(call: Any) -> None:
     job(1, state="done", image_id="sha256:" + "a" * 64, code=code)
     job(3, remote="far")
     job(2)
-    put("mn5-1", {"step": 5, "loss": 0.25})
+    folder = put("mn5-1", {"step": 5, "loss": 0.25})
+    (folder / "goodput.json").write_text(GOODPUT)
     code, out, _ = call("runs")
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == ["RUN", "3@far", "2", "1"]
-    assert rows[3][3:] == ["done", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
+    assert rows[3][3:] == ["done", "5", "0.25", "87%", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
     found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
-    assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
-        ("3@far", "far", None),
-        ("2", None, None),
+    assert [(row["id"], row["remote"], row["loss"], row["goodput"]) for row in found] == [
+        ("3@far", "far", None, None),
+        ("2", None, None, None),
     ]
+
+
+def test_damaged_goodput_is_not_shown(call: Any) -> None:
+    job(1)
+    (put("mn5-1", {"step": 5, "loss": 0.25}) / "goodput.json").write_text(GOODPUT[:50])
+    assert json.loads(call("runs", "--json")[1])["runs"][0]["goodput"] is None
 
 
 def test_no_runs_is_an_answer(call: Any) -> None:
