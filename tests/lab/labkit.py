@@ -275,6 +275,16 @@ class Cluster:
     def down(self) -> None:
         self("down")
 
+    def start_again(self, job: str) -> None:
+        """Start a requeued job now: Slurm holds it back for two minutes.
+
+        A start in the second of the requeue would fail, since slurmd takes the old start's revoked credential
+        for the new one's ("already killed, do not launch").
+        """
+        until(lambda: " PD " in self("squeue", f"--jobs={job}").stdout)
+        time.sleep(2)
+        self("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def ps(self, columns: str, *nodes: str) -> list[str]:
         """Lines of ``ps`` on each of these nodes."""
         texts = (self("exec", node, "--", "ps", "-eo", columns).stdout for node in nodes)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -165,19 +164,8 @@ def stopped_and_requeued(site: Site, job: str) -> str:
     site.until(lambda: "requeued" in site.told(job), job)
     saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
     assert saved is not None, site.told(job)
-    start_again(site, job)
+    site.start_again(job)
     return saved[1]
-
-
-def start_again(site: Site, job: str) -> None:
-    """Start a requeued job now: Slurm holds it back for two minutes.
-
-    A start in the second of the requeue would fail, since slurmd takes the old start's revoked credential for
-    the new one's ("already killed, do not launch").
-    """
-    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
-    time.sleep(2)
-    site.cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
@@ -212,7 +200,7 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     assert stop.exists()
 
     site.cluster("scontrol", "requeue", job)
-    start_again(site, job)
+    site.start_again(job)
     site.until(lambda: not site.queued(job), job)
     assert f"{stop}: this file keeps the run from starting" in site.told(job)
     assert f"rm '{stop}'" in site.told(job)
@@ -221,7 +209,7 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
 
     stop.unlink()
     site.cluster("scontrol", "requeue", job)
-    start_again(site, job)
+    site.start_again(job)
     site.until(lambda: not site.queued(job), job)
     assert f"starts at {saved[1]}\n" in site.told(job)
     assert "finished at 200" in site.told(job)
@@ -237,7 +225,7 @@ def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
     assert "requeued" in site.told(job)
     assert sorted(path.name for path in folder.iterdir()) == ["requeued", "state", "state-saved"]
     (folder / "stop").touch()
-    start_again(site, job)
+    site.start_again(job)
     site.until(lambda: not site.queued(job), job)
     assert "this file keeps the run from starting" in site.told(job)
     assert site.told(job).count("starts at") == 1

@@ -1,17 +1,30 @@
-"""The train.py of imgkit init in the stand-in: killed, it resumes; asked to stop, it saves first."""
+"""The train.py of imgkit init, in a container and under Slurm: killed, it resumes; told to stop, it saves."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from labkit import PACKAGE, PLACE, QUIET, imgkit, run, until
+from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, cluster_marks, imgkit, run, until
+from remotekit import far_host, login_node
 
-pytestmark = [pytest.mark.docker, pytest.mark.soak]
+pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak]
+SYSTEM = """\
+image:
+  base: imgkit.local/standin:24.03
+  platform: amd64
+system:
+  title: the virtual cluster
+  scheduler: slurm
+  runtime: {kind: singularity, command: singularity}
+  node: {gpus: 0, cpus: 2}
+"""
 
 
 @pytest.fixture
@@ -69,3 +82,58 @@ def test_stopped_training_saves_its_last_step(folder: Path, standin: str) -> Non
     assert done.returncode == 0, done.stderr
     saved = int(done.stdout.partition("starts after step ")[2].partition("\n")[0])
     assert steps(folder)[-1] <= saved < steps(folder)[-1] + 20
+
+
+def test_job_of_a_new_folder_survives_signal_and_requeue(standin: str) -> None:
+    """Slurm asks the job to stop, later kills and requeues it, and it ends well."""
+    place, name = Path(f"/tmp/imgkit-new-{os.getpid()}"), f"new{os.getpid()}"
+    cluster = Cluster(state=place / "c")
+    with ExitStack() as stack:
+        far = stack.enter_context(far_host(place))
+        stack.callback(cluster.down)
+        stack.callback(run, "docker", "rmi", "--force", f"{name}:latest")
+        cluster.up(1)
+        login_node(far, cluster)
+        (place / "system.yaml").write_text(SYSTEM)
+        far.imgkit("remote", "add", "far", f"far:{place}/store", "--recipe", place / "system.yaml")
+        made = far.imgkit("init", place / name)
+        assert made.returncode == 0, made.stderr
+        train = place / name / "train.py"
+        slow = train.read_text().replace("optimizer.step()\n", "optimizer.step(); time.sleep(0.01)\n")
+        train.write_text(slow)  # as a larger model is: there is time to stop it twice
+        told, said = place / "told", place / "said"
+        with (
+            told.open("wb") as output,
+            said.open("wb") as errors,
+            subprocess.Popen(
+                [*IMGKIT, "run", "--base", standin],  # a stand-in has to be named
+                cwd=place / name,
+                env={**os.environ, **far.env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            ) as started,
+        ):
+
+            def wait(condition: Callable[[str], object]) -> None:
+                until(lambda: started.poll() is not None or condition(told.read_text()))
+                assert started.poll() is None, said.read_text() + told.read_text()
+
+            wait(lambda text: " loss " in text)
+            (job,) = [path.name for path in (place / "store/jobs").iterdir()]
+            cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
+            wait(lambda text: "requeued" in text)
+            cluster.start_again(job)
+            wait(lambda text: " loss " in text.partition("requeued")[2])
+            cluster("scontrol", "requeue", job)
+            cluster.start_again(job)
+            started.wait(timeout=900)
+        text = told.read_text()
+        assert started.returncode == 0, said.read_text() + text
+        first, second, third = map(int, re.findall(r"starts after step (\d+)", text))
+        assert 0 == first < second < third  # a requeue, too, lets the program save first
+        assert f"state saved ({job}.0 {second}): requeued" in text
+        assert f"state saved at step {third}\n" in text
+        assert "step 2000/2000  loss " in text.rpartition("starts after step")[2]
+        assert f"{job}@far has ended well" in said.read_text()
