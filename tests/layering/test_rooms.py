@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
-VALUES = ("errors", "system", "files", "arguments", "json_text", "secret_patterns")
+VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secret_patterns")
 """Modules at the top of the image half whose values both halves share; together they count as one room."""
 
 _TABLE: Mapping[str, Mapping[str, str]] = {

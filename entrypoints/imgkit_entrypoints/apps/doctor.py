@@ -208,7 +208,7 @@ def main() -> None:
         dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.timeout + LATE_S))
     )
     # A prefix per attempt: keys of an earlier attempt would be taken for answers.
-    store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = dist.PrefixStore(f"doctor/{os.environ.get('IMGKIT_ATTEMPT', '1')}", store)
     store.set(f"host/{rank}", _host())
     answer = _examined(_tried(store, rank, world_size, options.timeout))
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))

@@ -1,11 +1,10 @@
-"""torchrun itself, started by the launcher with five changes.
+"""torchrun itself, started by the launcher with four changes.
 
-It ends the remaining workers of a failed or restarting group by HUP. TERM is blocked in them or does nothing,
+It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing,
 since schedulers send it to every process, and torchrun would wait 30 s before KILL. When the launcher ends
 it, by HUP or QUIT, it prints nothing: the launcher has said why. After success it exits without tearing its
 interpreter down, which takes 0.4 s with torch. If a program of this package has failed, it has printed the
-reason; torchrun then adds no traceback and passes the exit code on. Workers that it starts again have a store
-of their own.
+reason; torchrun then adds no traceback and passes the exit code on.
 """
 
 from __future__ import annotations
@@ -62,37 +61,7 @@ def ends_silently(run: Callable[[], None]) -> None:
         sys.exit(128 + error.sigval)
 
 
-def renew_stores() -> None:
-    """Give the workers a new store each time they are started again.
-
-    torch leaves that to the rendezvous, and every rendezvous keeps its store. So a worker that starts before
-    rank 0 finds rank 0's address of the last attempt there, and fails or hangs (torch 2.13).
-    """
-    try:
-        from torch.distributed import TCPStore
-        from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
-        from torch.distributed.elastic.rendezvous.api import RendezvousInfo  # noqa: F401
-    except ImportError:  # an older torch: its keys contain the attempt
-        return
-    first = SimpleElasticAgent._rendezvous
-    served: list[TCPStore] = []  # they live as long as this process
-
-    def rendezvous(self: SimpleElasticAgent, group: WorkerGroup) -> None:
-        first(self, group)
-        attempt = group.spec.max_restarts - self._remaining_restarts
-        if attempt == 0 or not group.spec.rdzv_handler.use_agent_store:
-            return
-        key = f"imgkit/store/{attempt}"
-        if group.group_rank == 0:
-            served.append(TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False))
-            group.store.set(key, str(served[-1].port))
-        group.master_port = int(group.store.get(key))
-
-    SimpleElasticAgent._rendezvous = rendezvous
-
-
 if __name__ == "__main__":
-    renew_stores()
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
     own = any(word.startswith("imgkit_entrypoints.apps.") for word in sys.argv)
     run_worker(lambda: ends_silently(quiet_main if own else main))

@@ -22,6 +22,7 @@ GOOD = (0, EXIT_SAVED)
 class _Trouble:
     """The first sign that an attempt fails."""
 
+    cause: str
     after_s: float
     """Seconds from the attempt's start."""
     place: int | None
@@ -50,6 +51,7 @@ class Attempts:
         self._counts: Collection[int] = ()
         self._failures: list[FailedAttempt] = []
         self._trouble: _Trouble | None = None
+        self._left_out: set[int] = set()
         self._told: set[int] = set()
         """Lost nodes that are reported."""
         self._over = False
@@ -57,19 +59,22 @@ class Attempts:
         """Time at which the last failure was noticed, on the monotonic clock."""
 
     def start(self, but: Collection[int] = ()) -> None:
-        """Start the next attempt with the nodes that are there, without the numbers in `but`.
+        """Start the next attempt with the nodes that are there, from now on without the numbers in `but`.
 
         Raises
         ------
         NoPlan : no port is free.
         """
-        alive = [number for number in self._roll.alive if number not in but]
+        self._left_out |= set(but)
+        alive = [number for number in self._roll.alive if number not in self._left_out]
         ranks = membership.assigned(alive, self._size, self._counts, self._ranks or None)
         if not ranks:
-            self._end(
-                f"{len(alive)} of the nodes are left, and the run needs {self._needed()}",
-                self._trouble.code if self._trouble else EXIT_TOOL_FAILED,
-            )
+            code = self._trouble.code if self._trouble else EXIT_TOOL_FAILED
+            self._end(f"{_nodes(len(alive))} left, and the run needs {self._needed()}", code)
+            return
+        if self._failures and (why := membership.verdict(self._failures, self._most)):
+            causes = "; before that: ".join(one.cause for one in self._failures[:-3:-1])
+            self._end(f"{why} ({causes})", self._trouble.code if self._trouble else EXIT_TOOL_FAILED)
             return
         self._number += 1
         if self._number > 1:
@@ -108,12 +113,13 @@ class Attempts:
     def _note(self, gone: Collection[int], bad: Mapping[int, int], *, stopped: bool) -> None:
         everyone, self.noticed = self._roll.everyone, time.monotonic()
         self._trouble = _Trouble(
+            cause=self._cause(gone, bad),
             after_s=self.noticed - self._began,
             place=everyone[1] if everyone else None,
             code=EXIT_TOOL_FAILED if gone else next(iter(bad.values())),
         )
         if gone or not stopped:  # a node that saves may still end well
-            self._roll.end_attempt(self._cause(gone, bad))
+            self._roll.end_attempt(self._trouble.cause)
 
     def _decide(self, gone: Collection[int], codes: Mapping[int, int], *, stopped: bool) -> None:
         """Start another attempt or end the run, now that this one is over on all nodes."""
@@ -123,15 +129,13 @@ class Attempts:
         if self._trouble.place is not None:
             places.append(self._trouble.place)
         self._counts = next((one.counts for one in reports if one.counts), self._counts)
-        cause = self._cause(gone, {number: code for number, code in codes.items() if code not in GOOD})
+        # A node that is lost meanwhile explains why the workers of others have failed.
+        cause = self._cause(gone, {}) if gone else self._trouble.cause
         place = max(places, default=None)
         self._failures.append(FailedAttempt(cause=cause, place=place, after_s=self._trouble.after_s))
         if stopped:
             saved = EXIT_SAVED in codes.values()
             self._end("the run was asked to stop", EXIT_SAVED if saved else self._trouble.code)
-        elif why := membership.verdict(self._failures, self._most):
-            causes = "; before that: ".join(one.cause for one in self._failures[:-3:-1])
-            self._end(f"{why} ({causes})", self._trouble.code)
         else:
             self.start()
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import fence, files
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import fence, stop_protocol
+from imgkit_entrypoints.launch import stop_protocol
 
 STOP, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"

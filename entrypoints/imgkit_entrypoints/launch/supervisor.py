@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, NoPlan
-from imgkit_entrypoints.launch import fence, flight_recorder, guard, stop_protocol
+from imgkit_entrypoints.launch import flight_recorder, guard, stop_protocol
 from imgkit_entrypoints.launch.attempts import Attempts
 from imgkit_entrypoints.launch.node import NodeRun, Surroundings
 from imgkit_entrypoints.launch.run_folder import RunFolder

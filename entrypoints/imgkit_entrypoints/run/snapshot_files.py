@@ -7,6 +7,7 @@ disk errors are detected too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints import fence, files, json_text
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -71,31 +72,40 @@ def name(step: int) -> str:
 
 
 def write(
-    folder: Path, step: int, parts: Mapping[str, WriteFile], *, keep: int, warn: Callable[[str], None] = print
+    folder: Path,
+    step: int,
+    parts: Mapping[str, WriteFile],
+    *,
+    keep: int,
+    warn: Callable[[str], None] = print,
+    env: Mapping[str, str] = os.environ,
 ) -> Path:
     """Write a snapshot into `folder`, and remove all but the `keep` newest.
 
     Snapshots of later steps are removed too: the run was resumed from before them. What cannot be removed
-    stays, as a file on NFS that another process holds open: `warn` gets a line about it.
+    stays, as a file on NFS that another process holds open: `warn` gets a line about it. `env` names this
+    worker's attempt: one that is over changes nothing in `folder` (fence.py).
 
     Raises
     ------
-    OSError : the snapshot could not be written; older ones are unchanged.
+    OSError : the snapshot could not be written, or the attempt is over; older ones are unchanged.
     """
     target = folder / name(step)
     # Random: what an earlier run has left under the same name may be impossible to remove.
     token = secrets.token_hex(4)
     temporary = folder / f"{WRITING}{target.name}.{token}"
+    fence.check(env)
     _clear(folder)
     try:
         os.mkdir(temporary)  # noqa: PTH102 - tests interrupt each os call of this module
         _fill(temporary, step, parts)
+        fence.check(env)
         if os.path.lexists(target):
             os.rename(target, folder / f"{LEAVING}{target.name}.{token}")  # noqa: PTH104
         os.rename(temporary, target)  # noqa: PTH104
         _sync(folder)
     except Exception:  # torch.save turns an OSError of its file into a RuntimeError
-        _clear(folder)
+        _discard(temporary)
         raise
     # The new snapshot is safe.
     found = newest_first(folder)
@@ -150,6 +160,12 @@ def _clear(folder: Path) -> list[str]:
                 name = error.filename if isinstance(error.filename, str) else ""
                 stays.append(f"{folder / entry / name} cannot be removed: {error.strerror}")
     return stays
+
+
+def _discard(temporary: Path) -> None:
+    """Remove this writer's own unfinished snapshot, and not that of a worker of the next attempt."""
+    with contextlib.suppress(OSError):  # the next writer tidies up
+        _remove(temporary)
 
 
 def _remove(path: Path) -> None:

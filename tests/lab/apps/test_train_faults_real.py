@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.docker
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all runs of this file write to."""
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("train_faults.py", "train_kills.py", "train_many.py"):
+    for name in ("train_faults.py", "train_kills.py", "train_schedules.py", "train_many.py"):
         shutil.copy(Path(__file__).with_name(name), folder)
     (folder / "train_faults.py").rename(folder / "faults.py")
     return folder
@@ -58,23 +59,43 @@ def kept(run: Path) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.pt")}
 
 
-@pytest.mark.soak  # on two nodes: below
 def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
-    told = inside(standin, runs, "FAULT='once kill 1 33' train --max-restarts 1 --run-dir killed")
+    told = inside(standin, runs, "FAULT='once kill 1 33' train --max-failures 1 --run-dir killed")
     assert re.search(r"resumes after step (25|30) of 60: killed/snapshots", told), told
     assert kept(runs / "killed") == whole
 
 
-def test_killed_worker_restarts_both_nodes(standin: str, runs: Path, whole: dict[str, str]) -> None:
+def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, whole: dict[str, str]) -> None:
     script = """
-rm -f kill-was-done
-export FAULT='once kill 1 33'
-words="--nproc 1 --nnodes 2 --head 127.0.0.1 --max-restarts 1 --run-dir nodes"
-(train $words --node-rank 1) & (train $words --node-rank 0)
-wait $!
+export PAUSE=0.05 IMGKIT_RUN_DIR=spare
+words="--nproc 1 --nnodes 2+1 --head 127.0.0.1"
+(train $words --node-rank 2) & spare=$!
+(train $words --node-rank 1) & victim=$!
+(train $words --node-rank 0) & head=$!
+until test -e spare/snapshots/step-*10; do sleep 0.05; kill -0 $head; done
+kill -KILL $victim
+wait $head
+wait $spare
 """
-    assert re.search(r"resumes after step (25|30) of 60: nodes/snapshots", inside(standin, runs, script))
-    assert kept(runs / "nodes") == whole
+    told = inside(standin, runs, script)
+    assert "attempt 2 starts with 2 nodes; node 2 of 3" in told
+    assert re.search(r"torchrun starts again \d+\.\d s after the failure was noticed", told)
+    assert re.search(r"resumes after step (10|15|20) of 60: spare/snapshots", told)
+    assert (runs / "spare/result").read_text() == "local 0\n"
+    assert kept(runs / "spare") == whole
+
+
+@pytest.mark.soak  # 15 minutes
+def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, whole: dict[str, str]) -> None:
+    seed = time.time_ns() % 10**6
+    words = "--nproc 1 --nnodes 2+1 --head 127.0.0.1 --lost-after 4 --no-network-test"
+    shot = f'bash -c "$(declare -f train); train {words} \\"\\$@\\"" train'
+    told = inside(standin, runs, f"export PAUSE=0.08; python3 train_schedules.py {seed} 30 {shot}")
+    print(told)
+    for number in range(seed, seed + 30):
+        assert kept(runs / f"schedule{number}") == whole, (
+            f"{told}\n{(runs / f'schedule{number}.log').read_text()}"
+        )
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.soak)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 PAUSE_S = float(os.environ.get("PAUSE", "0.01"))
-if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
+if os.environ.get("RANK") == "0" and os.environ.get("IMGKIT_ATTEMPT") == "2":
     time.sleep(1.5)  # ranks that are earlier must not find this rank's address from the first attempt
 
 

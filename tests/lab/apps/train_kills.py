@@ -79,4 +79,5 @@ def main() -> None:
     sys.exit(code)
 
 
-main()
+if __name__ == "__main__":
+    main()

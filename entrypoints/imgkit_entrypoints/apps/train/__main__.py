@@ -26,7 +26,7 @@ from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.watch import FOR_GOOD, Watch, refuse_stopped, tell_saved
+from imgkit_entrypoints.apps.train.watch import FOR_GOOD, Watch, refuse_stopped, tell_counts, tell_saved
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.snapshots import SnapshotWriter
@@ -60,6 +60,7 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
         config, changes = resumed(config, found.config, found.where)
     samples = own.data(config, "train")
     order = _order(config, len(samples), here)
+    tell_counts(order.global_batch, here, os.environ)
     steps = total_steps(config, order.steps_per_epoch)
     config = dataclasses.replace(
         config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)

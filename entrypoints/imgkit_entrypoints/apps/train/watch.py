@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import fence, files
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.report.metrics import Seen
 from imgkit_entrypoints.launch import run_folder, stop_protocol
@@ -204,11 +204,21 @@ def interval(seconds_a_step: float, most: int) -> int:
     return max(size for size in range(1, most + 1) if most % size == 0 and (size == 1 or size <= wanted))
 
 
+def tell_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
+    """Tell this node's launcher which numbers of nodes can share the global batch equally."""
+    if env.get("IMGKIT_STOP_DIR") and here.local_rank == 0:
+        nproc = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        nodes = range(1, here.world_size // nproc + 1)
+        counts = (str(count) for count in nodes if global_batch % (count * nproc) == 0)
+        files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.COUNTS, f"{' '.join(counts)}\n")
+
+
 def tell_saved(step: int, here: Ranks, env: Mapping[str, str]) -> bool:
     """Tell this node's launcher that the state is saved; False if there is no launcher."""
     if not env.get("IMGKIT_STOP_DIR"):
         return False
     if here.local_rank == 0:
+        fence.check(env)
         job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
         files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.SAVED, f"{job} {step}\n")
     return True

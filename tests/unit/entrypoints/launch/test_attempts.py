@@ -1,33 +1,60 @@
-"""Attempts of real launchers over a stub torchrun: who takes part, what is lost, and how the run ends."""
+"""Attempts of real launchers over stub workers: who takes part, what is lost, and how the run ends."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-STUB = str(Path(__file__).resolve().parent / "stub_torchrun.py")
+import pytest
+
 MARKERS = ("<number of nodes of this attempt>", "<node rank of this attempt>", "<port from the roll call>")
 WORK = """
-import os, sys, time
-nnodes, rank, port, attempt = *sys.argv[1:4], os.environ["IMGKIT_ATTEMPT"]
-run = os.environ["IMGKIT_RUN_DIR"]
-print("attempt", attempt, "rank", rank, "of", nnodes, "works;", flush=True)
+import os, signal, sys, time
+nnodes, rank, port = sys.argv[1:4]
+attempt, stop = int(os.environ["IMGKIT_ATTEMPT"]), os.environ["IMGKIT_STOP_DIR"]
+print("attempt", attempt, "rank", rank, "of", nnodes, "port", port, "works;", flush=True)
 """
-HANG_ONCE = WORK + "time.sleep(0 if attempt == '2' else 100)"
+PULSE = "from imgkit_entrypoints.launch.hang_watch import Pulse\n"
+HANG = WORK + "time.sleep(100)"
+HANG_ONCE = WORK + "time.sleep(100 * (attempt == 1))"
+SAVE = (
+    WORK
+    + """
+while not os.path.exists(stop + "/stop"): time.sleep(0.02)
+open(stop + "/state-saved", "w").write(os.environ["IMGKIT_JOB_ID"] + " 7")
+"""
+)
 
 
 def start(nodes: Any, code: str, size: str = "2+1", **options: Any) -> list[subprocess.Popen[bytes]]:
-    """Three nodes, with one worker each where they train."""
+    """Three nodes; those that train run the Python text `code`."""
     words = [sys.executable, "-c", code, *MARKERS]
     both = {"nnodes": 3, "size": size, "max_failures": 3, "hosts": ["host0", "host1", "host2"], **options}
     return [nodes.start(words, rank=rank, **both) for rank in range(3)]
 
 
-def read(nodes: Any, name: str) -> str:
-    text: str = (nodes.folder / "run" / name).read_text()
-    return text
+def worker(nodes: Any, rank: int) -> int:
+    """The worker of the node that started with `rank`."""
+    guards = {pid: line for pid, line in nodes.left().items() if "/guard.py" in line}
+    (guard,) = (pid for pid in guards if parent(pid) == nodes.processes[rank].pid)
+    (found,) = (pid for pid in nodes.left() if parent(pid) == guard)
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def result(nodes: Any) -> str:
+    """The code in the run's result."""
+    job, code = (nodes.folder / "run/result").read_text().split()
+    assert job == nodes.job
+    return str(code)
 
 
 def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
@@ -40,5 +67,144 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     assert "lost node 1 of 3 (host1): it closed the connection" in said
     assert "attempt 2 starts with 2 nodes; node 2 of 3 (host2) takes rank 1" in said
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node2-2.log").read_text()
-    assert read(nodes, "attempt") == f"{nodes.job} 2\n"
-    assert read(nodes, "result") == f"{nodes.job} 0\n"
+    assert (nodes.folder / "run/attempt").read_text() == f"{nodes.job} 2\n"
+    assert result(nodes) == "0"
+
+
+def test_lost_spare_costs_nothing(nodes: Any) -> None:
+    three = start(nodes, WORK + "time.sleep(1)")
+    nodes.said("works;", 2)
+    three[2].kill()
+    assert nodes.codes() == [0, 0, -9]
+    assert "lost node 2 of 3 (host2), a spare" in nodes.output()
+    assert "attempt 2" not in nodes.output()
+
+
+@pytest.mark.parametrize("victim", ["worker", "guard"])
+def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: Any, victim: str) -> None:
+    start(nodes, HANG_ONCE)
+    nodes.said("works;", 2)
+    pid = worker(nodes, 1)
+    os.kill(pid if victim == "worker" else parent(pid), signal.SIGKILL)
+    assert nodes.codes() == [0, 0, 0]
+    said = nodes.output()
+    assert "attempt 2 starts with 2 nodes\n" in said.replace(">", "")
+    assert "attempt 2 rank 1 of 2" in (nodes.folder / "node1-1.log").read_text()
+    assert len(set(re.findall(r"attempt (\d) rank \d of 2 port (\d+)", said))) == 2, "a new port"
+
+
+def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> None:
+    three = start(nodes, HANG_ONCE, lost_s=1.0)
+    nodes.said("works;", 2)
+    three[1].send_signal(signal.SIGSTOP)
+    assert [three[0].wait(timeout=20), three[2].wait(timeout=20)] == [0, 0]
+    assert "lost node 1 of 3 (host1): no sign of life for 1 s" in nodes.output()
+    three[1].send_signal(signal.SIGCONT)
+    assert nodes.codes() == [0, 4, 0]
+
+
+def test_lost_head_ends_all(nodes: Any) -> None:
+    three = start(nodes, HANG)
+    nodes.said("works;", 2)
+    three[0].kill()
+    assert nodes.codes() == [-9, 4, 4]
+    assert not (nodes.folder / "run/result").exists()
+
+
+def test_range_goes_on_with_fewer_nodes_and_ends_below_its_minimum(nodes: Any) -> None:
+    three = start(nodes, HANG, "2:3")
+    nodes.said("works;", 3)
+    three[1].kill()
+    nodes.said("attempt 2 starts with 2 nodes; node 2 of 3 (host2) takes rank 1")
+    nodes.said("of 2 port", 2)
+    three[2].kill()
+    assert nodes.codes() == [4, -9, -9]
+    assert "no further attempt: 1 node left, and the run needs 2 or more" in nodes.output()
+    assert result(nodes) == "4"
+
+
+def test_number_of_nodes_is_one_that_the_program_can_go_on_with(nodes: Any) -> None:
+    three = start(
+        nodes,
+        HANG_ONCE.replace("time.sleep", "open(stop + '/node-counts', 'w').write('1 3'); time.sleep"),
+        "1:3",
+    )
+    nodes.said("works;", 3)
+    three[2].kill()
+    assert nodes.codes() == [0, 0, -9]
+    said = nodes.output()
+    assert "attempt 2 starts with 1 node; node 1 of 3 (host1) waits as a spare" in said
+    assert "attempt 2 rank 0 of 1" in said
+
+
+def test_program_that_always_fails_ends_the_run_with_its_code(nodes: Any) -> None:
+    start(nodes, WORK + "sys.exit(7 if rank == '1' else time.sleep(100))")
+    assert nodes.codes() == [7, 7, 7]
+    said = nodes.output()
+    assert "no further attempt: two failures in a row before the first step" in said
+    assert "(node 1 of 3 (host1) ended with exit code 7; before that: node 1 of 3 (host1)" in said
+    assert result(nodes) == "7"
+
+
+def test_two_failures_at_one_step_end_the_run(nodes: Any) -> None:
+    start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begins(33)\nsys.exit(1)")
+    assert nodes.codes() == [1, 1, 1]
+    assert "no further attempt: two failures in a row at step 33" in nodes.output()
+
+
+def test_failures_are_counted(nodes: Any) -> None:
+    start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begins(9 * attempt)\nsys.exit(1)", max_failures=2)
+    assert nodes.codes() == [1, 1, 1]
+    assert "no further attempt: --max-failures 2" in nodes.output()
+    assert "attempt 3 starts" in nodes.output()
+
+
+def test_one_node_starts_anew_too(nodes: Any) -> None:
+    words = [sys.executable, "-c", WORK + "sys.exit(attempt == 1)", "1", "0", MARKERS[2]]
+    nodes.start(words, max_failures=1)
+    assert nodes.codes() == [0]
+    assert "attempt 2 rank 0 of 1" in nodes.output()
+    assert not (nodes.folder / "run/result").exists(), "only with a range or spares"
+
+
+def test_saved_run_ends_the_spare_as_well(nodes: Any) -> None:
+    three = start(nodes, SAVE)
+    nodes.said("works;", 2)
+    three[2].terminate()
+    assert nodes.codes() == [85, 85, 85]
+    assert result(nodes) == "85"
+    assert (nodes.folder / "run/state-saved").read_text().split()[1] == "7"
+
+
+def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
+    slow = WORK + "signal.signal(signal.SIGHUP, signal.SIG_IGN)\ntime.sleep(100)"
+    three = start(nodes, slow)
+    nodes.said("works;", 2)
+    three[1].kill()
+    nodes.said("ending the program: lost node 1 of 3")
+    three[0].terminate()
+    assert nodes.codes() == [4, -9, 4]
+    assert "no further attempt: the run was asked to stop" in nodes.output()
+    assert nodes.output().count("attempt 2") == 0
+    assert result(nodes) == "4"
+
+
+def test_stop_of_a_second_attempt_saves(nodes: Any) -> None:
+    three = start(nodes, SAVE)
+    nodes.said("works;", 2)
+    three[1].kill()
+    nodes.said("works;", 4)
+    (nodes.folder / "run/stop").touch()
+    assert nodes.codes() == [0, -9, 0]
+    assert "state saved at step 7" in nodes.output()
+    assert result(nodes) == "0"
+
+
+def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> None:
+    (nodes.folder / "run").write_text("a file")
+    three = start(nodes, HANG_ONCE)
+    nodes.said("works;", 2)
+    three[1].kill()
+    assert nodes.codes() == [0, -9, 0]
+    assert "nothing keeps workers of an earlier attempt from writing" in nodes.output()
+    assert "the job script will not see how the run has ended" in nodes.output()

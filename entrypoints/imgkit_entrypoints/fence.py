@@ -8,6 +8,7 @@ snapshot or ``state-saved`` gets its name.
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,15 +31,20 @@ def admit(folder: Path, job_id: str, attempt: int) -> str:
     return ""
 
 
-def outside(env: Mapping[str, str]) -> str:
-    """Return why the attempt of this worker is over; empty while it is current, or where nobody says."""
+def check(env: Mapping[str, str]) -> None:
+    """Let a worker write only while its attempt is current; where nobody says which one is, let it write.
+
+    Raises
+    ------
+    OSError : the attempt of this worker is over.
+    """
     folder, attempt = env.get("IMGKIT_RUN_DIR"), env.get("IMGKIT_ATTEMPT")
     if not folder or not attempt:
-        return ""
+        return
     try:
         current = files.read_own(Path(folder) / FILE).split()
     except (OSError, UnicodeDecodeError):
-        return ""
-    if current == [env.get("IMGKIT_JOB_ID", ""), attempt]:
-        return ""
-    return f"this is attempt {attempt} of the run, and {Path(folder) / FILE} says: {' '.join(current)}"
+        return
+    if current != [env.get("IMGKIT_JOB_ID", ""), attempt]:
+        why = f"attempt {attempt} of the run is over, {Path(folder) / FILE} says {' '.join(current)[:200]!r}"
+        raise OSError(errno.ESTALE, why)

@@ -1,0 +1,65 @@
+"""The fence around a run's folder: workers of an attempt that is over write nothing there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import fence
+from imgkit_entrypoints.run import snapshot_files
+
+
+def env(folder: Path, attempt: int, job: str = "4711") -> dict[str, str]:
+    return {"IMGKIT_RUN_DIR": str(folder), "IMGKIT_JOB_ID": job, "IMGKIT_ATTEMPT": str(attempt)}
+
+
+def test_current_attempt_writes(tmp_path: Path) -> None:
+    assert fence.admit(tmp_path, "4711", 2) == ""
+    fence.check(env(tmp_path, 2))
+
+
+@pytest.mark.parametrize(("attempt", "job"), [(1, "4711"), (3, "4711"), (2, "4712")])
+def test_other_attempt_is_kept_out(tmp_path: Path, attempt: int, job: str) -> None:
+    fence.admit(tmp_path, "4711", 2)
+    with pytest.raises(OSError, match=f"attempt {attempt} of the run is over, .*attempt says '4711 2'"):
+        fence.check(env(tmp_path, attempt, job))
+
+
+def test_nobody_is_kept_out_where_no_launcher_says_the_attempt(tmp_path: Path) -> None:
+    fence.check(env(tmp_path, 1))
+    fence.admit(tmp_path, "4711", 2)
+    fence.check({"IMGKIT_RUN_DIR": str(tmp_path)})
+    fence.check({"IMGKIT_ATTEMPT": "1"})
+
+
+def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    fence.admit(tmp_path, "4711", 1)
+    monkeypatch.setattr(fence.files, "put", full)
+    assert "No space left on device; nothing keeps workers" in fence.admit(tmp_path, "4711", 2)
+    fence.check(env(tmp_path, 2))
+
+
+def test_late_snapshot_changes_nothing(tmp_path: Path) -> None:
+    def save(step: int, attempt: int, late: bool = False) -> None:
+        def part(sink: snapshot_files.Sink) -> None:
+            sink.write(b"weights")
+            if late:
+                fence.admit(tmp_path, "4711", attempt + 1)
+                (tmp_path / ".writing-of-the-next-attempt").mkdir()
+
+        snapshot_files.write(tmp_path, step, {"weights.pt": part}, keep=2, env=env(tmp_path, attempt))
+
+    fence.admit(tmp_path, "4711", 1)
+    save(5, 1)
+    with pytest.raises(OSError, match="attempt 1 of the run is over"):
+        save(10, 1, late=True)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [".writing-of-the-next-attempt", "attempt", "step-0000000005"]
+    save(8, 2)
+    with pytest.raises(OSError, match="attempt 1 of the run is over"):
+        save(5, 1)
+    assert (tmp_path / "step-0000000008").exists()
