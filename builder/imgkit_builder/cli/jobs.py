@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.job.code import CodeFolder
-    from imgkit_builder.job.request import CodeRecord, Job, Request, Script
+    from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
+    from imgkit_builder.project.measured import SlowNow
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"job": JobCommand, "submit": JobCommand}
@@ -167,6 +169,8 @@ def verb_status(
 ) -> None:
     """Show a job and, while it waits, its expected start; or show the queues.
 
+    Of a job of dist-train it also names the ranks whose own work is slow now.
+
     \b
     Examples:
       imgkit status 4711
@@ -180,7 +184,7 @@ def verb_status(
     if job_id:
         record = submit.record_of(job_id)
         words = systems.named(record.system).status(record)
-        _thin(words, as_json=as_json, remote=record.remote, code=record.code)
+        _thin(words, as_json=as_json, remote=record.remote, code=record.code, slow=lambda: _slow(record))
         return
     known = [words for system in systems.installed().systems.values() for words in system.queues()]
     for words in known:
@@ -316,15 +320,39 @@ def _described(job: Job, script: Script) -> dict[str, Any]:
     }
 
 
-def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "", code: CodeRecord | None = None) -> None:
-    """Print the command, run it here or on `remote`, and exit with its exit code."""
+def _slow(record: SubmittedJob) -> SlowNow:
+    """The ranks of the job that are slow now; None if the job writes nothing about it."""
+    from imgkit_builder.project import history, measured
+
+    if "dist-train" not in record.command:
+        return None
+    file = history.run_of(record) / measured.METRICS
+    if not record.remote:
+        return measured.slow_ranks(measured.last_lines(file))
+    from imgkit_builder.remote import jobs
+
+    found = jobs.finished(connected(record.remote), ("tail", "-n", "5", "--", str(file)))
+    return measured.slow_ranks(found.output.encode())
+
+
+def _thin(
+    words: tuple[str, ...],
+    *,
+    as_json: bool,
+    remote: str = "",
+    code: CodeRecord | None = None,
+    slow: Callable[[], SlowNow] = lambda: None,
+) -> None:
+    """Print the command, run it here or on `remote`, and exit with its exit code; `slow` finds slow ranks."""
     from imgkit_builder.base import process
 
     if not as_json:
         there = f"on {remote}: " if remote else ""
         print(f"imgkit: {there}{shlex.join(words)}", file=sys.stderr)
     if not as_json and not remote:
-        raise typer.Exit(process.attached(words))
+        exit_code = process.attached(words)
+        _show_slow(slow())
+        raise typer.Exit(exit_code)
     if remote:
         from imgkit_builder.remote import jobs
 
@@ -334,5 +362,14 @@ def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "", code: Code
     data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
     if code is not None:
         data["code"] = dataclasses.asdict(code)
+    if (ranks := slow()) is not None:
+        data["slow"] = [dataclasses.asdict(one) for one in ranks]
     print(json.dumps(data, indent=2) if as_json else done.output, end="\n" * as_json)
+    if not as_json:
+        _show_slow(ranks)
     raise typer.Exit(done.returncode)
+
+
+def _show_slow(ranks: SlowNow) -> None:
+    for one in ranks or ():
+        print(f"slow: {one.name}: {one.excess} (step {one.to_step})")

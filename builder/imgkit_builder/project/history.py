@@ -30,11 +30,16 @@ class RunHere:
     """None where this user has not submitted it from here."""
 
 
+def run_of(record: SubmittedJob) -> Path:
+    """The folder in which the job itself writes, on its own machine."""
+    return record.directory / "runs" / f"{record.name}-{record.id}"
+
+
 def folder_of(record: SubmittedJob) -> Path | None:
     """The folder here with the run's files; None before the first fetch."""
     if record.remote:
         return Path(record.fetched) if record.fetched else None
-    return record.directory / "runs" / f"{record.name}-{record.id}"
+    return run_of(record)
 
 
 def named(word: str) -> RunHere:

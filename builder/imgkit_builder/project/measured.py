@@ -6,14 +6,18 @@ import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRank
 from imgkit_entrypoints.errors import CheckFailed
 
 METRICS = "metrics.jsonl"
 _MOST_BYTES = 256 << 20
 _TAIL_BYTES = 64 << 10
 _LONGEST_LINE = 64 << 10
+SlowNow: TypeAlias = tuple[SlowRank, ...] | None
+"""Ranks that are slow; None: nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +67,34 @@ def read(folder: Path) -> Measured:
 
 def tail(folder: Path) -> Measured:
     """The last numbers of the run; none where there is no file."""
+    return _collected(last_lines(folder / METRICS).splitlines())
+
+
+def last_lines(file: Path) -> bytes:
+    """The last 64 KiB of a file; nothing if it cannot be read."""
     try:
         # Not a FIFO, which would never end.
-        if not (folder / METRICS).is_file():
-            return Measured(points={})
-        with (folder / METRICS).open("rb") as stream:
+        if not file.is_file():
+            return b""
+        with file.open("rb") as stream:
             stream.seek(0, io.SEEK_END)
             stream.seek(max(0, stream.tell() - _TAIL_BYTES))
-            return _collected(stream.read(_TAIL_BYTES).splitlines())
+            return stream.read(_TAIL_BYTES)
     except OSError:
-        return Measured(points={})
+        return b""
+
+
+def slow_ranks(lines: bytes) -> SlowNow:
+    """The ranks that were slow at the last of `lines` that says so; None if no line knows."""
+    for line in reversed(lines.splitlines()):
+        try:
+            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
+            ranks = tuple(json_text.read(list[SlowRank], values["slow"], "slow"))
+            if all(one.node.isprintable() for one in ranks):
+                return ranks
+        except (ValueError, KeyError, TypeError):
+            continue  # held-out data, half a line, or another program's
+    return None
 
 
 def _collected(lines: Iterable[bytes]) -> Measured:

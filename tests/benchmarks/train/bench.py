@@ -3,7 +3,8 @@
     PYTHON tests/benchmarks/train/bench.py [--nproc N] [--turns N] [PART ...]
 
 PYTHON has torch and imgkit. Parts: linear resnet18 save. In the first two, every rank trains a few steps of
-each side in turn; in the last, every second hundred of steps has a snapshot.
+each side in turn; in the third, every second hundred of steps has a snapshot. A checkout of an older imgkit,
+--old FOLDER, adds a fourth part, old: the trainers of both versions take turns.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ STEPS = {"linear": 100, "resnet18": 2}
 SAVED = {"gpt": 4, "mlp": 32}
 """Models that are saved, and their batch size: one with long steps, and one with very short steps."""
 EVERY = 100
+OLD = {"mlp": (512, 20), "linear": (32, 100)}
+"""Models that both versions train, batch size and steps per turn: steps of about 10 ms, and short ones."""
 
 
 def main() -> None:
@@ -40,13 +43,16 @@ def main() -> None:
     )
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--turns", type=int, default=60, help="of each side; a third of it in the last part")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="linear resnet18 save")
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="a checkout of an older imgkit")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="linear resnet18 save old")
     options = parser.parse_args()
     here = f"{len(os.sched_getaffinity(0))} processors, Linux {platform.release()}"
     print(f"{here}, torch {torch.__version__}, {options.nproc} ranks, load {os.getloadavg()[0]:.1f}")
-    for part in options.parts or ("linear", "resnet18", "save"):
+    for part in options.parts or ("linear", "resnet18", "save", *(["old"] if options.old else [])):
         print(f"\n### {part}\n", flush=True)
-        if part == "save":
+        if part == "old":
+            versions(options.old, options.turns, options.nproc)
+        elif part == "save":
             save(options.turns // 3, options.nproc)
         else:
             rates(part, options.turns, options.nproc)
@@ -82,12 +88,50 @@ def save(turns: int, nproc: int) -> None:
         print(f"* longest stall: {1e3 * spent['stall'][0][1]:.0f} ms", flush=True)
 
 
+def versions(old: Path, turns: int, nproc: int) -> None:
+    """Time of the steps of this version relative to those of the checkout `old`."""
+    roots = {"old": old, "new": Path(__file__).parents[3]}
+    for model, (size, count) in OLD.items():
+        with tempfile.TemporaryDirectory() as folder:
+            fifos = {side: f"{folder}/{side}" for side in roots}
+            for fifo in fifos.values():
+                os.mkfifo(fifo)
+            running = []
+            for side, root in roots.items():
+                other = fifos["new" if side == "old" else "old"]
+                words = (str(PAIRED), "in-turn", model, str(size), str(count), str(turns), fifos[side], other)
+                running.append(started(nproc, words, {"PYTHONPATH": str(root / "entrypoints")}))
+            first = os.open(fifos["old"], os.O_RDWR)
+            os.write(first, b".")
+            outputs = [one.communicate()[0] for one in running]
+        before, after = (json.loads(text.splitlines()[-1])["spent"] for text in outputs)
+        wall = statistics.median(one[1] for one in before) / count
+        print(f"* {model}: a step of the old version takes {1e3 * wall:.3f} ms")
+        for column, what in ((1, "wall time"), (0, "CPU time of rank 0")):
+            changes = [
+                100 * (one[column] / other[column] - 1) for one, other in zip(after, before, strict=True)
+            ]
+            low, middle, high = interval(changes)
+            print(
+                f"* the new version takes {middle:+.1f} % of {what} ({low:+.1f} to {high:+.1f})", flush=True
+            )
+
+
 def run(nproc: int, words: tuple[str, ...]) -> str:
     """Start the ranks and return the output of rank 0."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with started(nproc, words, {}) as process:
+        output = process.communicate()[0]
+    if process.returncode != 0:
+        sys.exit(process.returncode)
+    return output
+
+
+def started(nproc: int, words: tuple[str, ...], more: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the ranks, with `more` in their environment."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     env.pop("IMGKIT_RUN_DIR", None)
     argv = (sys.executable, *TORCHRUN, str(nproc), *words)
-    return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,35 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 
+def in_turn(name: str, size: int, count: int, turns: int, hear: str, tell: str) -> None:
+    """Run `count` steps whenever a byte comes from the FIFO `hear`, and pass one on to the FIFO `tell`.
+
+    So the trainers of two versions of imgkit, each with ranks of its own, take turns.
+    """
+
+    def waiting(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
+        spent: list[tuple[float, float]] = []
+        began = (0.0, 0.0)
+        ends = [os.open(path, os.O_RDWR) for path in (hear, tell)] if here.rank == 0 else []
+        for number, step in enumerate(steps):
+            if number % count == 0:
+                dist.barrier()
+                if number:
+                    spent.append(since(began))
+                if ends and number:
+                    os.write(ends[1], b".")
+                if len(spent) == turns + WARM_UP:
+                    end({"spent": spent[WARM_UP:]}, here)
+                if ends:
+                    os.read(ends[0], 1)
+                dist.barrier()
+                began = clocks()
+            yield step
+
+    app.traced = waiting
+    start(name, "--batch-size", str(size), "--samples", "65536")
+
+
 def start(name: str, *words: str) -> None:
     sys.argv = ["dist-train", "--model", name, "--steps", str(10**9), *words]
     app.main()
@@ -97,7 +126,9 @@ def end(spent: dict[str, list[tuple[float, float]]], here: Ranks) -> None:
 
 if __name__ == "__main__":
     what, model, *rest = sys.argv[1:]
-    if what == "saving":
+    if what == "in-turn":
+        in_turn(model, *map(int, rest[:3]), hear=rest[3], tell=rest[4])
+    elif what == "saving":
         saving(model, *map(int, rest[:3]), folder=rest[3])
     else:
         against(model, rest[0].split(","), *map(int, rest[1:]))

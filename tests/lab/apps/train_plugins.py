@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 
@@ -87,6 +88,35 @@ def breaks(model, batch):
     calls += 1
     loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
     return loss * float("nan") if calls == 6 and torch.distributed.get_rank() == 1 else loss
+
+
+def slept(model, batch, ms):
+    time.sleep(ms / 1000)
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def even(model, batch):
+    return slept(model, batch, 30)
+
+
+def lagging(model, batch):
+    """One rank takes longer to compute."""
+    return slept(model, batch, 70 if torch.distributed.get_rank() == 1 else 30)
+
+
+class Fetched(Noisy):
+    """Rank 0 waits long for its samples."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int):
+        time.sleep(0.012 if torch.distributed.get_rank() == 0 else 0)
+        return torch.ones(6), torch.ones(1)
+
+
+def fetched(config, split):
+    return Fetched()
 
 
 def numbers(model, batch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import platform
 import resource
 import sys
 import time
@@ -23,10 +24,12 @@ from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.report import utilization
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
+from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.apps.train.state.export import export
 from imgkit_entrypoints.apps.train.watch import FOR_GOOD, Watch, refuse_stopped, tell_counts, tell_saved
+from imgkit_entrypoints.apps.train.work_clock import WorkClock
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.snapshots import SnapshotWriter
@@ -53,7 +56,8 @@ def main() -> None:
 
 def train(config: Config, own: components.Components, here: Ranks, began: float) -> int:
     """Run the training; returns the exit code."""
-    watch = Watch(config, here, os.environ, began)
+    work = WorkClock(here)
+    watch = Watch(config, here, os.environ, began, work)
     found = snapshot.find(config, here, say)
     changes: tuple[str, ...] = ()
     if found is not None:
@@ -74,7 +78,7 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
     if found is not None and start.step >= steps:
         export(config, found.weights, here)
         return 0
-    trainer = Trainer(config, own.model(config), own.loss, steps, here)
+    trainer = Trainer(config, own.model(config), own.loss, steps, here, work)
     feed = Batches(samples, order, config, here, channels_last=trainer.channels_last)
     held_out = Evaluation(held_out_samples, order, config, trainer, here) if looks else None
     batches = feed.steps(start, steps)
@@ -83,6 +87,7 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
     gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
     if found is not None:
         trainer.restore(found, here)
+    places = here.gather(RankPlace(node=platform.node(), local_rank=here.local_rank), RankPlace)
     report = None
     if here.rank == 0:
         report = RunLog(
@@ -92,6 +97,7 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
             steps_per_epoch=order.steps_per_epoch,
             ranks=here.world_size,
             gauges=gauges,
+            slow=SlowRanks(places, say),
             say=say,
         )
         report.first_loss = found.first_loss if found else report.first_loss

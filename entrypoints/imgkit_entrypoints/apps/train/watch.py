@@ -1,7 +1,8 @@
 """Agreement of all ranks on two questions, without a wait in any step: stop now? Is the loss a number?
 
 Every few steps the ranks add up a few numbers on the device, and read the sum at the next look. So all ranks
-stop at the same step, and no step waits for another rank.
+stop at the same step, and no step waits for another rank. With the sum comes the own work of each rank: each
+adds its seconds to a place of its own, where all others add 0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from imgkit_entrypoints import fence, files
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.report.metrics import Seen
+from imgkit_entrypoints.apps.train.work_clock import WorkClock
 from imgkit_entrypoints.launch import run_folder, stop_protocol
 from imgkit_entrypoints.launch.hang_watch import Pulse
 from imgkit_entrypoints.launch.progress import ProgressNotes
@@ -36,6 +38,8 @@ LATENCY_S = 0.5
 FOR_GOOD = "the stop file"
 """A person's request: the run is not requeued, and does not start while the file exists."""
 REASONS = (FOR_GOOD, "the launcher asked for it", "--stop-after", "a signal")
+_HOST = 2 + len(REASONS)
+"""Numbers that come from the host: the seconds of a step, the reasons to stop, the wait for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +56,10 @@ class _Pending:
 class Watch:
     """Watches for stop requests and for losses that are not numbers, on all ranks alike."""
 
-    def __init__(self, config: Config, here: Ranks, env: Mapping[str, str], began: float) -> None:
-        self._here = here
+    def __init__(
+        self, config: Config, here: Ranks, env: Mapping[str, str], began: float, work: WorkClock
+    ) -> None:
+        self._here, self._work = here, work
         self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
         self._folder = _own_folder(config, env) if here.rank == 0 else None
         self._until = math.inf if config.stop_after_s is None else began + config.stop_after_s
@@ -128,10 +134,17 @@ class Watch:
             time.monotonic() >= self._until,
             self._signalled,
         )
-        empty = [0.0] * len(window)
-        numbers = torch.tensor([*empty, seconds / steps, *map(float, asked)], dtype=window.dtype)
-        numbers = numbers.to(window.device, non_blocking=True)
+        ranks, count = self._places(), len(window) + _HOST
+        numbers = torch.zeros(count + ranks, dtype=window.dtype, device=window.device)
+        spent = self._work.take()
+        mine = torch.tensor(
+            [seconds / steps, *map(float, asked), spent.wait_s, spent.own_s], dtype=window.dtype
+        )
+        mine = mine.to(window.device, non_blocking=True)
         numbers[: len(window)] = window
+        numbers[len(window) : count] = mine[:_HOST]
+        if ranks:
+            numbers[count + self._here.rank] = mine[_HOST]
         window.zero_()
         window[1] = math.nan  # no norm of the gradient until one is measured
         work, copied = dist.all_reduce(numbers, async_op=True), None
@@ -159,9 +172,11 @@ class Watch:
             pending.copied.synchronize()
         else:
             pending.work.wait()
-        means = [one / self._here.world_size for one in pending.numbers.tolist()]
-        skipped, norm, loss, *numbers = means[: -1 - len(REASONS)]
-        seconds_a_step, *asked = means[-1 - len(REASONS) :]
+        sums: list[float] = pending.numbers.tolist()
+        count = len(sums) - self._places()
+        means, own_s = [one / self._here.world_size for one in sums[:count]], sums[count:]
+        skipped, norm, loss, *numbers = means[:-_HOST]
+        seconds_a_step, *asked, wait_s = means[-_HOST:]
         self._interval = interval(seconds_a_step, self._most)
         self.stop = self.stop or next(
             (reason for reason, some in zip(REASONS, asked, strict=True) if some), ""
@@ -177,7 +192,13 @@ class Watch:
             grad_norm=norm,
             skipped=skips,
             seconds=pending.seconds,
+            own_s=tuple(own_s),
+            wait_s=wait_s,
         )
+
+    def _places(self) -> int:
+        """Numbers that hold the own work of one rank each; a single rank has nobody to compare with."""
+        return self._here.world_size if self._here.world_size > 1 else 0
 
 
 def refuse_stopped(config: Config, env: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,10 @@ class Seen:
     """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
     numbers: tuple[float, ...] = ()
     """Means of the user's numbers, as that of the loss."""
+    own_s: tuple[float, ...] = ()
+    """Seconds of own work of each rank in a step; 0: not measured. Empty with one rank."""
+    wait_s: float = math.nan
+    """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,12 @@ class Metrics:
     """The same in tokens; None if the samples are not rows of tokens."""
     data_wait: float
     """Share of the time in which rank 0 had no data to compute on, 0 to 1."""
+    own_work_s: float | None
+    """Seconds of a rank's own work in a step: the median of all ranks, or the fastest of fewer than 4."""
+    wait_s: float | None
+    """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
+    slow: list[dict[str, Any]]
+    """The ranks that are slow now, each a `SlowRank`; the slowest 100."""
     memory_MiB: float
     """Peak memory of rank 0 so far: tensors on the GPU, or the process on CPU."""
     skipped: int

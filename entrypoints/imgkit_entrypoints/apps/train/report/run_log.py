@@ -16,6 +16,7 @@ from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
 from imgkit_entrypoints.apps.train.report.loggers import Loggers
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
+from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRanks
 from imgkit_entrypoints.apps.train.schedule import learning_rate
 
 SCHEMA = 1
@@ -35,6 +36,7 @@ class RunLog:
         steps_per_epoch: int,
         ranks: int,
         gauges: Gauges,
+        slow: SlowRanks,
         say: Callable[[str], None],
     ) -> None:
         assert config.global_batch is not None
@@ -43,6 +45,7 @@ class RunLog:
         self._start, self._steps, self._ranks, self._gauges = start, steps, ranks, gauges
         self._samples_a_step, self._say, self._failed = config.global_batch, say, False
         self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
+        self._slow, self._usual_s = slow, math.nan
         self._since: list[Seen] = []
         self._training_s, self._trained_steps = 0.0, 0
         self._waited_s = gauges.waited_s()
@@ -73,6 +76,7 @@ class RunLog:
             self._since.append(seen)
             self._training_s += seen.seconds
             self._trained_steps += seen.steps
+            self._usual_s = self._slow.note(seen.step, seen.own_s)
             at_its_time = sum(one.seconds for one in self._since) >= LINE_EVERY_S
             at_its_step = seen.step % self._log_every == 0 or seen.step in (self._start + 1, self._steps)
             if at_its_time or at_its_step:
@@ -114,6 +118,9 @@ class RunLog:
             samples_per_s=samples / seconds,
             tokens_per_s=None if tokens is None else tokens * samples / seconds,
             data_wait=min(1.0, (waited_s - self._waited_s) / seconds),
+            own_work_s=_number(self._usual_s),
+            wait_s=_number(self._since[-1].wait_s) if self._ranks > 1 else None,
+            slow=self._slow.now(),
             memory_MiB=self._gauges.memory_MiB(),
             skipped=self.skipped,
             mfu=None if at_peak is None else samples / seconds / self._ranks / at_peak,
@@ -156,6 +163,7 @@ class RunLog:
             "evaluation_s": pauses.evaluation_s,
             "saving_s": pauses.saving_s,
             "skipped": self.skipped,
+            "slow_ranks": self._slow.all(),
             "longest_save_stall_s": stall_s,
         }
         self._write(lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n"))

@@ -18,10 +18,17 @@ from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves, utilization
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses, Seen, clock
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
+from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
+
+
+def judge() -> SlowRanks:
+    return SlowRanks([RankPlace(node=f"node{rank}", local_rank=0) for rank in range(2)], print)
 
 
 def opened(config: Config, gauges: Gauges, *, start: int = 0, steps: int = 20) -> RunLog:
-    return RunLog(config, start=start, steps=steps, steps_per_epoch=8, ranks=2, gauges=gauges, say=print)
+    return RunLog(
+        config, start=start, steps=steps, steps_per_epoch=8, ranks=2, gauges=gauges, slow=judge(), say=print
+    )
 
 
 def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> RunLog:
@@ -87,12 +94,26 @@ def test_metrics_tell_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureF
     assert "accuracy 0.333333" in capsys.readouterr().out
 
 
+def test_slow_rank_stands_in_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = report(tmp_path)
+    for step in (1, 2, 3, 10):
+        one.note(dataclasses.replace(seen(step, 1, 1.0), own_s=(0.1, 0.3), wait_s=0.25))
+    end(one, 10)
+    first, last = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["own_work_s"], first["wait_s"], first["slow"]) == (0.1, 0.25, [])
+    row = {"rank": 1, "node": "node1", "local_rank": 0, "own_work_s": 0.3, "usual_s": 0.1}
+    assert last["slow"] == [{**row, "from_step": 1, "to_step": 10, "times": 1}]
+    assert json.loads((tmp_path / "summary.json").read_text())["slow_ranks"] == last["slow"]
+    assert "rank 1 on node1 (local rank 0) is slow" in capsys.readouterr().out
+
+
 def test_unknown_metrics_are_null(tmp_path: Path) -> None:
     gauges = Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, names=("accuracy",))
     config = dataclasses.replace(options.read([], {}), run_dir=tmp_path, global_batch=64, log_every=10)
     opened(config, gauges).note(dataclasses.replace(seen(1, 1, math.nan, skipped=1), numbers=(math.nan,)))
     told = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (told["grad_norm"], told["tokens_per_s"], told["numbers"]) == (None, None, {"accuracy": None})
+    assert (told["own_work_s"], told["wait_s"], told["slow"]) == (None, None, [])
 
 
 def test_start_without_a_step_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +314,7 @@ def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         steps_per_epoch=8,
         ranks=2,
         gauges=Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, names=("accuracy",)),
+        slow=judge(),
         say=said.append,
     )
     for step in (10, 20):

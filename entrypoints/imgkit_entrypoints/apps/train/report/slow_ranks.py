@@ -1,0 +1,163 @@
+"""Ranks whose own work takes longer than that of the others, look after look. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+SHARE = 0.2
+"""Part of the usual time by which a slow rank exceeds it."""
+MADS = 5
+"""Median absolute deviations by which a slow rank exceeds the median."""
+FLOOR_S = 0.001
+"""A slow rank loses more than this in a step: short steps differ by more than `SHARE` from chance."""
+LOOKS = 3
+"""Looks in a row that make a rank slow, and usual again."""
+FEW = 4
+"""Fewer ranks than this have no meaningful median: the fastest is the usual one."""
+LINES = 8
+"""Most ranks that one look reports by a line each."""
+TIMES = 3
+"""Times that the log names the same rank; ranks that share a processor become slow in turn."""
+ROWS = 100
+"""Most ranks in a line of ``metrics.jsonl``, which readers bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank runs."""
+
+    node: str
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """A rank that is or was slow, as ``metrics.jsonl`` and ``summary.json`` have it."""
+
+    rank: int
+    node: str
+    local_rank: int
+    from_step: int
+    """Step of the first look at which it was slow."""
+    to_step: int
+    """Step of the last one."""
+    times: int
+    """Number of times that it was named."""
+    own_work_s: float
+    """Seconds of own work in a step, at the last look at which it was slow."""
+    usual_s: float
+    """The same of the others: the median, or that of the fastest of fewer than 4 ranks."""
+
+    @property
+    def name(self) -> str:
+        """The rank and its place."""
+        return f"rank {self.rank} on {self.node} (local rank {self.local_rank})"
+
+    @property
+    def excess(self) -> str:
+        """Its time beside that of the others."""
+        return (
+            f"its own work takes {_milliseconds(self.own_work_s)} a step, not {_milliseconds(self.usual_s)}"
+        )
+
+
+def usual(own_s: Sequence[float]) -> tuple[float, float]:
+    """The usual seconds of own work, and the limit above which a rank is slow; infinite if nothing compares.
+
+    Parameters
+    ----------
+    own_s : seconds of each rank in a step; what is not a positive number is unknown.
+    """
+    known = sorted(one for one in own_s if 0 < one < math.inf)
+    if len(known) < 2:
+        return math.nan, math.inf
+    if len(known) < FEW:
+        return known[0], max(known[0] * (1 + SHARE), known[0] + FLOOR_S)
+    middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
+    limit = max(middle * (1 + SHARE), middle + FLOOR_S)
+    if known[-1] > limit:  # else nobody is slow, and thousands of ranks need no second order
+        limit = max(limit, middle + MADS * statistics.median(abs(one - middle) for one in known))
+    return middle, limit
+
+
+class SlowRanks:
+    """Names the slow ranks of one start, and those that recover."""
+
+    def __init__(self, places: Sequence[RankPlace], say: Callable[[str], None]) -> None:
+        self._places, self._say = places, say
+        self._in_a_row: dict[int, int] = {}
+        """Looks in a row at which a rank was slow and is not named yet, or was usual and is named."""
+        self._since: dict[int, int] = {}
+        self._named: set[int] = set()
+        self._found: dict[int, SlowRank] = {}
+
+    def note(self, step: int, own_s: Sequence[float]) -> float:
+        """Judge the look at `step` by the own work of each rank, and return the usual seconds."""
+        usual_s, limit_s = usual(own_s)
+        if math.isinf(limit_s):
+            return usual_s
+        over = {rank for rank, one in enumerate(own_s) if limit_s < one < math.inf}
+        changed = []
+        for rank in sorted(over ^ self._named):  # the others are as they were
+            looks = self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1
+            if looks == 1:
+                self._since[rank] = step
+            if looks == LOOKS:
+                changed.append(rank)
+        self._in_a_row = {rank: self._in_a_row[rank] for rank in over ^ self._named}
+        for rank in changed:
+            self._named ^= {rank}
+            del self._in_a_row[rank]
+            if rank in self._named:
+                self._name(rank)
+        for rank in over & self._named:
+            self._found[rank] = replace(
+                self._found[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
+            )
+        self._report(step, changed)
+        return usual_s
+
+    def _name(self, rank: int) -> None:
+        before, since = self._found.get(rank), self._since[rank]
+        self._found[rank] = SlowRank(
+            rank=rank,
+            **asdict(self._places[rank]),
+            from_step=before.from_step if before else since,
+            to_step=since,
+            times=before.times + 1 if before else 1,
+            own_work_s=0.0,
+            usual_s=0.0,
+        )
+
+    def _report(self, step: int, changed: Sequence[int]) -> None:
+        whose = "as that of the fastest" if len(self._places) < FEW else "the median of all ranks"
+        told = [rank for rank in changed if self._found[rank].times <= TIMES]
+        for rank in told[:LINES]:
+            one = self._found[rank]
+            if rank in self._named:
+                self._say(
+                    f"{one.name} is slow: {one.excess}, {whose} (step {step});"
+                    f" check {one.node} with dist-doctor"
+                )
+            else:
+                self._say(f"{one.name} is as fast as the others again (step {step})")
+        if len(told) > LINES:
+            self._say(f"{len(told) - LINES} more ranks became slow or recovered at step {step}")
+
+    def now(self) -> list[dict[str, Any]]:
+        """The ranks that are slow now, the slowest first, for ``metrics.jsonl``."""
+        found = sorted((self._found[rank] for rank in self._named), key=lambda one: -one.own_work_s)
+        return [asdict(one) for one in found[:ROWS]]
+
+    def all(self) -> list[dict[str, Any]]:
+        """The ranks that were slow at any time of this start, for ``summary.json``."""
+        return [asdict(self._found[rank]) for rank in sorted(self._found)]
+
+
+def _milliseconds(seconds: float) -> str:
+    """Write a duration with three digits, such as ``131 ms`` or ``4.56 ms``."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"

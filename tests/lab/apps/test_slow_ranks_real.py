@@ -1,0 +1,124 @@
+"""dist-train names the slow rank, and no other: real ranks that sleep, and a fake of a GPU's events."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from labkit import in_image
+
+pytestmark = pytest.mark.docker
+
+# One container: an import of torch costs as much as these runs.
+SCRIPT = """
+own = "--data own.py:rows --model own.py:plain --batch-size 2 --log-every 4 --steps 20 --step own.py:"
+print(train(4, own + "lagging --run-dir slow"))
+print(train(4, own + "even --run-dir even"))
+own = own.replace("rows", "fetched").replace("plain", "model")
+# Without a share for BatchNorm's copying, rank 1 would look slow: it waits for rank 0 in its forward pass.
+print(train(2, own + "even --run-dir data"))
+
+from imgkit_entrypoints.apps.train import work_clock
+own = "--data own.py:rows --model own.py:model --batch-size 2 --accumulate 2 --steps 9 --run-dir "
+print(train(3, own + "timed"))
+begin = work_clock.WorkClock.__init__
+def untimed(self, here):
+    begin(self, here)
+    self._on = False
+work_clock.WorkClock.__init__ = untimed
+print(train(3, own + "untimed"))
+"""
+
+# Its clock is the number of marks; an event can be read once the device has passed it.
+FAKE_GPU = """
+import torch
+from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.apps.train.work_clock import WorkClock
+
+class FakeEvent:
+    now = passed = made = 0
+    def __init__(self, enable_timing):
+        assert enable_timing
+        FakeEvent.made += 1
+    def record(self):
+        FakeEvent.now += 1
+        self.at = FakeEvent.now
+    def elapsed_time(self, end):
+        assert self.at <= end.at <= FakeEvent.passed, "a read that would wait for the device"
+        return 1e3 * (end.at - self.at)
+
+torch.cuda.Event = FakeEvent
+clock = WorkClock(Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cuda", 0)))
+weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+clock.backward(weights, lambda: sum(one.sum() for one in weights).backward())
+found = []
+for look in range(5):
+    for step in range(2):
+        clock.begins()
+        for _ in range(3):  # micro-batches; the last gradient of the last one counts
+            sum(one.sum() for one in weights).backward()
+        clock.reduced()
+    found.append(tuple(clock.take()))
+    FakeEvent.passed = FakeEvent.now
+print(found, FakeEvent.made)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs, with what they said in ``told``."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copy(Path(__file__).with_name("train_plugins.py"), folder / "own.py")
+    shutil.copy(Path(__file__).with_name("train_many.py"), folder)
+    here = ("--volume", f"{folder}:/runs", "--workdir", "/runs", "--hostname", "n7")
+    done = in_image(standin, "python3", "train_many.py", options=here, given=SCRIPT)
+    (folder / "told").write_text(done.stdout + done.stderr)
+    assert done.stdout.splitlines().count("0") == 5, done.stdout + done.stderr
+    return folder
+
+
+def summary(run: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((run / "summary.json").read_text())["slow_ranks"]
+    return rows
+
+
+def test_slow_rank_is_named_with_its_node(runs: Path) -> None:
+    rows = [json.loads(text) for text in (runs / "slow/metrics.jsonl").read_text().splitlines()]
+    (found,) = summary(runs / "slow")
+    assert (found["rank"], found["node"], found["local_rank"]) == (1, "n7", 1)
+    assert found["own_work_s"] > 1.5 * found["usual_s"]
+    assert rows[-1]["slow"] == [found]
+    assert (
+        "dist-train: rank 1 on n7 (local rank 1) is slow: its own work takes " in (runs / "told").read_text()
+    )
+    assert rows[-1]["wait_s"] > 0
+
+
+def test_nobody_is_slow_among_equals(runs: Path) -> None:
+    assert summary(runs / "even") == []
+
+
+def test_rank_without_samples_is_not_slow(runs: Path) -> None:
+    assert summary(runs / "data") == []
+
+
+def test_clock_leaves_every_bit_of_the_weights(runs: Path) -> None:
+    both = [runs / name / "snapshots/step-0000000009/manifest.json" for name in ("timed", "untimed")]
+    one, other = (json.loads(file.read_text())["files"] for file in both)
+    for name in ("weights.pt", "optimizer.pt", "random.pt"):
+        assert one[name] == other[name]
+    rates = [
+        json.loads((runs / name / "metrics.jsonl").read_text().splitlines()[-1])
+        for name in ("timed", "untimed")
+    ]
+    assert [row["own_work_s"] is None for row in rates] == [False, True]
+
+
+def test_events_of_a_gpu_are_read_one_look_later(standin: str) -> None:
+    done = in_image(standin, "python3", "-c", FAKE_GPU)
+    assert done.returncode == 0, done.stderr
+    # From the first mark to that of the third gradient, and one to the end; nothing at the first look.
+    assert done.stdout.splitlines()[-1] == f"{[(0.0, 0.0), *[(3.0, 1.0)] * 4]} 12"

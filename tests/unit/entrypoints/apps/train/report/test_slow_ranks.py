@@ -1,0 +1,136 @@
+"""Which ranks are slow: limits, few ranks, unknown times, looks in a row, and what the log says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from imgkit_entrypoints.apps.train.report import slow_ranks
+from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks, usual
+
+USUAL = (0.100, 0.101, 0.099, 0.100)
+SLOW = (0.100, 0.101, 0.131, 0.100)
+
+
+def judge(ranks: int = 4) -> tuple[SlowRanks, list[str]]:
+    """A judge of ranks with two to a node, and what it says."""
+    told: list[str] = []
+    places = [RankPlace(node=f"node{rank // 2}", local_rank=rank % 2) for rank in range(ranks)]
+    return SlowRanks(places, told.append), told
+
+
+def looks(of: SlowRanks, *each: Sequence[float], after: int = 0) -> None:
+    for number, own_s in enumerate(each, start=1):
+        of.note(after + 10 * number, own_s)
+
+
+def over(own_s: Sequence[float]) -> list[int]:
+    limit_s = usual(own_s)[1]
+    return [rank for rank, one in enumerate(own_s) if one > limit_s]
+
+
+@pytest.mark.parametrize(
+    ("own_s", "slow"),
+    [
+        ((0.1, 0.1, 0.1, 0.1221), [3]),  # no deviation at all: 20 % decide
+        ((0.1, 0.1, 0.1, 0.1199), []),
+        ((0.1, 0.11, 0.09, 0.12, 0.155), []),  # 41 % more, but ranks deviate by 10 % anyway
+        ((0.1, 0.11, 0.09, 0.12, 0.165), [4]),
+        ((0.1, 0.1, 0.2, 0.2), []),  # two halves: nobody knows which is usual
+        ((0.0100, 0.0105, 0.0100, 0.0109), []),
+        ((0.0004, 0.0004, 0.0004, 0.0012), []),  # a millisecond lost at most
+        ((0.0004, 0.0004, 0.0004, 0.0015), [3]),
+    ],
+)
+def test_four_ranks_compare_with_their_median(own_s: Sequence[float], slow: list[int]) -> None:
+    assert over(own_s) == slow
+
+
+@pytest.mark.parametrize(
+    ("own_s", "slow"),
+    [
+        ((0.1, 0.119), []),
+        ((0.1, 0.121), [1]),
+        ((0.2, 0.1, 0.2), [0, 2]),
+        ((0.1, math.nan, 0.13), [2]),
+        ((0.1, 0.1, 0.13, math.inf), [2]),  # three of the four are known
+    ],
+)
+def test_fewer_ranks_compare_with_the_fastest(own_s: Sequence[float], slow: list[int]) -> None:
+    assert [rank for rank in over(own_s) if math.isfinite(own_s[rank])] == slow
+
+
+@pytest.mark.parametrize("own_s", [(), (0.1,), (0.0, 0.0), (0.1, math.nan), (-1.0, 0.0, math.nan, 0.1)])
+def test_nothing_known_accuses_nobody(own_s: Sequence[float]) -> None:
+    assert over(own_s) == []
+
+
+def test_third_look_names_the_rank_once() -> None:
+    one, told = judge()
+    looks(one, SLOW, SLOW)
+    assert (one.now(), told) == ([], [])
+    looks(one, SLOW, SLOW, SLOW, after=20)
+    assert told == [
+        "rank 2 on node1 (local rank 0) is slow: its own work takes 131 ms a step,"
+        " not 100 ms, the median of all ranks (step 30); check node1 with dist-doctor"
+    ]
+    assert [(row["rank"], row["node"], row["own_work_s"]) for row in one.now()] == [(2, "node1", 0.131)]
+
+
+def test_two_looks_and_a_usual_one_name_nobody() -> None:
+    one, told = judge()
+    looks(one, *(SLOW, SLOW, USUAL) * 5)
+    assert (one.now(), one.all(), told) == ([], [], [])
+
+
+def test_look_without_times_changes_nothing() -> None:
+    one, told = judge()
+    looks(one, SLOW, SLOW, (0.0,) * 4, SLOW)
+    assert len(told) == 1
+
+
+def test_recovery_takes_three_looks_too() -> None:
+    one, told = judge()
+    looks(one, SLOW, SLOW, SLOW, USUAL, USUAL, SLOW, USUAL, USUAL)
+    assert len(one.now()) == 1
+    looks(one, USUAL, after=80)
+    assert one.now() == []
+    assert told[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 90)"]
+    assert [(row["from_step"], row["to_step"], row["times"]) for row in one.all()] == [(10, 60, 1)]
+
+
+def test_rank_that_relapses_stays_one_row() -> None:
+    one, told = judge()
+    looks(one, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 2)
+    assert len(told) == 4
+    assert [(row["rank"], row["times"], row["from_step"]) for row in one.all()] == [(2, 2, 10)]
+
+
+def test_rank_that_relapses_again_and_again_is_not_printed() -> None:
+    one, told = judge()
+    looks(one, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
+    assert len(told) == 2 * slow_ranks.TIMES
+    assert one.all()[0]["times"] == 9
+
+
+def test_equally_slow_ranks_accuse_nobody() -> None:
+    one, told = judge()
+    looks(one, USUAL, USUAL, *[tuple(3 * value for value in USUAL)] * 5)
+    assert (one.now(), told) == ([], [])
+
+
+def test_line_of_few_ranks_names_the_fastest() -> None:
+    one, told = judge(2)
+    looks(one, *[(0.1, 4.56)] * 3)
+    assert "takes 4560 ms a step, not 100 ms, as that of the fastest (step 30)" in told[0]
+
+
+def test_many_slow_ranks_do_not_flood_the_log() -> None:
+    one, told = judge(40)
+    own_s = [0.1] * 28 + [0.2] * 12
+    looks(one, own_s, own_s, own_s)
+    assert len(told) == slow_ranks.LINES + 1
+    assert told[-1] == "4 more ranks became slow or recovered at step 30"
+    assert len(one.now()) == 12
