@@ -39,6 +39,7 @@ nitpick_ignore_regex = [
 suppress_warnings = ["myst.xref_ambiguous"]
 
 autodoc_typehints = "signature"
+autodoc_mock_imports = ["torch"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 

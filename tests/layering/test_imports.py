@@ -168,6 +168,12 @@ def test_entrypoints_import_the_standard_library_only() -> None:
     assert [found for found in foreign if "/report/loggers.py:" not in found] == []
 
 
+def test_run_library_imports_torch_at_its_first_use() -> None:
+    done = blocked(("torch",), "import imgkit_entrypoints.run as run\nprint('imported')\nrun.Run")
+    assert done.stdout == "imported\n"
+    assert "layering: torch must not be imported here" in done.stderr
+
+
 def test_dependencies_never_point_back() -> None:
     assert importers("imgkit_builder", RECIPES, ENTRYPOINTS) == set()
     assert importers("imgkit_recipes", ENTRYPOINTS) == set()

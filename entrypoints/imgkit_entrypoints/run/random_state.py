@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import random
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +21,16 @@ def seed_everything(number: int) -> None:
         importlib.import_module("numpy").random.seed(number % 2**32)
 
 
-def current() -> dict[str, Any]:
-    """The state of every generator, in types that torch.load(weights_only=True) reads."""
+def current(more: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """The state of every generator and of `more`, in types that torch.load(weights_only=True) reads."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:  # otherwise nothing here has used it
         kind, words, *rest = importlib.import_module("numpy").random.get_state()
         state["numpy"] = (kind, [int(word) for word in words], *rest)
+    if more:
+        state["more"] = [one.get_state() for one in more]
     return state
 
 
@@ -53,6 +55,8 @@ class SentState:
     python_gauss: float | None
     cuda: str | None
     numpy: NumpyState | None
+    more: list[str] = field(default_factory=list)
+    """States of generators of the program's own."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SentState:
@@ -69,6 +73,7 @@ class SentState:
             python_gauss=gauss,
             cuda=_hexadecimal(state["cuda"]) if "cuda" in state else None,
             numpy=numpy,
+            more=[_hexadecimal(one) for one in state.get("more", ())],
         )
 
     def state(self) -> dict[str, Any]:
@@ -80,6 +85,8 @@ class SentState:
         if self.numpy is not None:
             own = self.numpy
             found["numpy"] = (own.kind, own.words, own.place, own.has_gauss, own.gauss)
+        if self.more:
+            found["more"] = [_bytes(one) for one in self.more]
         return found
 
 
@@ -91,8 +98,10 @@ def _bytes(text: str) -> torch.Tensor:
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
-def restore(state: Mapping[str, Any]) -> None:
-    """Restore a state that `current` returned."""
+def restore(state: Mapping[str, Any], more: Sequence[torch.Generator] = ()) -> None:
+    """Restore a state that `current` returned, with that of `more` generators as far as it has them."""
+    for generator, one in zip(more, state.get("more", ()), strict=False):
+        generator.set_state(one)
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

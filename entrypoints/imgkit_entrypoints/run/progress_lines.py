@@ -1,0 +1,58 @@
+"""The lines of a loop of one's own: on the terminal and in ``metrics.jsonl``; rank 0 alone writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+from imgkit_entrypoints import files
+
+METRICS = "metrics.jsonl"
+EVERY_S = 5.0
+"""Time between two lines."""
+
+
+class ProgressLines:
+    """Averages what is logged between two lines."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder, self._say, self._failed = folder, say, False
+        self._means: list[tuple[int, Mapping[str, float]]] = []
+        self._steps, self._seconds, self._last = 0, 0.0, -math.inf
+
+    def note(self, step: int, epoch: float, steps: int, seconds: float, means: Mapping[str, float]) -> None:
+        """Add the averages of the latest `steps` steps; write a line when it is time."""
+        self._means.append((steps, means))
+        self._steps, self._seconds = self._steps + steps, self._seconds + seconds
+        if time.monotonic() - self._last >= EVERY_S:
+            self.write(step, epoch)
+
+    def write(self, step: int, epoch: float) -> None:
+        """Write the line of what was noted since the last one, if anything was."""
+        logged = [(steps, means) for steps, means in self._means if means]
+        if logged:
+            count = sum(steps for steps, _ in logged)
+            numbers = {
+                name: sum(steps * means[name] for steps, means in logged) / count for name in logged[-1][1]
+            }
+            rate = self._steps / self._seconds if self._seconds else 0.0
+            shown = "".join(f"  {name} {value:.6g}" for name, value in numbers.items())
+            print(f"step {step}{shown}  {rate:.1f} steps/s", flush=True)
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            line = {"time": now, "step": step, "epoch": epoch, "steps_per_s": rate}
+            kept = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+            self._append(json.dumps({**line, **kept}) + "\n")
+            self._last = time.monotonic()
+            self._means, self._steps, self._seconds = [], 0, 0.0
+
+    def _append(self, text: str) -> None:
+        try:
+            files.append(self._folder / METRICS, text.encode())
+        except OSError as error:
+            if not self._failed:
+                self._say(f"metrics are incomplete: {error.filename or self._folder}: {error.strerror}")
+            self._failed = True

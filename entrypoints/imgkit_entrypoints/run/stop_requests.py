@@ -1,0 +1,110 @@
+"""Requests to stop, as one rank sees them, and the mark that tells the launcher that the state is saved."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from imgkit_entrypoints import files
+from imgkit_entrypoints.launch import run_folder, stop_protocol
+from imgkit_entrypoints.launch.run_folder import RunFolder
+from imgkit_entrypoints.launch.signals import REPEAT_S, STOP_SIGNALS
+
+FOR_GOOD = "the stop file"
+"""A person's request: the run is not requeued, and does not start while the file exists."""
+REASONS = (FOR_GOOD, "the launcher asked for it", "--stop-after", "a signal")
+
+
+def own_folder(run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
+    """The run's folder, unless the launcher looks after it, which knows IMGKIT_RUN_DIR alone."""
+    shared = env.get("IMGKIT_RUN_DIR") if env.get("IMGKIT_STOP_DIR") else None
+    if run_dir is None or (shared and run_dir.resolve() == Path(shared).resolve()):
+        return None
+    return RunFolder(path=run_dir, say=say)
+
+
+class StopRequests:
+    """The requests that this rank can see: files, the launcher's flag, a time and signals.
+
+    Parameters
+    ----------
+    folder : the run's folder, on the one rank that looks into it; None elsewhere.
+    until : time of the monotonic clock at which the run is to stop.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        folder: RunFolder | None,
+        say: Callable[[str], None],
+        until: float = math.inf,
+    ) -> None:
+        self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
+        self._folder, self._say, self._until = folder, say, until
+        self._warned = False
+        self._signalled: dict[int, float] = {}
+        self._before: dict[int, Any] = {}
+
+    def asked(self) -> tuple[bool, ...]:
+        """The answer to each of `REASONS`."""
+        request = self._folder.request() if self._folder else None
+        if request and not self._warned and (text := run_folder.warning(request.reason)):
+            self._say(text)
+            self._warned = True
+        return (
+            request is not None and not request.requeue,
+            (request is not None and request.requeue) or (self._flag is not None and self._flag.exists()),
+            time.monotonic() >= self._until,
+            bool(self._signalled),
+        )
+
+    def listen(self) -> None:
+        """Note the signals that request a stop, until `deaf` puts back the handlers of before.
+
+        Under dist-run they do nothing without this. A second TERM or INT ends the process at once.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows no handlers here
+        for number in STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        os.register_at_fork(after_in_child=self._let_parents_end_it)
+
+    def _let_parents_end_it(self) -> None:
+        # Else multiprocessing's Process.terminate() would have no effect.
+        if self._before:
+            signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
+
+    def deaf(self) -> None:
+        """Put back the handlers of before `listen`."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        first = self._signalled.setdefault(number, now)
+        if number in (signal.SIGTERM, signal.SIGINT) and now - first > REPEAT_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def tell_saved(step: int, local_rank: int, env: Mapping[str, str]) -> bool:
+    """Tell this node's launcher that the state is saved; False if there is no launcher."""
+    if not env.get("IMGKIT_STOP_DIR"):
+        return False
+    if local_rank == 0:
+        mark_saved(Path(env["IMGKIT_STOP_DIR"]), step, env)
+    return True
+
+
+def mark_saved(folder: Path, step: int, env: Mapping[str, str]) -> None:
+    """Write into `folder` that this job has saved `step`."""
+    job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+    files.put(folder / stop_protocol.SAVED, f"{job} {step}\n")

@@ -1,0 +1,103 @@
+"""Many runs of programs on `Run` from one process that has imported torch; runs in the image.
+
+Ranks are forked, with the environment that torchrun would give them, as in apps/train_many.py. Reads Python
+code in which ``start(RANKS, PROGRAM, FOLDER)`` is such a run and returns the ranks' exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the first step of an optimizer imports it; here once instead of in every rank
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.run import Run
+
+torch.set_num_threads(1)
+__all__ = ["DataLoader", "IterableDataset", "TensorDataset", "dist", "weights"]
+
+
+def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, **env):
+    """Start `count` ranks of a file or a function; `rank` gets the signal `how` at the end of step `at`."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    children = []
+    for own in range(count):
+        child = os.fork()
+        if child == 0:
+            place = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in {**place, **env}.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", IMGKIT_RUN_DIR=folder)
+            if own == rank and at:
+                signal_at(at, how)
+            if pause:
+                slowly(pause)
+            leave(program)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(count, "ranks ended with", codes, flush=True)
+    return codes
+
+
+def signal_at(step, how):
+    counted = Run._count
+
+    def count(run):
+        counted(run)
+        if run.step == step:
+            os.kill(os.getpid(), how)
+
+    Run._count = count
+
+
+def slowly(pause):
+    counted = Run._count
+
+    def count(run):
+        time.sleep(pause)
+        counted(run)
+
+    Run._count = count
+
+
+def leave(program):
+    """Run the program, and end like an interpreter: with its code, or 1 after a traceback."""
+    code = 0
+    try:
+        if callable(program):
+            dist.init_process_group("gloo")
+            program()
+        else:
+            sys.argv = [program]
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except ImgkitError as error:
+        print("refused:", error, file=sys.stderr, flush=True)
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def weights(folder):
+    """The state of the newest snapshot in a run folder, by part."""
+    newest = max(Path(folder, "snapshots").glob("step-*"))
+    return {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))}
+
+
+if __name__ == "__main__":
+    exec(sys.stdin.read())  # noqa: S102 - the text is the test's own

@@ -1,0 +1,210 @@
+"""Programs on the run library, on real ranks in the stand-in image: killed, stopped, resumed, misused."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+from labkit import ROOT, in_image
+
+pytestmark = pytest.mark.docker
+HERE = Path(__file__).parent
+
+
+def many(standin: str, runs: Path, script: str) -> str:
+    """Run the Python `script`, in which ``start(RANKS, PROGRAM, FOLDER)`` is a run without a launcher."""
+    mounted = ("--volume", f"{HERE}:/test:ro", "--volume", f"{ROOT}/examples:/examples:ro")
+    here = (*mounted, "--volume", f"{runs}:/runs", "--workdir", "/runs")
+    done = in_image(standin, "python3", "/test/run_many.py", options=here, given=script)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    return told
+
+
+def test_plain_loop_needs_eight_lines() -> None:
+    texts = [
+        (ROOT / f"examples/{name}.py").read_text().splitlines()[1:] for name in ("plain_ddp", "plain_ddp_run")
+    ]
+    new = [line for line in difflib.ndiff(*texts) if line.startswith("+ ") and line.strip() != "+"]
+    assert len(new) <= 8, new
+
+
+@pytest.mark.parametrize(
+    "ranks", [3, pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
+)
+def test_killed_and_stopped_loop_resumes_bitwise(standin: str, tmp_path: Path, ranks: int) -> None:
+    # A kill and a stop in the middle of two epochs; dropout needs the random numbers.
+    script = """
+own = "/examples/plain_ddp_run.py"
+each = 4000 // 20 // RANKS + 1
+assert start(RANKS, own, "whole") == [0] * RANKS
+assert -9 in start(RANKS, own, "cut", at=each + 20, rank=1)
+assert start(RANKS, own, "cut", at=2 * each + 5, how=signal.SIGUSR1, pause=0.01) == [85] * RANKS
+assert start(RANKS, own, "cut") == [0] * RANKS
+whole, cut = weights("whole"), weights("cut")
+assert sorted(whole) == sorted(cut) == ["model.pt", "optimizer.pt", "pass.pt", "random.pt"]
+for key, value in whole["model.pt"].items():
+    assert torch.equal(value, cut["model.pt"][key]), key
+for key, state in whole["optimizer.pt"]["state"].items():
+    assert all(torch.equal(one, cut["optimizer.pt"]["state"][key][name]) for name, one in state.items())
+for one, other in zip(whole["random.pt"], cut["random.pt"]):
+    assert torch.equal(one["torch"], other["torch"])
+"""
+    told = many(standin, tmp_path, script.replace("RANKS", str(ranks)))
+    assert told.count("run: resumes after step ") == 2, told
+    assert told.count("; the state of step ") == 1, told
+
+
+PROGRAMS = """
+torch.manual_seed(1)
+data = TensorDataset(torch.arange(24.0)[:, None])
+
+def training(loader, **options):
+    model = torch.nn.Linear(1, 1)
+    seen = []
+    with Run.start() as run:
+        run.track(model=model, **options.pop("track", {}))
+        run.restore()
+        for step, batch in run.steps(loader() if callable(loader) else loader, **options):
+            values = batch[0] if isinstance(batch, list) else torch.tensor([float(batch)])
+            seen.append((step, values.flatten().tolist()))
+            with torch.no_grad():
+                model.weight += values.sum() * 0.001
+            run.log(weight=model.weight.sum(), rank=dist.get_rank())
+    print("seen", dist.get_rank(), seen, flush=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_shuffled_loader_resumes_at_its_sample(standin: str, tmp_path: Path, workers: int) -> None:
+    # Without a DistributedSampler the order comes from the random numbers at the start of the pass.
+    script = """
+def random_order():
+    torch.manual_seed(7)
+    return DataLoader(data, batch_size=2, shuffle=True, num_workers=WORKERS)
+loop = lambda: training(random_order, save_every=1)
+assert start(1, loop, "whole") == [0]
+assert start(1, loop, "cut", at=5) == [-9]
+assert start(1, loop, "cut", at=9) == [-9]
+assert start(1, loop, "cut") == [0]
+one, other = weights("whole"), weights("cut")
+assert torch.equal(one["model.pt"]["weight"], other["model.pt"]["weight"])
+assert torch.equal(one["random.pt"][0]["torch"], other["random.pt"][0]["torch"])
+"""
+    told = many(standin, tmp_path, PROGRAMS + script.replace("WORKERS", str(workers)))
+    assert told.count("run: resumes after step ") == 2, told
+
+
+def test_requests_to_stop_end_with_their_codes(standin: str, tmp_path: Path) -> None:
+    script = """
+loop = lambda: training(range(400))
+more = {"at": 3, "how": signal.SIGTERM, "pause": 0.01}
+assert start(2, loop, "alone", **more) == [85, 85]
+assert start(2, loop, "torchrun", **more, TORCHELASTIC_RUN_ID="none") == [0, 0]
+print("mark:", open("torchrun/state-saved").read())
+assert start(2, loop, "torchrun", TORCHELASTIC_RUN_ID="none") == [0, 0]
+assert not os.path.exists("torchrun/state-saved")
+os.mkdir("node"), open("node/stop", "w").close()
+launched = {"IMGKIT_STOP_DIR": "node", "IMGKIT_JOB_ID": "4711", "pause": 0.01}
+assert start(2, loop, "launched", **launched) == [0, 0]
+print("mark:", open("node/state-saved").read())
+assert start(2, loop, "asked", at=2, how=signal.SIGUSR2, pause=0.01) == [85, 85]
+open("asked/stop", "w").close()
+assert start(1, loop, "asked") == [2]
+"""
+    told = many(standin, tmp_path, PROGRAMS + script)
+    assert "mark: local " in told, told
+    assert "mark: 4711 " in told
+    assert "asked/stop: this file keeps the run from starting" in told
+    assert '"weight":' in (tmp_path / "alone/metrics.jsonl").read_text()
+
+
+def test_misuse_is_refused_with_names(standin: str, tmp_path: Path) -> None:
+    script = """
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([])
+assert start(1, lambda: training(DataLoader(Endless())), "endless") == [2]
+assert start(2, lambda: training(range(3 + dist.get_rank())), "unequal") == [2, 2]
+class Short(list):
+    def __iter__(self):
+        return iter(range(3 + int(os.environ["RANK"])))
+assert start(2, lambda: training(Short([0] * 5)), "short") == [1, 1]
+assert start(1, lambda: training(range(3), track={"loss": 3}), "stateless") == [2]
+assert start(2, lambda: training(range(3), save_every=1 + dist.get_rank()), "options") == [2, 2]
+assert start(1, lambda: training(range(3)), "kept") == [0]
+def forgetful():
+    with Run.start() as run:
+        run.track(model=torch.nn.Linear(1, 1))
+        for step, batch in run.steps(range(3), save_every=1):
+            pass
+assert start(1, forgetful, "kept") == [2]
+assert start(1, lambda: training(range(3), track={"other": torch.nn.Linear(1, 1)}), "kept") == [2]
+held = Run.start("held")
+assert start(1, lambda: training(range(3)), "held") == [2]
+"""
+    told = many(standin, tmp_path, PROGRAMS + script)
+    for text in (
+        "this loader cannot resume at its sample: a DataLoader over the IterableDataset Endless",
+        "the loaders of the ranks have different lengths: rank 0: 3, rank 1: 4",
+        "the ranks have taken different numbers of steps: rank 0: 3, rank 1: 4",
+        "run.track: loss is a int without a state",
+        "the ranks have different values of save_every: rank 0: 1, rank 1: 2",
+        "this run would replace the snapshots of another one",
+        "the snapshot holds model, and this program tracks model, other",
+        "held: another run writes into this folder (process ",
+    ):
+        assert text in told, (text, told)
+
+
+def test_damaged_and_hostile_snapshots_do_no_harm(standin: str, tmp_path: Path) -> None:
+    script = """
+import json, pickle, shutil
+from imgkit_entrypoints.run import snapshot_files
+assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
+with open("damaged/snapshots/step-0000000004/model.pt", "ab") as file:
+    file.write(b"more")
+assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
+
+class Runs:
+    def __reduce__(self):
+        return print, ("the pickle ran code",)
+part = lambda data: lambda sink: sink.write(data)
+state = json.dumps({"run": {"step": 9, "epoch": 0, "batch": 1, "batch_size": None}}).encode()
+parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b"", "pass.pt": b""}
+def write(folder):
+    os.makedirs(f"{folder}/snapshots")
+    content = {name: part(data) for name, data in parts.items()}
+    snapshot_files.write(Path(folder) / "snapshots", 9, content, keep=3)
+write("hostile")
+assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
+parts["state.json"] = b"{}"
+write("foreign")
+assert start(2, lambda: training(range(4)), "foreign") == [2, 2]
+"""
+    told = many(standin, tmp_path, PROGRAMS + script)
+    assert "snapshot skipped: damaged/snapshots/step-0000000004/model.pt has" in told
+    assert "run: resumes after step 2" in told
+    assert "model.pt: this part of the snapshot cannot be read" in told
+    assert "this snapshot is of another program" in told
+    assert "the pickle ran code" not in told
+
+
+def test_other_number_of_ranks_takes_the_rest_of_the_samples(standin: str, tmp_path: Path) -> None:
+    script = """
+from torch.utils.data import DistributedSampler
+def shared():
+    sampler = DistributedSampler(data, shuffle=False)
+    return DataLoader(data, batch_size=2, sampler=sampler)
+loop = lambda: training(shared, save_every=1)
+assert start(2, loop, "shrinking", at=3, how=signal.SIGUSR1, pause=0.02)[0] == 85
+print("below", flush=True)
+assert start(1, loop, "shrinking") == [0]
+"""
+    told = many(standin, tmp_path, PROGRAMS + script)
+    (line,) = [line for line in told.splitlines() if line.startswith("seen 0")]
+    steps = eval(line.split(" ", 2)[2])  # noqa: S307 - printed by the script above
+    assert [value for _, values in steps for value in values] == [
+        float(one) for one in range(24 - 2 * len(steps), 24)
+    ]
