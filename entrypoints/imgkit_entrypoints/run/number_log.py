@@ -24,7 +24,7 @@ class _Window:
 
     count: int
     sums: Tensor
-    """In host memory, or on the way there."""
+    """They lie in host memory, or are on the way there."""
     copied: Any = None
     """CUDA event after the copy; None on CPU."""
 

@@ -49,7 +49,7 @@ def batch_size(loader: Any) -> int | None:
 
 
 def rest(loader: Any, skip: int, rewind: Callable[[], None], wind: Callable[[], None]) -> Iterator[Any]:
-    """Iterate over `loader` without its first `skip` batches, of which no sample is read.
+    """Iterate over `loader` without its first `skip` batches, and read no sample of them.
 
     Parameters
     ----------

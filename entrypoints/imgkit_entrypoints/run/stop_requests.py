@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import fence, files
 from imgkit_entrypoints.launch import run_folder, stop_protocol
 from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import REPEAT_S, STOP_SIGNALS
@@ -105,6 +105,12 @@ def tell_saved(step: int, local_rank: int, env: Mapping[str, str]) -> bool:
 
 
 def mark_saved(folder: Path, step: int, env: Mapping[str, str]) -> None:
-    """Write into `folder` that this job has saved `step`."""
+    """Write into `folder` that this job has saved `step`.
+
+    Raises
+    ------
+    OSError : the attempt of this worker is over, or the file cannot be written.
+    """
+    fence.check(env)
     job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
     files.put(folder / stop_protocol.SAVED, f"{job} {step}\n")

@@ -19,7 +19,7 @@ from labkit import AS_ROOT, Cluster, Done, cluster_marks, in_image
 
 from imgkit_entrypoints.apps.bench.measure.collectives import EVERY, named
 from imgkit_entrypoints.apps.bench.record import json_schema, reader
-from imgkit_entrypoints.apps.bench.record.values import Run
+from imgkit_entrypoints.apps.bench.record.values import BenchRun
 
 BENCH = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-bench", "--device", "cpu")
 TORCHRUN = (
@@ -28,7 +28,7 @@ TORCHRUN = (
 )
 
 
-def loaded(file: Path) -> Run:
+def loaded(file: Path) -> BenchRun:
     """Load a saved run, and validate it against the published schema too."""
     jsonschema.validate(json.loads(file.read_text()), json_schema.made())
     return reader.load(file)
@@ -296,7 +296,7 @@ class Site(Cluster):
         meant = [f"{name}={value}" for name, value in AS_ROOT.items()]
         return ("exec", "node1", "--", "env", *meant, *mpirun, "-x", "IMGKIT_HEAD=node1", *image, *words)
 
-    def bench(self, nodes: int, *words: str, mpi: bool = False) -> Run:
+    def bench(self, nodes: int, *words: str, mpi: bool = False) -> BenchRun:
         """What a run saved."""
         output = self.told(*self.start(nodes, *words, "--save", f"{self.state}/run.json", mpi=mpi))
         assert "INCOMPLETE" not in output, output

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.judge.percentiles import Spread, spread
-from imgkit_entrypoints.apps.bench.record.values import Result, Run
+from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result
 from imgkit_entrypoints.errors import UsageError
 
 LEAST_TIMES = 6
@@ -94,7 +94,7 @@ class BaselineVerdict:
         return tuple(result)
 
 
-def compare(new: Run, old: Run, tolerance: float) -> BaselineVerdict:
+def compare(new: BenchRun, old: BenchRun, tolerance: float) -> BaselineVerdict:
     """Compare the results that both runs timed per iteration; batched times have no spread.
 
     A regression meets two conditions. The bandwidth from the medians is below ``1 - tolerance`` of the
@@ -132,7 +132,7 @@ def compare(new: Run, old: Run, tolerance: float) -> BaselineVerdict:
 _Key = tuple[str, str, str, str, int]
 
 
-def _with_spread(run: Run) -> Mapping[_Key, Result]:
+def _with_spread(run: BenchRun) -> Mapping[_Key, Result]:
     return {one.key[:-1]: one for one in run.results if one.timing == "iteration"}
 
 
@@ -153,10 +153,10 @@ def _change(new: Result, old: Result, tolerance: float) -> Change:
     )
 
 
-def _same_place(new: Run, old: Run) -> None:
+def _same_place(new: BenchRun, old: BenchRun) -> None:
     """Raise UsageError unless both used the same software on as many ranks; the hosts may differ."""
 
-    def facts(run: Run) -> dict[str, str]:
+    def facts(run: BenchRun) -> dict[str, str]:
         world = {name: str(value) for name, value in asdict(run.world).items() if name != "hosts"}
         return {**world, **run.fingerprint}
 
@@ -175,7 +175,7 @@ def _same_place(new: Run, old: Run) -> None:
 
 
 def _same_timing(
-    new: Run, old: Run, new_spread: Mapping[_Key, Result], old_spread: Mapping[_Key, Result]
+    new: BenchRun, old: BenchRun, new_spread: Mapping[_Key, Result], old_spread: Mapping[_Key, Result]
 ) -> None:
     for run, other, mine, others in ((new, old, new_spread, old_spread), (old, new, old_spread, new_spread)):
         batched = {one.key[:-1] for one in run.results if one.timing == "batched"}

@@ -18,7 +18,7 @@ from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.apps.bench import arms, options, sizes
 from imgkit_entrypoints.apps.bench.measure import port_counters
 from imgkit_entrypoints.apps.bench.record import reader, writer
-from imgkit_entrypoints.apps.bench.record.values import Result, Run
+from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 from imgkit_entrypoints.launch.request import LaunchOptions, Series
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -138,7 +138,7 @@ def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapp
             )
 
 
-def carrier(found: Run) -> tuple[str, str]:
+def carrier(found: BenchRun) -> tuple[str, str]:
     """The transport that carried the data ("RDMA", "sockets" or "" if unsure), and the evidence in words."""
     networks = [word for word in found.transport if word.startswith(("network ", "via NET/"))]
     by_log = {"sockets" if "socket" in word.lower() else "RDMA" for word in networks}
@@ -158,11 +158,11 @@ class _Comparison:
 
     def __init__(self, names: tuple[str, str], words: tuple[str, ...], rounds: int) -> None:
         self.names, self.words, self.rounds = names, words, rounds
-        self.runs: dict[str, list[Run]] = {name: [] for name in names}
+        self.runs: dict[str, list[BenchRun]] = {name: [] for name in names}
         self.unproven: list[str] = []
         self.proofs: dict[str, str] = {}
 
-    def take(self, name: str, found: Run) -> list[str]:
+    def take(self, name: str, found: BenchRun) -> list[str]:
         """Add the run of one launch; returns the problems with it."""
         self.runs[name].append(found)
         used, evidence = carrier(found)
@@ -255,7 +255,7 @@ class _Comparison:
         return f"{one.op:14} {sizes.both(one.size_bytes):>20} {figures}  {by_round}{doubt}"
 
 
-def _algbw(wanted: Result, found: Run) -> float:
+def _algbw(wanted: Result, found: BenchRun) -> float:
     """The bandwidth of one result in one launch; 0 if it was not measured."""
     return next((one.median_algbw_GBps for one in found.results if one.key == wanted.key), 0.0)
 

@@ -21,7 +21,7 @@ from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Mea
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
 from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
 from imgkit_entrypoints.apps.bench.record import machine, reader, writer
-from imgkit_entrypoints.apps.bench.record.values import Run, World
+from imgkit_entrypoints.apps.bench.record.values import BenchRun, World
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RunSetup:
     measurer: Measurer
     world: World
     machine: machine.Machine
-    baseline: Run | None
+    baseline: BenchRun | None
     """The run of ``--baseline``; only rank 0 has it."""
     free_bytes: float
     """Free memory per rank, on the rank that has least."""
@@ -158,10 +158,10 @@ def _least_free_bytes(here: Ranks, ranks_per_node: int) -> float:
     return float(least.item())
 
 
-def _usable(options: BenchOptions, here: Ranks, nodes: int, line_rate_Gbps: float | None) -> Run | None:
+def _usable(options: BenchOptions, here: Ranks, nodes: int, line_rate_Gbps: float | None) -> BenchRun | None:
     """Check options and files now, not after an hour of measuring; returns the baseline, on rank 0."""
     problem: ImgkitError | None = None
-    baseline: Run | None = None
+    baseline: BenchRun | None = None
     if here.rank == 0:
         try:
             _require_line_rate(options, nodes, line_rate_Gbps)

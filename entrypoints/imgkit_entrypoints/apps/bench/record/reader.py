@@ -14,8 +14,8 @@ from imgkit_entrypoints.apps.bench.record.values import (
     SCHEMA,
     TIMINGS,
     TOOL,
+    BenchRun,
     Result,
-    Run,
     Timing,
     World,
 )
@@ -25,7 +25,7 @@ _MOST_BYTES = 64 << 20
 """A record with the times of all iterations is large."""
 
 
-def load(path: Path) -> Run:
+def load(path: Path) -> BenchRun:
     """Read a saved run.
 
     Raises
@@ -42,7 +42,7 @@ def load(path: Path) -> Run:
     return parse(data, str(path))
 
 
-def parse(data: object, where: str) -> Run:
+def parse(data: object, where: str) -> BenchRun:
     """Check the parsed JSON; `where` names it in errors. Unknown fields of later versions are ignored.
 
     Raises
@@ -69,7 +69,7 @@ def parse(data: object, where: str) -> Run:
             top.refuse(f"results[{index}] repeats {result.op}, {result.size_bytes} B, {result.timing}")
         seen.add(result.key)
     verdict = _Fields(top.data.get("verdict", {"sentences": []}), f"{where}: verdict")
-    return Run(
+    return BenchRun(
         where=where,
         version=top.text("version"),
         complete=top.flag("complete"),

@@ -92,7 +92,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class BenchRun:
     """One saved run."""
 
     where: str

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.record.values import TIMINGS, Result, Run, Timing
+from imgkit_entrypoints.apps.bench.record.values import TIMINGS, BenchRun, Result, Timing
 from imgkit_entrypoints.apps.bench.report import series
 from imgkit_entrypoints.apps.bench.report.chart import Level, SizeChart, figure
 from imgkit_entrypoints.apps.bench.report.reference import Table
@@ -70,7 +70,7 @@ class BenchReport:
     fingerprint: Grid
 
 
-def build(runs: Sequence[Run], tables: Sequence[Table]) -> BenchReport:
+def build(runs: Sequence[BenchRun], tables: Sequence[Table]) -> BenchReport:
     """Build the report of `runs`, compared with the published `tables`.
 
     Raises
@@ -99,7 +99,7 @@ def labels(files: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) else list(files)
 
 
-def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequence[Table]) -> Section:
+def _section(op: str, group: str, named: Sequence[tuple[str, BenchRun]], tables: Sequence[Table]) -> Section:
     timing = _common_timing(op, group, [run for _, run in named])
     curves = _curves(op, group, timing, named)
     spread = curves if timing == "iteration" else _curves(op, group, "iteration", named)
@@ -122,7 +122,7 @@ def _section(op: str, group: str, named: Sequence[tuple[str, Run]], tables: Sequ
     )
 
 
-def _common_timing(op: str, group: str, runs: Sequence[Run]) -> Timing:
+def _common_timing(op: str, group: str, runs: Sequence[BenchRun]) -> Timing:
     kinds = {
         run.where: {one.timing for one in run.results if (one.op, one.group) == (op, group)} for run in runs
     }
@@ -138,7 +138,9 @@ def _common_timing(op: str, group: str, runs: Sequence[Run]) -> Timing:
     )
 
 
-def _curves(op: str, group: str, timing: Timing, named: Sequence[tuple[str, Run]]) -> list[BandwidthCurve]:
+def _curves(
+    op: str, group: str, timing: Timing, named: Sequence[tuple[str, BenchRun]]
+) -> list[BandwidthCurve]:
     chosen = [
         (name, run, one)
         for name, run in named
@@ -280,7 +282,7 @@ def _spread(curves: Sequence[BandwidthCurve]) -> Grid:
     )
 
 
-def _runs(named: Sequence[tuple[str, Run]]) -> Grid:
+def _runs(named: Sequence[tuple[str, BenchRun]]) -> Grid:
     return Grid(
         head=("run", "where", "started", "values", "state", "command"),
         rows=tuple(
@@ -297,7 +299,7 @@ def _runs(named: Sequence[tuple[str, Run]]) -> Grid:
     )
 
 
-def _values(run: Run) -> str:
+def _values(run: BenchRun) -> str:
     # Verifying one of the two timings of a size is enough.
     checked = {one.key[:-1] for one in run.results if one.wrong is not None}
     if total := sum(one.wrong or 0 for one in run.results):
@@ -331,7 +333,7 @@ def _published(tables: Sequence[Table]) -> Grid | None:
     )
 
 
-def _fingerprint(named: Sequence[tuple[str, Run]]) -> Grid:
+def _fingerprint(named: Sequence[tuple[str, BenchRun]]) -> Grid:
     columns = []
     for _, run in named:
         world = {

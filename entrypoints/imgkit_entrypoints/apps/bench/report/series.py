@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.apps.bench.record.values import Result, Run
+from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result
 from imgkit_entrypoints.apps.bench.report.chart import Level, Line, SizeChart, figure
 from imgkit_entrypoints.apps.bench.report.reference import Table
 
@@ -19,7 +19,7 @@ class BandwidthCurve:
     """One run's results of one op, type, group and timing, by size."""
 
     label: str
-    run: Run
+    run: BenchRun
     results: tuple[Result, ...]
 
 
@@ -125,7 +125,7 @@ def _spreads(results: Sequence[Result]) -> Iterator[tuple[Result, float, float]]
             yield one, found.low, found.high
 
 
-def world(run: Run) -> str:
+def world(run: BenchRun) -> str:
     """The ranks and nodes of a run, in words."""
     return f"{count(run.world.ranks, 'rank')}, {count(run.world.nodes, 'node')}"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from imgkit_entrypoints.apps.bench import baseline
 from imgkit_entrypoints.apps.bench.judge import percentiles
-from imgkit_entrypoints.apps.bench.record.values import Result, Run, World
+from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result, World
 from imgkit_entrypoints.errors import UsageError
 
 TIMES = st.lists(st.floats(1.0, 1e6), min_size=6, max_size=40)
@@ -39,8 +39,8 @@ def result(times: Sequence[float] = (), size: int = 1 << 20, **changed: Any) -> 
     return dataclasses.replace(made, **changed)
 
 
-def run(*results: Result, where: str = "new.json", **changed: Any) -> Run:
-    made = Run(
+def run(*results: Result, where: str = "new.json", **changed: Any) -> BenchRun:
+    made = BenchRun(
         where=where,
         version="0.2.0",
         complete=True,

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.apps.bench.record import reader
-from imgkit_entrypoints.apps.bench.record.values import Run
+from imgkit_entrypoints.apps.bench.record.values import BenchRun
 from imgkit_entrypoints.apps.bench.report import chart, command, content, page, reference
 from imgkit_entrypoints.errors import UsageError
 
@@ -86,12 +86,12 @@ def keep(tmp_path: Path) -> Keep:
     return write
 
 
-def parsed(*results: Saved, **changed: object) -> Run:
+def parsed(*results: Saved, **changed: object) -> BenchRun:
     where = str(changed.pop("where", "run.json"))
     return reader.parse(saved(*results, **changed), where)
 
 
-def drawing(*runs: Run, tables: tuple[str, ...] = ()) -> ET.Element:
+def drawing(*runs: BenchRun, tables: tuple[str, ...] = ()) -> ET.Element:
     built = content.build(runs, [reference.find(name) for name in tables])
     return ET.fromstring(chart.document([one.chart for one in built.sections]))  # noqa: S314 - our own
 
@@ -105,7 +105,7 @@ def banded(size: int, *batches_us: float) -> Saved:
     return result(size, GBps=size / mean_us / 1e3, batches_us=list(batches_us))
 
 
-def rows(*runs: Run) -> list[tuple[str, ...]]:
+def rows(*runs: BenchRun) -> list[tuple[str, ...]]:
     return list(content.build(runs, []).sections[0].bandwidth.rows)
 
 
@@ -294,7 +294,7 @@ def test_common_timing_is_found() -> None:
     assert [line.points[0][1] for line in section.chart.lines] == [8.75, 17.5]
 
 
-def other_charts(*runs: Run) -> dict[str, chart.SizeChart]:
+def other_charts(*runs: BenchRun) -> dict[str, chart.SizeChart]:
     (section,) = content.build(runs, []).sections
     return {one.unit: one for one in section.others}
 
