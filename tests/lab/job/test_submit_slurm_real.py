@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -293,6 +294,131 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     until(lambda: not site.processes("node1", "node2"), told=lambda: str(site.processes("node1", "node2")))
     assert "requeued" not in site.told(job)
+
+
+SPARED = ("dist-run", *ONE, "--lost-after", "4", "--grace", "20")
+STUB = """
+import os, socket, time
+attempt = os.environ["IMGKIT_ATTEMPT"]
+print("attempt", attempt, "rank", os.environ["RANK"], socket.gethostname(), flush=True)
+time.sleep(600 if attempt == "1" else 0)
+"""
+"""A STUB of a training, without torch: only its second attempt ends."""
+
+
+def kill_launcher(site: Site, node: str) -> None:
+    started = re.compile(r"(\d+) (?:\S*/)?python3 -I -m imgkit_entrypoints dist-run")
+    (launcher,) = filter(None, map(started.search, site.ps("pid=,args=", node)))
+    site.cluster("exec", node, "--", "kill", "-KILL", launcher[1])
+
+
+def with_a_spare(site: Site, *command: str, works: str = "starts at 0") -> str:
+    """A job of 2+1 nodes whose program has printed `works`."""
+    job = site.submit("--nodes", "2+1", "--", *SPARED, *command)
+    site.until(lambda: works in site.told(job), job)
+    return job
+
+
+@pytest.mark.parametrize(
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.soak) for how in ("cut", "crash"))]
+)
+def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
+    (site.folder / "attempts.py").write_text(STUB)
+    job = with_a_spare(site, "attempts.py", works="attempt 1 rank 1 node2")
+    if how == "kill":
+        kill_launcher(site, "node2")
+    else:
+        site.cluster("fault", how, "node2")
+    site.until(lambda: not site.queued(job), job)
+    told = site.told(job)
+    assert "attempt 2 rank 0 node1" in told
+    assert "attempt 2 rank 1 node3" in told, told
+    assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
+    assert "ExitCode=0:0" in shown(site, job), told
+    if how != "kill":
+        whole_again(site, "node2")
+
+
+def whole_again(site: Site, node: str) -> None:
+    """A node without its fault, which Slurm takes for a healthy one."""
+    site.cluster("fault", "heal", node)
+    site.cluster("fault", "crash", node)
+    site.cluster("fault", "boot", node)
+    until(lambda: set(site.cluster("sinfo", "-h", "-N", "-o", "%t").stdout.split()) == {"idle"})
+
+
+@pytest.mark.soak
+def test_job_that_loses_its_first_node_is_requeued_by_another(site: Site) -> None:
+    job = with_a_spare(site, "save_and_resume.py", "60")
+    site.cluster("fault", "crash", "node1")
+    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
+    assert "Restarts=1" in shown(site, job)
+    site.cluster("fault", "boot", "node1")
+    start_again(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert "finished at 60" in site.told(job)
+    assert "ExitCode=0:0" in shown(site, job), site.told(job)
+
+
+@pytest.mark.soak
+def test_job_saves_and_is_requeued_after_its_spare_took_over(site: Site) -> None:
+    job = with_a_spare(site, "save_and_resume.py", "200")
+    kill_launcher(site, "node2")
+    site.until(lambda: site.told(job).count("starts at 0") == 2, job)
+    saved = stopped_and_requeued(site, job)
+    site.until(lambda: not site.queued(job), job)
+    assert f"starts at {saved}\n" in site.told(job)
+    assert "finished at 200" in site.told(job)
+
+
+@pytest.mark.soak
+def test_job_cancelled_during_a_restart_leaves_nothing(site: Site) -> None:
+    job = with_a_spare(site, "save_and_resume.py", "6000")
+    kill_launcher(site, "node2")
+    site.until(lambda: "attempt 2 starts" in site.told(job), job)
+    assert site.imgkit("cancel", job).returncode == 0
+    site.until(lambda: not site.queued(job), job)
+    nodes = ("node1", "node2", "node3")
+    until(lambda: not site.processes(*nodes), told=lambda: str(site.processes(*nodes)))
+    assert "JobState=CANCELLED" in shown(site, job)
+    assert "requeued" not in site.told(job)
+
+
+@pytest.mark.soak
+def test_result_of_a_failed_program_is_the_job_s(site: Site) -> None:
+    (site.folder / "fails.py").write_text("raise SystemExit(3)\n")
+    job = site.submit("--nodes", "2+1", "--", "dist-run", *ONE, "fails.py")
+    site.until(lambda: not site.queued(job), job)
+    result = (site.folder / f"runs/mn5-{job}/result").read_text()
+    assert f"ExitCode={result.split()[1]}:0" in shown(site, job), site.told(job)
+    assert not result.endswith(" 0\n")
+
+
+@pytest.mark.soak
+def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
+    folder = site.folder / "runs/by ssh"
+    folder.mkdir()
+    image = ("--runtime", "singularity", "--image", "mn5.sif", "--gpus", "0", "--nproc", "1")
+    hosts = ("--ssh", "--hosts", "node1,node2,node3", "--nodes", "2+1", "--env", f"IMGKIT_RUN_DIR={folder}")
+    words = ("submit", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
+    output = site.folder / "by-ssh.out"
+
+    def told() -> str:
+        return output.read_text()
+
+    with (
+        output.open("w") as stream,
+        subprocess.Popen(
+            site.argv("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *words),
+            stdout=stream,
+            stderr=stream,
+        ) as run,
+    ):
+        until(lambda: "starts at 0" in told(), told=told)
+        kill_launcher(site, "node2")
+        assert run.wait(120) == 0, told()
+    assert "node2: its command ended with exit code" in told()
+    assert "finished at 60" in told()
 
 
 @pytest.mark.soak
