@@ -354,7 +354,7 @@ def test_job_that_loses_its_first_node_is_requeued_by_another(site: Site) -> Non
     site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
     assert "Restarts=1" in shown(site, job)
     site.cluster("fault", "boot", "node1")
-    start_again(site, job)
+    site.start_again(job)
     site.until(lambda: not site.queued(job), job)
     assert "finished at 60" in site.told(job)
     assert "ExitCode=0:0" in shown(site, job), site.told(job)
