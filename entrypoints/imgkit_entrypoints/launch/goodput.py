@@ -23,7 +23,7 @@ MOST_STARTS = 1000
 """Starts that the file keeps, the newest."""
 TOLD, SEEN = "program", "launcher"
 """Who knows where the time of a start went."""
-_MOST_NODE_S = 1e12
+_MOST_NODE_S = 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

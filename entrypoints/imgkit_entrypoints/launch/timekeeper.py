@@ -22,6 +22,8 @@ from imgkit_entrypoints.schedulers.placement import Placement
 
 EVERY_S, SHARE = 60.0, 0.1
 """The file is written again after a minute, or sooner, after a tenth of the time that the start has taken."""
+_LONGEST_S = 400 * 86400
+"""No job is older."""
 
 
 class Timekeeper:
@@ -137,7 +139,7 @@ def _began(env: Mapping[str, str], earlier: Goodput, now: float) -> float:
     It is the scheduler's start of the job, where that is known, or the end of an earlier start in that job.
     """
     given = digits(env.get("SLURM_JOB_START_TIME", ""))
-    if given is None or given > now:
+    if given is None or not 0 <= now - given <= _LONGEST_S:
         return now
     ends = (start.ended.timestamp() for start in earlier.starts)
     return max((float(given), *(end for end in ends if end <= now)))

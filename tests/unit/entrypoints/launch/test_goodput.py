@@ -243,7 +243,7 @@ def test_time_counts_from_the_start_of_the_job(tmp_path: Path) -> None:
     assert sum(seconds(tmp_path)) < 1100
 
 
-@pytest.mark.parametrize("wrong", ["", "x", "-5", "99999999999", "1" * 30])
+@pytest.mark.parametrize("wrong", ["", "x", "0", "-5", "99999999999", "1" * 30])
 def test_wrong_start_of_the_job_does_not_count(tmp_path: Path, wrong: str) -> None:
     with keeper(tmp_path, [], SLURM_JOB_START_TIME=wrong):
         pass
