@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 __all__ = ["DataLoader", "IterableDataset", "TensorDataset", "dist", "weights"]
 
 
-def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, **env):
+def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, words=(), **env):
     """Start `count` ranks of a file or a function; `rank` gets the signal `how` at the end of step `at`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0
                 signal_at(at, how)
             if pause:
                 slowly(pause)
-            leave(program)
+            leave(program, words)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(count, "ranks ended with", codes, flush=True)
@@ -71,7 +71,7 @@ def slowly(pause):
     Run._count = count
 
 
-def leave(program):
+def leave(program, words):
     """Run the program, and end like an interpreter: with its code, or 1 after a traceback."""
     code = 0
     try:
@@ -79,7 +79,7 @@ def leave(program):
             dist.init_process_group("gloo")
             program()
         else:
-            sys.argv = [program]
+            sys.argv = [program, *words]
             runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         code = end.code or 0

@@ -56,6 +56,28 @@ for one, other in zip(whole["random.pt"], cut["random.pt"]):
     assert told.count("; the state of step ") == 1, told
 
 
+def test_program_to_copy_resumes_with_its_evaluation(standin: str, tmp_path: Path) -> None:
+    assert len((ROOT / "examples/train.py").read_text().splitlines()) <= 150
+    # Killed between the last step of an epoch and its evaluation, and stopped in the next epoch.
+    script = """
+def own(folder, **more):
+    words = "--samples 600 --batch-size 20 --epochs 3 --save-every 5".split()
+    return start(2, "/examples/train.py", folder, words=words, **more)
+assert own("whole") == [0, 0]
+assert -9 in own("cut", at=15, pause=0.05)
+assert own("cut", at=20, how=signal.SIGTERM, pause=0.05) == [85, 85]
+assert own("cut") == [0, 0]
+whole, cut = weights("whole"), weights("cut")
+assert all(torch.equal(value, cut["model.pt"][key]) for key, value in whole["model.pt"].items())
+assert whole["schedule.pt"] == cut["schedule.pt"]
+one, other = (torch.load(f"{folder}/weights.pt", weights_only=True) for folder in ("whole", "cut"))
+assert one["accuracy"] == other["accuracy"] > 0.3
+"""
+    told = many(standin, tmp_path, script)
+    assert told.count("run: resumes after step ") == 2, told
+    assert '"loss":' in (tmp_path / "cut/metrics.jsonl").read_text()
+
+
 PROGRAMS = """
 torch.manual_seed(1)
 data = TensorDataset(torch.arange(24.0)[:, None])
