@@ -46,12 +46,13 @@ class CallThread(threading.Thread):
         *,
         timeout_s: float = 10.0,
         secret: bytes | None = None,
+        elastic: bool = False,
         **caller: Any,
     ) -> None:
         super().__init__(daemon=True)
         self.place = replace(place, node_rank=rank)
         self.caller = Caller(host=place.hosts[rank], **caller)
-        self.timeout_s, self.secret = timeout_s, secret
+        self.timeout_s, self.secret, self.elastic = timeout_s, secret, elastic
         self.said: list[str] = []
         self.found: Roll | None = None
         self.error: NoPlan | None = None
@@ -61,7 +62,12 @@ class CallThread(threading.Thread):
         """Call."""
         try:
             self.found = gather.call(
-                self.place, self.caller, timeout_s=self.timeout_s, say=self.said.append, secret=self.secret
+                self.place,
+                self.caller,
+                timeout_s=self.timeout_s,
+                say=self.said.append,
+                secret=self.secret,
+                elastic=self.elastic,
             )
         except NoPlan as error:
             self.error = error

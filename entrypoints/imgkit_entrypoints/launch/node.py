@@ -119,7 +119,7 @@ class NodeRun:
         code = EXIT_NO
         while True:
             self._wait_for_the_others()
-            if self._start is None:
+            if self._start is None or self.lost:
                 break
             start, self._start = self._start, None
             if start.node_rank is not None:
@@ -237,7 +237,7 @@ class NodeRun:
         while self._start is None and self.codes is None and not self.lost and not node.signals.again:
             self._wait(node.signals)
             self._react()
-            if self.end.due():
+            if self.end.due() and not self.lost:
                 node.say("the other nodes are not done; leaving without them")
                 break
 

@@ -71,6 +71,7 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     assert result(nodes) == "0"
 
 
+@pytest.mark.soak
 def test_lost_spare_costs_nothing(nodes: Any) -> None:
     three = start(nodes, WORK + "time.sleep(1)")
     nodes.said("works;", 2)
@@ -80,7 +81,7 @@ def test_lost_spare_costs_nothing(nodes: Any) -> None:
     assert "attempt 2" not in nodes.output()
 
 
-@pytest.mark.parametrize("victim", ["worker", "guard"])
+@pytest.mark.parametrize("victim", ["worker", pytest.param("guard", marks=pytest.mark.soak)])
 def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: Any, victim: str) -> None:
     start(nodes, HANG_ONCE)
     nodes.said("works;", 2)
@@ -152,6 +153,7 @@ def test_two_failures_at_one_step_end_the_run(nodes: Any) -> None:
     assert "no further attempt: two failures in a row at step 33" in nodes.output()
 
 
+@pytest.mark.soak
 def test_failures_are_counted(nodes: Any) -> None:
     start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begins(9 * attempt)\nsys.exit(1)", max_failures=2)
     assert nodes.codes() == [1, 1, 1]
@@ -189,6 +191,7 @@ def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
     assert result(nodes) == "4"
 
 
+@pytest.mark.soak
 def test_stop_of_a_second_attempt_saves(nodes: Any) -> None:
     three = start(nodes, SAVE)
     nodes.said("works;", 2)

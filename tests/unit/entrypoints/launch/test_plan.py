@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts
-from imgkit_entrypoints.launch import plan
+from imgkit_entrypoints.launch import markers, plan
 from imgkit_entrypoints.launch.markers import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING
 from imgkit_entrypoints.launch.request import Request
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size
@@ -253,3 +254,26 @@ def test_nodes_that_could_not_connect_are_refused():
     with pytest.raises(NoPlan, match="the recipe says infiniband"):
         make(gpus=1, place=node(2), system=system)
     assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"
+
+
+def test_spares_and_failures_are_in_the_plan():
+    made = make(place=node(3, size=Size.parse("2+1")))
+    shown = json.loads(json.dumps(made.to_dict()))
+    assert shown["placement"]["size"] == {"least": 2, "most": 2, "spares": 1}
+    assert shown["max_failures"] == 3
+    assert make(place=node(3)).max_failures == 0
+    assert make(place=node(3), max_failures=2).max_failures == 2
+    assert made.warnings == ()
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "pals", "openmpi", "hydra"])
+def test_spare_that_waits_in_vain_is_a_warning(scheduler):
+    (warning,) = make(place=node(3, size=Size.parse("2+1"), scheduler=scheduler)).warnings
+    assert warning.startswith(f"{scheduler} ends all processes when one node is lost")
+
+
+def test_attempts_have_log_folders_of_their_own():
+    assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/node0"
+    made = make(log_dir="/logs", max_failures=1)
+    argv = markers.filled(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
+    assert argv[argv.index("--log-dir") + 1] == "/logs/node0/attempt2"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,18 @@ from rollcall_nodes import CallThread, close, hear, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller, Failed, Lost, Offer
-from imgkit_entrypoints.rollcall.session import Roll
+from imgkit_entrypoints.rollcall.messages import (
+    AllDone,
+    AttemptEnded,
+    Call,
+    Caller,
+    EndAttempt,
+    Failed,
+    Lost,
+    Offer,
+    Start,
+)
+from imgkit_entrypoints.rollcall.session import LeadingRoll, Roll
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 NEVER_S = 3600.0
@@ -130,3 +142,51 @@ def test_lost_node_ends_the_run(place: Placement) -> None:
         [Lost, "node 2 of 3 (as07r3b14)"]
     ] * 2
     close(rolls[:2])
+
+
+@pytest.fixture
+def elastic(place: Placement) -> Iterator[tuple[LeadingRoll, list[Roll]]]:
+    """The head of a run of three nodes whose attempts it starts, and all rolls."""
+    rolls = met(place, 0, 1, 2, elastic=True)
+    assert isinstance(rolls[0], LeadingRoll)
+    yield rolls[0], rolls
+    close(rolls)
+
+
+def test_each_node_gets_its_own_rank_and_spares_none(elastic: tuple[LeadingRoll, list[Roll]]) -> None:
+    head, rolls = elastic
+    head.start(1, {0: 0, 2: 1})
+    events = hear(rolls, all)
+    assert [[type(one), one.node_rank] for seen in events for one in seen if isinstance(one, Start)] == [
+        [Start, 0],
+        [Start, None],
+        [Start, 1],
+    ]
+    assert {one.nnodes for seen in events for one in seen if isinstance(one, Start)} == {2}
+
+
+def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[LeadingRoll, list[Roll]]) -> None:
+    head, rolls = elastic
+    head.start(1, {0: 0, 1: 1})
+    head.start(2, {0: 0, 1: 1})
+    hear(rolls, all)
+    rolls[1].ended(AttemptEnded(code=7, attempt=1))
+    rolls[1].ended(AttemptEnded(code=0, attempt=2, place=9, counts=(1, 2)))
+    hear(rolls, lambda _: bool(head.reports))
+    assert head.reports == {1: AttemptEnded(code=0, attempt=2, place=9, counts=(1, 2))}
+    old = EndAttempt(attempt=1, why="it is over")
+    head._tell(1, old)
+    head._tell(1, Start(attempt=1, nnodes=2, node_rank=1, port=9))
+    head.end_attempt("lost node 2")
+    events = hear(rolls[1:2], lambda events: bool(events[0]))
+    assert events == [[EndAttempt(attempt=2, why="lost node 2")]]
+
+
+def test_lost_node_of_an_elastic_run_is_the_heads_affair(elastic: tuple[LeadingRoll, list[Roll]]) -> None:
+    head, rolls = elastic
+    rolls[2]._link.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    hear(rolls[:2], lambda _: bool(head.gone))
+    assert head.gone == {2: "it closed the connection"}
+    assert head.alive == (0, 1)
+    head.over(4)
+    assert hear(rolls[:2], all) == [[AllDone(codes=(4,))]] * 2

@@ -244,3 +244,33 @@ def test_nodes_of_a_step_agree_on_the_port() -> None:
     other = place({**STEP, "SLURM_STEP_ID": "1"})
     assert first.base_port == second.base_port
     assert first.base_port != other.base_port
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("16", Size(least=16, most=16)),
+        ("2:4", Size(least=2, most=4)),
+        ("16+1", Size(least=16, most=16, spares=1)),
+        ("3+0", Size(least=3, most=3)),
+    ],
+)
+def test_size_of_a_run_is_read(text: str, size: Size) -> None:
+    assert Size.parse(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0:2", "4:2", "+1", "1+", "2:4+1", "-1", "²", "1e3", "12345678", "2+1+1"]
+)
+def test_other_size_is_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"none of N, MIN:MAX and N|at least 1 must train|MIN is the larger one"
+    ):
+        Size.parse(text)
+
+
+def test_spares_are_nodes_of_the_launcher() -> None:
+    found = place(STEP, nnodes="1+1")
+    assert (found.nnodes, found.size) == (2, Size(least=1, most=1, spares=1))
+    with pytest.raises(NoPlan, match=r"--nnodes is 3\+1, but slurm started 2"):
+        place(STEP, nnodes="3+1")
