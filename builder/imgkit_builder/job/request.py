@@ -41,6 +41,9 @@ class Request:
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
+    preflight: bool = flag(
+        False, help="Measure all nodes first, for a minute at most, and start without outliers or not at all."
+    )
     nproc: int | None = flag(None, metavar="N", help="Processes per node (default: one per GPU).")
     time: str = flag("", metavar="HH:MM:SS", help="Time limit, for example 00:30:00, 90m or 2h.")
     account: str = flag("", "--account", "-A", help="Account or project to charge.")

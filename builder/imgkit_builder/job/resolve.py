@@ -178,6 +178,8 @@ def _settings(
         settings["IMGKIT_NPROC"] = str(request.gpus)
     if not size.fixed:
         settings["IMGKIT_NNODES"] = str(size)
+    if request.preflight:
+        settings["IMGKIT_PREFLIGHT"] = "1"
     if request.max_failures is not None:
         settings["IMGKIT_MAX_FAILURES"] = str(request.max_failures)
     if system.placement and size.started > 1:

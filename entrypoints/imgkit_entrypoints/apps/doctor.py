@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints import __version__, facts, json_text
+from imgkit_entrypoints.doctor import clock
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
 from imgkit_entrypoints.doctor.node import SCHEMA, add_arguments, examine, passed
@@ -55,6 +56,8 @@ class Answer:
     """Checks of the whole node; only the first rank of each node has them."""
     machine: str = ""
     """Boot id, which is equal in all containers of a machine."""
+    time_s: float = 0.0
+    """Its clock directly after the collective, in seconds of the epoch; 0: there was none."""
     nccl_host: str = ""
     """Identity of the machine for NCCL; see `_nccl_host`."""
 
@@ -96,7 +99,9 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
     for sender in sorted(senders):
         said = f"the values of rank {sender} arrived wrong at {complaints[sender]} of {heard} ranks"
         blamed.setdefault(sender, []).append(said)
-    answers = {rank: _with_neighbours(answer, answers) for rank, answer in answers.items()}
+    answers = {
+        rank: _with_clock(_with_neighbours(answer, answers), answers) for rank, answer in answers.items()
+    }
     failing = {rank for rank, answer in answers.items() if not passed(answer.checks)}
     suspects = bool(blamed or failing)
     return tuple(_node(host, ranks, answers, blamed, suspects) for host, ranks in _by_host(hosts).items())
@@ -123,6 +128,16 @@ def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
         fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
     )
     return dataclasses.replace(answer, checks=(*answer.checks, apart))
+
+
+def _with_clock(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
+    """`answer` with a warning if the clock of its node is wrong."""
+    known = [other.time_s for other in answers.values() if other.time_s]
+    said = clock.remark(answer.time_s, known) if answer.time_s and answer.checks else ""
+    if not said:
+        return answer
+    wrong = Check(name="clock", verdict="warn", evidence=said, fix="start chronyd or ntpd on the node")
+    return dataclasses.replace(answer, checks=(*answer.checks, wrong))
 
 
 def _by_host(hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -293,7 +308,7 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     began = time.monotonic()
     wrong: tuple[int, ...] = ()
-    said = ""
+    said, time_s = "", 0.0
     try:
         if cuda:
             torch.cuda.set_device(device)
@@ -305,6 +320,7 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         wrong = _wrong_senders(rank, world_size, device)
+        time_s = time.time()
     except Exception as error:  # a network error of any type is a finding
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     return Answer(
@@ -314,6 +330,7 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
         seconds=time.monotonic() - began,
         error=said,
         wrong=wrong,
+        time_s=time_s,
     )
 
 

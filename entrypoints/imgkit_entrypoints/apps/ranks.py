@@ -23,21 +23,36 @@ REFUSE_S = 5.0
 
 
 @contextlib.contextmanager
-def opened(timeout_s: int | None = None) -> Iterator[Ranks]:
-    """Join the process group that torchrun prepared: nccl if IMGKIT_DEVICE is cuda, else gloo.
+def opened(
+    timeout_s: int | None = None,
+    *,
+    device: torch.device | None = None,
+    store: dist.Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> Iterator[Ranks]:
+    """Join the process group that torchrun prepared, or the one in `store`: nccl between GPUs, else gloo.
 
     A collective that takes longer than `timeout_s` fails; None leaves torch's own limits of 10 or 30 minutes.
+
+    Parameters
+    ----------
+    device : device of this rank; None: the local rank's GPU if IMGKIT_DEVICE is cuda, else the CPU.
+    store, rank, world_size : the group without torchrun.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    if os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda":
-        device = torch.device("cuda", local_rank)
+    if device is None:
+        cuda = os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda"
+        device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    backend, connected = "gloo", {}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         # device_id makes NCCL connect now, on the right GPU, instead of guessing it at the first collective.
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
+        backend, connected = "nccl", {"device_id": device}
+    dist.init_process_group(
+        backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **connected
+    )
     try:
         yield Ranks(
             rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device

@@ -9,6 +9,7 @@ from imgkit_entrypoints import __version__
 from imgkit_entrypoints.arguments import Parser, natural, positive
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.request import FAILURES, LaunchOptions, Request, Timeouts
+from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import NAMES
 from imgkit_entrypoints.schedulers.placement import Size, Wanted
 
@@ -102,6 +103,19 @@ def parser(
         "-: a line on standard input (default: the job script's, else ~/.config/imgkit/secret)",
     )
     switch("--require-secret", "several nodes: refuse a start without a secret, in which strangers can join")
+    # Two options and no value: argparse would take the word after --preflight for it, often the script.
+    for flag, mode in zip(("--preflight", "--preflight=full"), MODES, strict=True):
+        group.add_argument(
+            flag,
+            dest="preflight",
+            action="store_const",
+            const=mode,
+            default=_mode(env),
+            help="measure all nodes for a minute at most, and start without outliers or not at all; "
+            "--preflight=full measures each figure longer"
+            if mode == MODES[0]
+            else argparse.SUPPRESS,
+        )
     switch("--no-network-test", "start without testing the network between the nodes")
     switch("--direct", "this process is one rank: do not start torchrun")
     switch("--plan", "print the plan as JSON and stop")
@@ -135,6 +149,7 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
         network_test=not parsed.no_network_test,
         secret_file=parsed.secret_file,
         require_secret=parsed.require_secret,
+        preflight=parsed.preflight,
         timeouts=Timeouts(
             grace_s=parsed.grace,
             rollcall_s=parsed.rollcall_timeout,
@@ -153,6 +168,16 @@ def _on(flag: str, env: Mapping[str, str]) -> bool:
     if given not in ("", "0", "1"):
         raise UsageError(f"{given!r} is neither 0 nor 1", where=_variable(flag), hint=f"1 means {flag}")
     return given == "1"
+
+
+def _mode(env: Mapping[str, str]) -> str:
+    """Return the preflight's mode that IMGKIT_PREFLIGHT asks for; empty: none."""
+    given = env.get("IMGKIT_PREFLIGHT", "")
+    known = {"": "", "0": "", "1": MODES[0], **{mode: mode for mode in MODES}}
+    if given not in known:
+        hint = "1 means --preflight, full means --preflight=full"
+        raise UsageError(f"{given!r} is none of 0, 1, full", where="IMGKIT_PREFLIGHT", hint=hint)
+    return known[given]
 
 
 def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:

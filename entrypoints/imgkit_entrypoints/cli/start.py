@@ -65,6 +65,12 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     from imgkit_entrypoints.rollcall import differences
     from imgkit_entrypoints.rollcall.messages import Caller
 
+    if made.mode == "direct" and asked.preflight:
+        raise NoPlan(
+            "the ranks start without a roll call, so the nodes cannot be measured before",
+            where="--preflight",
+            hint="leave out --direct, or start one process per node",
+        )
     _require_torch()
     proof = _secret(asked, env, where)
     child.pop(secret.VARIABLE, None)
@@ -96,6 +102,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
         timeouts=asked.timeouts,
         max_failures=made.max_failures,
         goodput=worker.goodput,
+        preflight=asked.preflight,
     )
 
 

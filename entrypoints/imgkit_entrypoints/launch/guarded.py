@@ -34,10 +34,12 @@ class GuardedCommand:
         *,
         speaks_for_all: bool = True,
         open_files: int | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         """Start `command`; a warning that all nodes of a run print comes from one that `speaks_for_all`.
 
-        `open_files` is the soft limit of its open files; None: that of this process.
+        `open_files` is the soft limit of its open files; None: that of this process. `inherited` are
+        descriptors that the command gets under the same numbers.
         """
         if open_files is None:
             open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,7 +58,7 @@ class GuardedCommand:
                 [*python, str(control), str(status), str(open_files), *command],
                 env=dict(env),
                 stderr=subprocess.PIPE,
-                pass_fds=(control, status),
+                pass_fds=(control, status, *inherited),
                 start_new_session=True,  # a kill of this process' group must leave the guard
             )
         finally:

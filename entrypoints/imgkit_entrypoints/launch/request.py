@@ -52,6 +52,8 @@ class LaunchOptions:
     """The file that the user or the job script names; ``-`` is standard input."""
     require_secret: bool = False
     """Several nodes do not start without a secret."""
+    preflight: str = ""
+    """How the nodes are measured before the start, one of `messages.MODES`; empty: not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ def run(
     max_failures: int = 0,
     secret: bytes | None = None,
     goodput: str = "",
+    preflight: str = "",
 ) -> int:
     """Meet the other nodes, run `argv` with `env`, supervise it, and return the exit code of this node.
 
@@ -54,11 +55,13 @@ def run(
     max_failures : lost nodes and failed workers that the run survives by a new attempt.
     secret : what all nodes of the run know, and no stranger (rollcall/proof.py); None: an open start.
     goodput : who knows where the time goes, see `Timekeeper`.
+    preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
 
     Raises
     ------
     NoPlan : the roll call failed. ToolFailed : `argv` cannot be started. UsageError : a folder of the run
-    cannot be written, or a file in it keeps the run from starting.
+    cannot be written, or a file in it keeps the run from starting. CheckFailed : the
+    preflight found more outliers than the run can do without.
     """
     wanted = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
     head, job_id = place.node_rank == 0, place.job_id or stop_protocol.LOCAL_JOB
@@ -103,9 +106,15 @@ def run(
             )
             guard.adopt_orphans()  # for the case that a guard itself is killed
             try:
+                left_out = _measured(preflight, around, shared) if preflight else ()
                 if around.attempts:
-                    around.attempts.start()
+                    around.attempts.start(left_out)
                 result.code = times.code = NodeRun(around).to_the_end()
+            except NoPlan:
+                if signals.got:
+                    result.code = times.code = 128 + signals.got[0]
+                    return result.code
+                raise
             finally:
                 roll.close()
         return result.code
@@ -159,6 +168,23 @@ def _attempts(
     nnodes = roll.place.nnodes
     size = roll.place.size or Size(least=nnodes, most=nnodes)
     return Attempts(roll, size, max_failures=max_failures, say=say, fence=admit)
+
+
+def _measured(mode: str, around: Surroundings, shared: RunFolder | None) -> tuple[int, ...]:
+    """Measure all nodes; return the numbers of those that the run leaves out."""
+    from imgkit_entrypoints.launch.preflight.run import Needs, preflight  # a start without it is sooner
+
+    place = around.roll.place
+    needs = Needs(
+        mode=mode,
+        env=around.env,
+        open_files=around.open_files,
+        signals=around.signals,
+        say=around.say,
+        folder=shared.path if shared else None,
+        spares=place.nnodes - place.size.least if place.size else 0,
+    )
+    return preflight(around.roll, needs)
 
 
 def _meet(

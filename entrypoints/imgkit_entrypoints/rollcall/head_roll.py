@@ -15,7 +15,10 @@ from imgkit_entrypoints.rollcall.messages import (
     EndAttempt,
     Failed,
     FromNode,
+    Judged,
     Lost,
+    Measure,
+    Measured,
     Refused,
     Span,
     Start,
@@ -50,7 +53,7 @@ class HeadRoll(LeadingRoll):
         super().__init__(place, port, warnings, elastic=elastic)
         self._links, self._hosts = links, hosts
         self._news = False
-        """A node has reported the end of its attempt, or is lost."""
+        """A node has reported the end of its attempt or what it has measured, or it is lost."""
         # Open to the end, or a command started twice on a host would begin a second run of this job.
         self._strangers = strangers
         self._closed = False
@@ -88,6 +91,9 @@ class HeadRoll(LeadingRoll):
         self._others = None
         super().start(attempt, ranks)
 
+    def host(self, number: int) -> str:
+        return self._hosts[number]
+
     def named(self, number: int) -> str:
         return self.node(number, self._hosts[number])
 
@@ -96,7 +102,7 @@ class HeadRoll(LeadingRoll):
         if report.code not in (0, EXIT_SAVED) and not self.elastic:
             self._links.send_all(Failed(node=self.named(0), code=report.code, head=True))
 
-    def _tell(self, number: int, message: Start | EndAttempt | AllDone) -> None:
+    def _tell(self, number: int, message: Start | EndAttempt | AllDone | Measure | Judged | Refused) -> None:
         if number == 0:
             self._events.append(message)
         else:
@@ -143,6 +149,10 @@ class HeadRoll(LeadingRoll):
             if message.code in (0, EXIT_SAVED) or self.elastic:
                 return
             event = Failed(node=name, code=message.code)
+        elif isinstance(message, Measured):
+            self.answers.append((rank, message))
+            self._news = True
+            return
         elif isinstance(message, StopWanted):
             event = StopAsked(node=name, reason=message.reason, requeue=message.requeue)
         else:

@@ -6,6 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+KINDS = ("alone", "pair", "all")
+"""Stages of the preflight: each node alone, pairs, all nodes together."""
+MODES = ("quick", "full")
+"""How long the preflight measures."""
 Span = tuple[int, int]
 """Places of the slowest and of the furthest worker, as the hang watch counts them."""
 
@@ -192,8 +196,62 @@ class AllDone:
     """Exit codes by node rank; empty if the head has failed and left, since only the head knows them all."""
 
 
-FromNode = Call | Beat | Probed | AttemptEnded | StopWanted
-FromHead = Beat | Refused | ProbeOrder | Go | Start | EndAttempt | Lost | Failed | StopAsked | AllDone
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """The head asks a node for one stage of the preflight."""
+
+    stage: int
+    """Number of the stage."""
+    kind: str
+    """One of `KINDS`."""
+    mode: str
+    """One of `MODES`."""
+    limit_s: int
+    group: tuple[int, ...]
+    """Node ranks that measure together, the receiver's among them."""
+    store: int = 0
+    """Port on the head where they meet; 0: the node measures alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a node has measured in one stage of the preflight."""
+
+    stage: int
+    figures: tuple[tuple[str, float], ...] = ()
+    """Names and values."""
+    failed: tuple[str, ...] = ()
+    """Checks that failed."""
+    notes: tuple[str, ...] = ()
+    error: str = ""
+    """Why there are no figures."""
+    mute: bool = False
+    """The measuring process did not answer at all; with a partner that hangs, it says so in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The preflight is over, and the run goes on."""
+
+    left_out: tuple[int, ...]
+    """Node ranks that take no part in it."""
+
+
+FromNode = Call | Beat | Probed | AttemptEnded | StopWanted | Measured
+FromHead = (
+    Beat
+    | Refused
+    | ProbeOrder
+    | Go
+    | Start
+    | EndAttempt
+    | Lost
+    | Failed
+    | StopAsked
+    | AllDone
+    | Measure
+    | Judged
+)
 Message = FromNode | FromHead
 
 
@@ -233,6 +291,12 @@ def _object(message: Message) -> dict[str, Any]:
             return {"stop": {"node": node, "reason": reason}, "requeue": requeue}
         case AllDone(codes=codes):
             return {"closed": {"codes": codes}}
+        case Measure():
+            return {"measure": _flat(message)}
+        case Measured():
+            return {"measured": _flat(message)}
+        case Judged(left_out=left_out):
+            return {"judged": left_out}
 
 
 def _flat(message: Message | Offer | Failure) -> dict[str, Any]:

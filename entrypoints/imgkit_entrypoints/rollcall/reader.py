@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.rollcall.messages import (
+    KINDS,
+    MODES,
     AllDone,
     AttemptEnded,
     Beat,
@@ -27,7 +29,10 @@ from imgkit_entrypoints.rollcall.messages import (
     FromNode,
     Go,
     Identity,
+    Judged,
     Lost,
+    Measure,
+    Measured,
     Offer,
     Probed,
     ProbeOrder,
@@ -50,6 +55,9 @@ ATTEMPTS = 1 << 20
 """More attempts than any run has."""
 COUNTS = 1024
 """Most numbers of nodes that a program can name."""
+FIGURES, REMARKS, REMARK = 32, 32, 1000
+"""Figures and remarks of one stage of the preflight, and characters of a remark."""
+LONGEST_STAGE_S = 600
 _PLACE = 1 << 63
 """The hang watch counts in 64 bits."""
 _CONTROL = re.compile(
@@ -81,6 +89,8 @@ def from_node(text: bytes) -> FromNode:
     if "probed" in said:
         failures = _tuple(said["probed"], FAILURES_REPORTED, _failure)
         return Probed(failures=failures, crowded=_flag(said.get("crowded", False)))
+    if "measured" in said:
+        return _measured(_fields(said["measured"]))
     nnodes = _integer(said.get("nnodes"), 1, NODES)
     return Call(
         job=_text(said.get("job")),
@@ -136,6 +146,10 @@ def from_head(text: bytes) -> FromHead:
         return StopAsked(node=_text(told.get("node")), reason=_text(told.get("reason")), requeue=requeue)
     if "closed" in said:
         return AllDone(codes=_tuple(_fields(said["closed"]).get("codes"), NODES, _code))
+    if "measure" in said:
+        return _measure(_fields(said["measure"]))
+    if "judged" in said:
+        return Judged(left_out=_tuple(said["judged"], NODES, _node))
     raise ValueError("it is no message of the head")
 
 
@@ -256,3 +270,48 @@ def _failure(said: object) -> Failure:
         packet=bytes_of("packet"),
         why=_name(told.get("why")),
     )
+
+
+def _node(said: object) -> int:
+    return _integer(said, 0, NODES)
+
+
+def _one_of(said: object, allowed: tuple[str, ...]) -> str:
+    if said not in allowed:
+        raise ValueError("an unknown word")
+    return str(said)
+
+
+def _measure(told: Mapping[str, Any]) -> Measure:
+    return Measure(
+        stage=_integer(told.get("stage"), 0, NODES),
+        kind=_one_of(told.get("kind"), KINDS),
+        mode=_one_of(told.get("mode"), MODES),
+        limit_s=_integer(told.get("limit_s"), 1, LONGEST_STAGE_S),
+        group=_tuple(told.get("group"), NODES, _node),
+        store=_integer(told.get("store"), 0, 65535),
+    )
+
+
+def _measured(told: Mapping[str, Any]) -> Measured:
+    return Measured(
+        stage=_integer(told.get("stage"), 0, NODES),
+        figures=_tuple(told.get("figures"), FIGURES, _figure),
+        failed=_tuple(told.get("failed"), REMARKS, _remark),
+        notes=_tuple(told.get("notes"), REMARKS, _remark),
+        error=_remark(told.get("error")),
+        mute=_flag(told.get("mute")),
+    )
+
+
+def _figure(said: object) -> tuple[str, float]:
+    if not isinstance(said, list) or len(said) != 2:
+        raise ValueError("a figure is missing")
+    name, value = said
+    if type(value) not in (int, float) or abs(value) > _PLACE:  # JSON here has no NaN (json_text.py)
+        raise ValueError("a number is missing or out of range")
+    return _name(name), float(value)
+
+
+def _remark(said: object) -> str:
+    return _text(said, REMARK)

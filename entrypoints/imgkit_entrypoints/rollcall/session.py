@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import select
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +17,11 @@ from imgkit_entrypoints.rollcall.messages import (
     EndAttempt,
     Failed,
     FromHead,
+    Judged,
     Lost,
+    Measure,
+    Measured,
+    Refused,
     Span,
     Start,
     StopAsked,
@@ -30,8 +35,11 @@ if TYPE_CHECKING:  # the only node of a run starts sooner without them
 BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
-Event = Start | EndAttempt | Lost | Failed | StopAsked | AllDone
+Event = Start | EndAttempt | Lost | Failed | StopAsked | AllDone | Measure | Judged | Refused
 """Messages of the head that the launcher reacts to, or the same on the head itself."""
+
+_PASSED_ON = (Lost, Failed, StopAsked, AllDone, Measure, Judged, Refused)
+"""Those that count whatever the attempt."""
 
 
 def beat_s(lost_s: float) -> float:
@@ -107,6 +115,10 @@ class Roll(ABC):
         """This node's part of the attempt is over; `AllDone` or `Start` follows when all have said so."""
 
     @abstractmethod
+    def measured(self, found: Measured) -> None:
+        """This node has measured a stage of the preflight."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave; the others have a moment to read the last message."""
 
@@ -123,12 +135,14 @@ class LeadingRoll(Roll):
     """Nodes on which the attempt is over."""
     gone: dict[int, str]
     """Nodes that are lost, and why."""
+    answers: list[tuple[int, Measured]]
+    """What nodes have measured, with their numbers, until somebody takes it away."""
 
     def __init__(
         self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
     ) -> None:
         super().__init__(place, port, warnings, elastic=elastic)
-        self.reports, self.gone = {}, {}
+        self.reports, self.gone, self.answers = {}, {}, []
         self._events: list[Event] = []
 
     @property
@@ -160,12 +174,29 @@ class LeadingRoll(Roll):
         for number in self.alive:
             self._tell(number, AllDone(codes=(code,)))
 
+    def measure(self, number: int, order: Measure) -> None:
+        """Have a node measure a stage of the preflight; one that is gone gets nothing."""
+        if number not in self.gone:
+            self._tell(number, order)
+
+    def judged(self, said: Judged | Refused) -> None:
+        """Tell all other nodes how the preflight has ended."""
+        for number in self.alive[1:]:
+            self._tell(number, said)
+
+    def measured(self, found: Measured) -> None:
+        self.answers.append((0, found))
+
+    def host(self, number: int) -> str:
+        """Return the name of a node's host."""
+        return platform.node()
+
     def named(self, number: int) -> str:
         """Return a node as users know it."""
         return self.node(number)
 
     @abstractmethod
-    def _tell(self, number: int, message: Start | EndAttempt | AllDone) -> None:
+    def _tell(self, number: int, message: Start | EndAttempt | AllDone | Measure | Judged | Refused) -> None:
         """Send a message to one node; the head's own becomes an event."""
 
 
@@ -197,7 +228,7 @@ class LoneRoll(LeadingRoll):
         events, self._events = self._events, []
         return events
 
-    def _tell(self, number: int, message: Start | EndAttempt | AllDone) -> None:
+    def _tell(self, number: int, message: Start | EndAttempt | AllDone | Measure | Judged | Refused) -> None:
         self._events.append(message)
 
 
@@ -240,18 +271,24 @@ class MemberRoll(Roll):
     def ended(self, report: AttemptEnded) -> None:
         self._link.send(report)
 
+    def measured(self, found: Measured) -> None:
+        self._link.send(found)
+
     def tick(self) -> list[Event]:
         if self._over:
             return []
         events: list[Event] = []
-        for message in (*self._unread, *self._link.receive()):
+        messages, self._unread = [*self._unread, *self._link.receive()], []
+        for position, message in enumerate(messages):
             if isinstance(message, Beat):
                 self._everyone = message.span
-            elif isinstance(message, Lost | Failed | StopAsked | AllDone) or self._counts(message):
+            elif isinstance(message, _PASSED_ON) or self._counts(message):
                 self._over |= isinstance(message, AllDone)
                 self._head_failed |= isinstance(message, Failed) and message.head
                 events.append(message)  # type: ignore[arg-type]
-        self._unread = []
+            if isinstance(message, Judged):  # what follows belongs to the attempts
+                self._unread = messages[position + 1 :]
+                break
         now = time.monotonic()
         if now - self._link.sent >= beat_s(self.lost_s):
             self._link.send(Beat(span=self.span))

@@ -45,6 +45,8 @@ class BenchOptions:
     for_s: int | None
     """None: one sweep over all sizes."""
     check: bool
+    compute: bool
+    """Measure each rank's device alone, and no collective."""
     matrix: str
     """"nodes": one rank per node; "rails": each local rank in turn; "": no matrix."""
     compare: tuple[str, str] | None
@@ -63,6 +65,7 @@ EXAMPLES = """examples:
   dist-bench all_gather --size 4GB --dtype bf16 --iters 50
   dist-bench alltoallv --skew 1.5                     # experts that are not equally popular
   dist-bench --matrix                                 # find the slow link among many nodes
+  dist-bench --compute                                # is one GPU slower than the others?
   dist-bench --matrix rails                           # the same for the network port of each GPU
   dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the line rate
   dist-bench --size 1G --for 30m                      # does it stay as fast, and right?
@@ -125,6 +128,11 @@ def _what(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="verify every element of at least 20 iterations per size",
+    )
+    group.add_argument(
+        "--compute",
+        action="store_true",
+        help="no collective: how fast each rank's device multiplies matrices and copies memory",
     )
     group.add_argument(
         "--matrix",
@@ -270,6 +278,17 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         parser.error(
             "--require with --matrix takes GBps: the line rate is that of all ports, a link uses one"
         )
+    figures = {
+        "--matrix": found.matrix,
+        "--for": found.for_s is not None,
+        "--overlap": found.overlap,
+        "--save": found.save,
+        "--baseline": found.baseline,
+        "--require": found.require,
+        "--compare": found.compare,
+    }
+    if found.compute and (given := [flag for flag, value in figures.items() if value]):
+        parser.error(f"--compute and {given[0]} exclude each other")
     alone = {"--matrix": found.matrix, "--baseline": found.baseline, "--overlap": found.overlap}
     if found.for_s is not None and (given := [flag for flag, value in alone.items() if value]):
         parser.error(f"--for and {given[0]} exclude each other")
@@ -294,6 +313,7 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         overlap=found.overlap,
         for_s=found.for_s,
         check=found.check,
+        compute=found.compute,
         matrix=found.matrix,
         compare=found.compare,
         rounds=found.rounds,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imgkit_entrypoints.apps.bench import sizes, soak, table
 from imgkit_entrypoints.apps.bench.judge import stragglers
-from imgkit_entrypoints.apps.bench.measure import matrix, memory, nccl_log, node_conditions, overlap
+from imgkit_entrypoints.apps.bench.measure import compute, matrix, memory, nccl_log, node_conditions, overlap
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts
 from imgkit_entrypoints.apps.bench.measure.measurement import OutOfMemory
@@ -75,6 +75,10 @@ class Sweep:
     def _measure(self) -> None:
         setup = self._setup
         self._outcome.late = stragglers.late(self._measurer.waits(), setup.late_from_s)
+        if setup.options.compute:
+            self._measure_devices()
+            self._outcome.record.complete = True
+            return
         if setup.options.matrix:
             self._measure_matrix()
             self._outcome.record.complete = True
@@ -157,6 +161,15 @@ class Sweep:
                 raise
             return said
         return ""
+
+    def _measure_devices(self) -> None:
+        """Measure every rank's device, all at once; a collective call."""
+        mine = compute.measure(self._here, self._setup.options.seconds)
+        places = zip(self._setup.locations, self._here.gather(mine, compute.DeviceSpeed), strict=True)
+        self._outcome.print(f"{'rank':>6} {'matmul TFLOP/s':>15} {'memory GB/s':>12}  node")
+        for place, speed in places:
+            figures = f"{speed.matmul_TFLOPs:15.4g} {speed.memory_GBps:12.4g}"
+            self._outcome.print(f"{place.rank:6} {figures}  {place.host}")
 
     def _measure_matrix(self) -> None:
         setup = self._setup

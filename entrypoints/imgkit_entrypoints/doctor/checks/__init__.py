@@ -20,6 +20,7 @@ CHECKS = (
     machine.cpus,
     machine.memlock,
     machine.shm,
+    machine.disk,
     machine.limits,
     machine.processes,
     network.network,

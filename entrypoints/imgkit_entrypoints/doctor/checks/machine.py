@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
-from imgkit_entrypoints.facts import Limit
+from imgkit_entrypoints.facts import Limit, storage
 from imgkit_entrypoints.facts.compute import amd_gpus
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
@@ -168,6 +170,24 @@ def shm(subject: Subject) -> Iterator[Check]:
         fails = size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1
         evidence = f"{size / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-..."
         yield Check(name=SHM, verdict="fail" if fails else "warn", evidence=evidence, fix=fix)
+
+
+def disk(subject: Subject) -> Iterator[Check]:
+    """Temporary files can be written; a saved tree does not show it."""
+    if not subject.reader.live:
+        return
+    folder = tempfile.gettempdir()
+    try:
+        rate_MBps = storage.write_MBps(Path(folder))
+    except OSError as error:
+        yield Check(
+            name="disk",
+            verdict="warn",
+            evidence=f"{folder} cannot be written: {error.strerror}",
+            fix="free some space, or name a writable folder of this node in TMPDIR",
+        )
+    else:
+        yield Check(name="disk", verdict="ok", evidence=f"{folder}: {rate_MBps:.0f} MB/s written")
 
 
 def limits(subject: Subject) -> Iterator[Check]:

@@ -81,6 +81,7 @@ def test_part_of_a_node_on_several_is_doubted() -> None:
 def test_job_without_gpus_tells_the_launcher() -> None:
     assert job(gpus=0, nproc=20).settings == {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}
     assert job(nodes="1:3").settings == {"IMGKIT_NNODES": "1:3"}
+    assert job(preflight=True).settings == {"IMGKIT_PREFLIGHT": "1"}
     assert job(nodes="2+1", max_failures=0).settings == {"IMGKIT_NNODES": "2+1", "IMGKIT_MAX_FAILURES": "0"}
 
 

@@ -41,6 +41,15 @@ def test_sender_of_wrong_numbers_is_named() -> None:
     assert verdict_line(nodes, 6).startswith("FAILED on as02 (")
 
 
+def test_wrong_clock_is_a_warning_of_its_node() -> None:
+    checked = {"checks": (Check(name="gpus", verdict="ok", evidence="4"),)}
+    found = answers(**{f"r{rank}": {"time_s": 1e9 + rank / 100, **checked} for rank in range(6)})
+    assert judged(found) == {"as01": "ok", "as02": "ok", "as03": "ok"}
+    late = {**found, 2: dataclasses.replace(found[2], time_s=1e9 - 90)}
+    assert judged(late) == {"as01": "ok", "as02": "warn", "as03": "ok"}
+    assert "its clock is 90.0 s behind the median of all nodes" in table(judge(HOSTS, late, 60))
+
+
 def test_receiver_of_wrong_numbers_is_named() -> None:
     found = answers(r5={"wrong": (0, 1, 2, 3, 4, 5)})
     assert judged(found) == {"as01": "ok", "as02": "ok", "as03": "fail"}

@@ -1,4 +1,4 @@
-"""The sub-rooms of dist-bench and dist-train import downwards only, and no app imports another."""
+"""Sub-rooms of dist-bench and dist-train import downwards only; no app but preflight imports another."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def test_no_app_imports_another() -> None:
         f"{file.relative_to(APPS)} -> {path}"
         for file in APPS.rglob("*.py")
         for path in imported(file)
-        if app_of(path) in apps and app_of(path) != app_of(str(file.relative_to(APPS).with_suffix("")))
+        if app_of(path) in apps
+        and (app := app_of(str(file.relative_to(APPS).with_suffix("")))) != app_of(path)
+        and (app, app_of(path)) != ("preflight", "bench")  # it measures as dist-bench does
     }
     assert wrong == set()

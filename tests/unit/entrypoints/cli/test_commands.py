@@ -13,6 +13,7 @@ import pytest
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps.share import share
+from imgkit_entrypoints.cli import options
 from imgkit_entrypoints.cli.commands import COMMANDS, shim
 from imgkit_entrypoints.errors import UsageError
 
@@ -55,6 +56,44 @@ def test_switch_that_is_neither_on_nor_off_is_refused():
     done = command("dist-hello", env={"IMGKIT_PLAN": "yes"})
     assert done.returncode == 2
     assert "IMGKIT_PLAN: 'yes' is neither 0 nor 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "mode"),
+    [
+        ((), "", ""),
+        ((), "0", ""),
+        ((), "1", "quick"),
+        ((), "full", "full"),
+        (("--preflight",), "", "quick"),
+        (("--preflight=full",), "1", "full"),
+        (("--preflight",), "full", "quick"),
+    ],
+)
+def test_preflight_takes_no_word_after_it(words: tuple[str, ...], given: str, mode: str):
+    parser = options.parser("dist-run", "", {"IMGKIT_PREFLIGHT": given})
+    parsed, rest = parser.parse_known_args([*words, "full", "train.py"])
+    assert options.read(parsed, ()).preflight == mode
+    assert rest == ["full", "train.py"]
+
+
+@pytest.mark.parametrize("words", [("--preflight=fast",), ("--preflight=",)])
+def test_unknown_preflight_is_refused(words: tuple[str, ...]):
+    with pytest.raises(UsageError, match="preflight"):
+        options.parser("dist-run", "", {}).parse_known_args(words)
+
+
+def test_unknown_preflight_of_the_variable_is_refused():
+    with pytest.raises(UsageError, match="'yes' is none of 0, 1, full"):
+        options.parser("dist-run", "", {"IMGKIT_PREFLIGHT": "yes"})
+
+
+def test_preflight_of_single_ranks_is_refused():
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    env = ranks | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PREFLIGHT": "1"}
+    done = command("dist-hello", "--device", "cpu", env=env)
+    assert done.returncode == 5
+    assert "--preflight: the ranks start without a roll call" in done.stderr
 
 
 def test_variable_for_plan_shows_errors_as_json():

@@ -35,7 +35,10 @@ from imgkit_entrypoints.rollcall.messages import (
     FromNode,
     Go,
     Identity,
+    Judged,
     Lost,
+    Measure,
+    Measured,
     Offer,
     Probed,
     ProbeOrder,
@@ -67,6 +70,8 @@ FROM_NODE: tuple[FromNode, ...] = (
     AttemptEnded(code=129, place=-1),
     StopWanted(reason="SIGUSR1", requeue=True),
     Probed(failures=(FAILURE,), crowded=True),
+    Measured(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
+    Measured(stage=3, error="no answer", mute=True),
 )
 FROM_HEAD: tuple[FromHead, ...] = (
     Beat(span=(3, 5)),
@@ -82,6 +87,10 @@ FROM_HEAD: tuple[FromHead, ...] = (
     Failed(node="node 0 of 2", code=1, head=True),
     StopAsked(node="node 1 of 2", reason="SIGTERM", requeue=False),
     AllDone(codes=(0, 85)),
+    Measure(stage=0, kind="alone", mode="quick", limit_s=22, group=(3,)),
+    Measure(stage=2, kind="pair", mode="full", limit_s=6, group=(0, 3), store=40001),
+    Judged(left_out=(2, 5)),
+    Judged(left_out=()),
 )
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 1.5, 256, 65536, 2**63, 2**64, 10**300, float("inf"), float("nan"),
@@ -93,6 +102,12 @@ RAW = (
     b'{"done": 1e999}', b'"\\ud800"', b"\xef\xbb\xbf{}", b'{"beat": [1e5, 2]}', b"x" * 70_000,
     b"imgkit-call 1 " + b"0" * 32, b'{"done": 1, "done": "x"}', b'{"go": {}}',
 )  # fmt: skip
+
+
+def measured(figures: str, *, stage: int = 0, failed: str = "[]", mute: str = "false") -> bytes:
+    """The line of a stage of the preflight, from pieces of JSON."""
+    rest = f'"failed": {failed}, "notes": [], "error": "", "mute": {mute}'
+    return f'{{"measured": {{"stage": {stage}, "figures": {figures}, {rest}}}}}'.encode()
 
 
 @pytest.mark.parametrize("message", FROM_NODE, ids=str)
@@ -124,6 +139,13 @@ def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
         b'{"stop": null}',
         b'{"stop": "x", "requeue": 1}',
         b'{"probed": {}}',
+        b'{"measured": {}}',
+        measured('[["a", NaN]]'),
+        measured('[["a", "1"]]'),
+        measured('[["a"]]'),
+        measured("[]", failed="[1]"),
+        measured("[]", stage=-1),
+        measured("[]", mute="1"),
         b'{"probed": [{"target": "far"}]}',
         b'{"node_rank": Infinity}',
         b'{"job": "a", "node_rank": 1.0, "nnodes": 2, "caller": {"host": "a", "identity": {}}}',

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.measure.counts import LEAST_BATCHES
+from imgkit_entrypoints.launch.preflight import stages
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
@@ -25,17 +26,8 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 def rounds(nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The pairs of every round (circle method); with an odd number of nodes, one rests in each round."""
-    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
-    half = len(seats) // 2
-    found = []
-    for _ in range(len(seats) - 1):
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append(
-            tuple((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
-        )  # fmt: skip
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return tuple(found)
+    """The pairs of every round; with an odd number of nodes, one rests in each round."""
+    return tuple(stages.pairs(nodes, turn) for turn in range(nodes + nodes % 2 - 1))
 
 
 def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int, rail: int | None = None) -> str:

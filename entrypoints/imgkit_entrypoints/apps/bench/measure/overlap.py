@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from imgkit_entrypoints.apps.bench.measure import compute
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import LEAST_BATCHES
 
 if TYPE_CHECKING:
-    import torch
-
     from imgkit_entrypoints.apps.bench.measure.measurement import Measurer
 
 WIDTH = {"cpu": 256, "cuda": 4096}
@@ -48,7 +46,7 @@ def measure(measurer: Measurer, op: Collective, size_bytes: int) -> OverlapTimes
 
     here, launch = measurer.here, measurer.slots(op, size_bytes)[0].launch
     alone = [timing.once(launch, here).took for _ in range(LEAST_BATCHES)]
-    product = _product(here.device)
+    product = compute.product(here.device, WIDTH[here.device.type])
     product()
     one_s = statistics.median(
         timing.batch(lambda async_op=False: product(), 1, here) for _ in range(LEAST_BATCHES)
@@ -56,7 +54,7 @@ def measure(measurer: Measurer, op: Collective, size_bytes: int) -> OverlapTimes
     fitting = statistics.median(alone) / max(one_s, 1e-9)
     count = int(timing.agreed(lambda: (min(MOST_PRODUCTS, max(1, round(fitting))),), 1, here)[0])
 
-    def compute(async_op: bool = False) -> None:
+    def products(async_op: bool = False) -> None:
         for _ in range(count):
             product()
 
@@ -64,8 +62,8 @@ def measure(measurer: Measurer, op: Collective, size_bytes: int) -> OverlapTimes
     for _ in range(LEAST_BATCHES):  # in turn, so that a slow phase of the machine meets all three
         rows += [
             timing.once(launch, here).took,
-            timing.batch(compute, 1, here),
-            timing.once(launch, here, meanwhile=compute).took,
+            timing.batch(products, 1, here),
+            timing.once(launch, here, meanwhile=products).took,
         ]
     slowest = [max(column) for column in zip(*measurer.together(rows), strict=True)]
     communication_s, computation_s, both_s = (statistics.median(slowest[place::3]) for place in range(3))
@@ -76,13 +74,3 @@ def measure(measurer: Measurer, op: Collective, size_bytes: int) -> OverlapTimes
         computation_s=computation_s,
         both_s=both_s,
     )
-
-
-def _product(device: torch.device) -> Callable[[], object]:
-    import torch
-
-    width = WIDTH[device.type]
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one, other = (torch.rand(width, width, device=device).to(kind) for _ in range(2))
-    made = torch.empty(width, width, device=device, dtype=kind)
-    return lambda: torch.mm(one, other, out=made)

@@ -89,6 +89,8 @@ def test_one_size_is_first_and_last() -> None:
         ["--skew", "-1"],
         ["--communicators", "0"],
         ["--matrix", "--require", "80%"],
+        ["--compute", "--matrix"],
+        ["--compute", "--save", "run.json"],
     ],
 )
 def test_impossible_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,266 @@
+"""One node's way through the preflight; the head leads all nodes through the stages and judges them.
+
+Each node has one measuring process. A node whose process hangs is out at the stage's limit, and the others
+go on. On the head, a second process serves the store in which they meet. It measures nothing, and hangs with
+none of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import CheckFailed, NoPlan
+from imgkit_entrypoints.launch.preflight import stages
+from imgkit_entrypoints.launch.preflight.judge import Judgement, NodeFigures, PairFigures, better, judge
+from imgkit_entrypoints.launch.preflight.report import Report
+from imgkit_entrypoints.launch.preflight.stages import Stage
+from imgkit_entrypoints.launch.preflight.worker import STORE, MeasuringProcess
+from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.rollcall.messages import Judged, Lost, Measure, Measured, Refused, StopAsked
+from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
+
+ANSWER_S = 2.0
+"""Further time for a node's answer to reach the head."""
+TICK_S = 0.25
+FILE = "preflight.json"
+SAYS = {
+    "alone": "each node measures itself",
+    "pair": "pairs of nodes measure the network",
+    "all": "all nodes measure together",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What the preflight needs to know of the run."""
+
+    mode: str
+    """One of `messages.MODES`."""
+    env: Mapping[str, str]
+    """Environment of the workers."""
+    open_files: int
+    signals: CollectedSignals
+    say: Callable[[str], None]
+    folder: Path | None
+    """The run's folder, for `FILE`."""
+    spares: int = 0
+    """Nodes that the run can do without."""
+
+
+def preflight(roll: Roll, around: Needs) -> tuple[int, ...]:
+    """Measure all nodes of `roll`, and return the numbers of those that the run leaves out.
+
+    Raises
+    ------
+    CheckFailed : on all nodes: more nodes are outliers than the run can do without. NoPlan : a stop was asked
+    for, or the head is gone.
+    """
+    place = roll.place
+    env = {
+        **around.env,
+        "GROUP_RANK": str(place.node_rank),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": place.head if place.nnodes > 1 else "127.0.0.1",
+    }
+    process = MeasuringProcess(env, around.say, open_files=around.open_files)
+    try:
+        if isinstance(roll, LeadingRoll):
+            return _Leading(roll, process, around).lead()
+        return _follow(roll, process, around)
+    finally:
+        process.close()
+
+
+def _follow(roll: Roll, process: MeasuringProcess, around: Needs) -> tuple[int, ...]:
+    """Measure what the head asks for, until it has judged."""
+    while True:
+        for event in _turn(roll, process, around):
+            if isinstance(event, Judged):
+                return event.left_out
+            if isinstance(event, Refused):
+                raise CheckFailed(event.what, where=event.where, hint=event.hint)
+            if isinstance(event, Lost):
+                raise NoPlan(f"lost {event.node} during the preflight: {event.why}")
+
+
+def _turn(
+    roll: Roll, process: MeasuringProcess, around: Needs, sources: Sequence[Readable] = ()
+) -> Iterator[Event]:
+    """Wait a moment, let this node's process begin and end stages, and yield all other events.
+
+    Raises
+    ------
+    NoPlan : a stop was asked for, here or on another node.
+    """
+    roll.wait([*process.sources, *sources, around.signals], TICK_S)
+    for event in roll.tick():
+        if isinstance(event, Measure):
+            process.begin(event)
+        elif isinstance(event, StopAsked):
+            raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
+        else:
+            yield event
+    if found := process.answer():
+        roll.measured(found)
+    around.signals.drain()
+    if reason := around.signals.first():
+        roll.ask_stop(reason)
+        raise NoPlan(f"stopped during the preflight by {reason}")
+
+
+class _Leading:
+    """The head's side."""
+
+    def __init__(self, roll: LeadingRoll, process: MeasuringProcess, around: Needs) -> None:
+        self.roll, self.process, self.around = roll, process, around
+        self.store = MeasuringProcess(around.env, around.say, open_files=around.open_files, words=(STORE,))
+        self.port = 0
+        """Port of the store; 0 until it is served."""
+        nodes = range(roll.place.nnodes)
+        self.figures = {rank: NodeFigures(rank=rank, host=self._host(rank)) for rank in nodes}
+        self.pairs: list[PairFigures] = []
+        self.all_reduce_GBps: float | None = None
+        self.answers: dict[int, Measured] = {}
+        """Answers in the present stage."""
+
+    def lead(self) -> tuple[int, ...]:
+        """Lead all nodes through the stages, judge them, and tell everybody."""
+        began = time.monotonic()
+        seats = sorted(self.figures)
+        try:
+            if len(seats) > 1:
+                self.store.start()
+            self._measure(stages.stage(0, seats))
+            seats = [rank for rank in seats if rank not in self._out()]
+            number, suspects = 1, {node.rank for node in self._judged().outliers}
+            while stage := stages.stage(number, seats, absent=self._out(), suspects=suspects):
+                if stage.kind == "all":  # those with which the run may start
+                    condemned = {node.rank for node in self._judged().condemned}
+                    stage = stages.stage(number, seats, absent=self._out() | condemned)
+                self._measure(stage)
+                number += 1
+        finally:
+            self.store.close()
+        return self._end(self._judged(), time.monotonic() - began)
+
+    def _judged(self) -> Judgement:
+        return judge(list(self.figures.values()), self.pairs)
+
+    def _end(self, judgement: Judgement, seconds: float) -> tuple[int, ...]:
+        condemned = judgement.condemned
+        passed = len(condemned) <= self.around.spares
+        left_out = tuple(sorted(node.rank for node in condemned)) if passed else ()
+        report = Report(
+            judgement=judgement,
+            seconds=seconds,
+            all_reduce_GBps=self.all_reduce_GBps,
+            left_out=left_out,
+            passed=passed,
+            scheduler=self.roll.place.scheduler,
+        )
+        self.around.say(f"preflight\n{report.table()}")
+        self._save(report)
+        if passed:
+            self.roll.judged(Judged(left_out=left_out))
+            return left_out
+        worst = condemned[0]
+        error = CheckFailed(
+            f"{worst.host} is an outlier: {worst.reasons[0]}"
+            + (f" (and {len(condemned) - 1} more)" if len(condemned) > 1 else ""),
+            where="preflight",
+            hint=f"start again with {report.way}, or with a spare (--nnodes N+1) that takes its place; "
+            "leave out --preflight to start as it is",
+        )
+        self.roll.judged(Refused(what=error.what, where=error.where, hint=error.hint))
+        raise error
+
+    def _save(self, report: Report) -> None:
+        if self.around.folder is None:
+            return
+        try:
+            files.put(self.around.folder / FILE, report.to_json())
+        except OSError as error:
+            self.around.say(f"warning: {self.around.folder / FILE}: {error.strerror}")
+
+    def _measure(self, stage: Stage | None) -> None:
+        """Have all groups of a stage measure at once, and take what they found."""
+        if stage is None or not stage.groups:
+            return
+        if stage.kind != "alone" and not self._store_is_served():
+            return
+        self.around.say(f"preflight: {SAYS[stage.kind]}, up to {stage.limit_s} s")
+        self.answers = {}
+        for group in stage.groups:
+            order = Measure(
+                stage=stage.number,
+                kind=stage.kind,
+                mode=self.around.mode,
+                limit_s=stage.limit_s,
+                group=group,
+                store=self.port if len(group) > 1 else 0,
+            )
+            for rank in group:
+                self.roll.measure(rank, order)
+        asked = {rank for group in stage.groups for rank in group}
+        end = time.monotonic() + stage.limit_s + ANSWER_S
+        while asked - self.answers.keys() - self._out() and time.monotonic() < end:
+            self._turn(stage.number)
+        for rank in asked - self.answers.keys() - self._out():
+            why = f"its launcher hangs: no answer within {stage.limit_s} s"
+            self.answers[rank] = Measured(stage=stage.number, error=why, mute=True)
+        self._take(stage)
+
+    def _store_is_served(self) -> bool:
+        end = time.monotonic() + stages.ALONE_S
+        while not self.port and self.store.sources and time.monotonic() < end:
+            self._turn(-1)
+        return self.port > 0
+
+    def _turn(self, number: int) -> None:
+        """Wait a moment, and hear all nodes and the process that serves the store."""
+        for _ in _turn(self.roll, self.process, self.around, self.store.sources):
+            pass  # a lost node is in `gone` too
+        for rank, why in self.roll.gone.items():
+            self.figures[rank] = replace(self.figures[rank], broken=f"lost: {why}", gone=True)
+        heard, self.roll.answers = self.roll.answers, []
+        self.answers.update({rank: said for rank, said in heard if said.stage == number})
+        if served := self.store.answer():
+            self.port = int(dict(served.figures).get(STORE, 0))
+
+    def _take(self, stage: Stage) -> None:
+        """Keep what the nodes have answered."""
+        for rank, said in self.answers.items():
+            known = self.figures[rank]
+            broken = known.broken or (said.error if said.mute or stage.kind == "alone" else "")
+            figures = better(known.figures, dict(said.figures)) if stage.kind == "alone" else known.figures
+            together = [f"all nodes together: {said.error}"] if stage.kind == "all" and said.error else []
+            self.figures[rank] = replace(
+                known,
+                figures=figures,
+                broken=broken,
+                failed=tuple(dict.fromkeys((*known.failed, *said.failed))),
+                notes=tuple(dict.fromkeys((*known.notes, *said.notes, *together))),
+            )
+        if stage.kind == "all":
+            rates = [dict(said.figures).get("all_reduce") for said in self.answers.values()]
+            self.all_reduce_GBps = min((rate for rate in rates if rate is not None), default=None)
+        for pair in stage.groups if stage.kind == "pair" else ():
+            if set(pair) & self._out():
+                continue  # the partner of a node that hangs has measured nothing about itself
+            both = [self.answers[rank] for rank in pair]
+            errors = [said.error for said in both if said.error]
+            self.pairs.append(
+                PairFigures(nodes=(pair[0], pair[1]), figures=dict(both[0].figures), error=", ".join(errors))
+            )
+
+    def _out(self) -> set[int]:
+        return {rank for rank, node in self.figures.items() if node.broken}
+
+    def _host(self, rank: int) -> str:
+        """Name of a node, if possible the scheduler's: it stands in the words that exclude the node."""
+        named = self.roll.place.hosts[rank : rank + 1]
+        return named[0] if named else self.roll.host(rank)

@@ -1,0 +1,131 @@
+"""The preflight with real measurements: two launchers in a container, and faults of a virtual cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from labkit import PACKAGE, PLACE, Cluster, cluster_marks, in_image
+
+TWO = """
+mkdir /run/shared
+echo 'import os; print("rank", os.environ["RANK"], "runs", flush=True)' > /program.py
+for rank in 0 1; do
+  IMGKIT_RUN_DIR=/run/shared python3 -I -m imgkit_entrypoints dist-run --preflight --device cpu --nnodes 2 \\
+    --head 127.0.0.1 --port 15555 --node-rank $rank /program.py & nodes="$nodes $!"
+done
+for node in $nodes; do wait $node || exit; done
+cat /run/shared/preflight.json >&3
+"""
+
+
+@pytest.mark.docker
+def test_two_nodes_are_measured_and_start(standin: str) -> None:
+    done = in_image(standin, "bash", "-c", f"exec 3>&1 >&2\n{TWO}")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 runs" in done.stderr
+    assert "rank 1 runs" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"], found
+    assert found["all_reduce_GBps"] > 0
+    for node in found["nodes"]:
+        assert set(node["figures"]) == {"matmul", "memory", "disk", "latency", "bandwidth"}
+        assert min(node["figures"].values()) > 0
+        assert not node["left_out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(Cluster):
+    """Four nodes, and the image that they run."""
+
+    sif: Path
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        image = ("singularity", "exec", "--bind", f"{PACKAGE}:{PLACE}:ro", str(self.sif))
+        program = ("dist-run", "--device", "cpu", "--preflight", *words, "-m", "platform")
+        variables = ("env", f"IMGKIT_RUN_DIR={self.state}/run")
+        argv = self.argv("srun", "-N4", f"--chdir={self.state}", *variables, *image, *program)
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def worst(self, run: subprocess.Popen[str]) -> tuple[int, str, dict[str, object]]:
+        """The exit code, the output, and the worst outlier; None where there is none."""
+        output, _ = run.communicate(timeout=240)
+        found = json.loads((self.state / "run/preflight.json").read_text())
+        assert found["seconds"] < 60, output
+        outliers = [node for node in found["nodes"] if node["outlier"]]
+        return run.returncode, output, max(outliers, key=lambda node: node["loss"] or float("inf"))
+
+
+@pytest.fixture(scope="module")
+def site(mn5_sif: Path) -> Iterator[Site]:
+    made = Site(state=Path(f"/tmp/imgkit-preflight-{os.getpid()}"), sif=mn5_sif)
+    made.up(4)
+    (made.state / "run").mkdir()
+    try:
+        yield made
+    finally:
+        made.down()
+
+
+def on_nodes(test: Any) -> Any:
+    """A test on four nodes with two processors: a good node may be named too, but never as the worst."""
+    for mark in (*cluster_marks, pytest.mark.soak, pytest.mark.xdist_group("preflight")):
+        test = mark(test)
+    return test
+
+
+@on_nodes
+def test_slow_wire_names_its_node(site: Site) -> None:
+    site("fault", "rate", "node3", 20_000)
+    code, output, worst = site.worst(site.start())
+    site("fault", "heal", "node3")
+    assert (code, worst["host"]) == (1, "node3"), output
+    assert "bandwidth" in str(worst["reasons"])
+
+
+@pytest.fixture
+def quota() -> Iterator[Path]:
+    """A control group that gets a tenth of one processor."""
+    group = Path(f"/sys/fs/cgroup/cpu/imgkit-preflight-{os.getpid()}")
+    if not group.parent.is_dir():
+        pytest.skip("this machine has no cpu controller of version 1 in /sys/fs/cgroup/cpu")
+    group.mkdir()
+    (group / "cpu.cfs_quota_us").write_text("10000")
+    (group / "cpu.cfs_period_us").write_text("100000")
+    try:
+        yield group
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+@on_nodes
+def test_processor_quota_names_its_node(site: Site, quota: Path) -> None:
+    moved = site("exec", "node4", "--", "sh", "-c", f"pgrep slurmd > {quota}/cgroup.procs")
+    assert moved.returncode == 0, moved.stderr
+    code, output, worst = site.worst(site.start())
+    assert (code, worst["host"]) == (1, "node4"), output
+
+
+@on_nodes
+def test_stage_that_hangs_takes_its_node_out(site: Site) -> None:
+    measuring = r"^[^ ]+ -I -m imgkit_entrypoints.apps.preflight"  # not its guard, which names it too
+    run = site.start("--nnodes", "3+1")
+    while site("exec", "node2", "--", "pkill", "-STOP", "-f", measuring).returncode:
+        assert run.poll() is None
+        time.sleep(0.1)
+    code, output, worst = site.worst(run)
+    assert worst["host"] == "node2", output
+    assert "hangs" in str(worst["reasons"])
+    if worst["left_out"]:  # no other node was slow
+        assert code == 0, output
+        assert "the run starts without it" in output
+        assert output.count("Linux") == 3

@@ -1,0 +1,214 @@
+"""The preflight of several nodes over real connections, with a stub in place of each measuring process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollcall_nodes import close, meet, placement
+
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, NoPlan
+from imgkit_entrypoints.launch.preflight import run, stages
+from imgkit_entrypoints.launch.preflight.run import Needs
+from imgkit_entrypoints.launch.preflight.worker import STORE
+from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.rollcall import session
+from imgkit_entrypoints.rollcall.messages import Measure, Measured
+from imgkit_entrypoints.rollcall.session import LoneRoll, Roll
+
+Answers = Callable[[int, Measure], Measured]
+GOOD = {
+    "alone": (("matmul", 2.0), ("memory", 10.0), ("disk", 500.0)),
+    "pair": (("latency", 5.0), ("bandwidth", 10.0)),
+    "all": (("all_reduce", 3.0),),
+}
+
+
+def good(_: int, order: Measure) -> Measured:
+    return Measured(stage=order.stage, figures=GOOD[order.kind])
+
+
+class StubProcess:
+    """Stands for the measuring process, which needs torch: `answers` decides what it has measured."""
+
+    answers: Answers = staticmethod(good)
+    orders: list[tuple[int, Measure]] = []  # noqa: RUF012 - one list for all nodes of a test
+
+    def __init__(self, env: Mapping[str, str], *_: object, words: tuple[str, ...] = (), **__: object) -> None:
+        self.rank, self.serves = int(env.get("GROUP_RANK", -1)), STORE in words
+        self.sources: list[Any] = [self] if self.serves else []
+        self._found: Measured | None = None
+
+    def fileno(self) -> int:
+        return -1
+
+    def start(self) -> None:
+        if self.serves:
+            self._found = Measured(stage=0, figures=((STORE, 40001.0),))
+
+    def begin(self, order: Measure) -> None:
+        self.orders.append((self.rank, order))
+        self._found = self.answers(self.rank, order)
+
+    def answer(self) -> Measured | None:
+        found, self._found = self._found, None
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MeasuringProcess", StubProcess)
+    monkeypatch.setattr(StubProcess, "orders", [])
+    monkeypatch.setattr(run, "TICK_S", 0.01)
+    monkeypatch.setattr(session, "LINGER_S", 0.05)  # nobody reads any more when the rolls close
+
+
+@pytest.fixture
+def signals() -> Iterator[CollectedSignals]:
+    with CollectedSignals().collecting() as found:
+        yield found
+
+
+class NodeThread(threading.Thread):
+    """One node's preflight, and what came of it."""
+
+    def __init__(self, roll: Roll, signals: CollectedSignals, spares: int, folder: Path | None) -> None:
+        super().__init__(daemon=True)
+        self.roll, self.said = roll, ""
+        self.needs = Needs(
+            mode="quick",
+            env={},
+            open_files=1024,
+            signals=signals,
+            say=self.say,
+            folder=folder if roll.place.node_rank == 0 else None,
+            spares=spares,
+        )
+        self.left_out: tuple[int, ...] | None = None
+        self.error: ImgkitError | None = None
+        self.start()
+
+    def say(self, text: str) -> None:
+        self.said += f"{text}\n"
+
+    def run(self) -> None:
+        try:
+            self.left_out = run.preflight(self.roll, self.needs)
+        except ImgkitError as error:
+            self.error = error
+
+
+def preflight(
+    nodes: int,
+    signals: CollectedSignals,
+    answers: Answers = good,
+    *,
+    spares: int = 0,
+    absent: tuple[int, ...] = (),
+    folder: Path | None = None,
+) -> list[NodeThread]:
+    """All nodes but those in `absent`, whose launchers are frozen, go through the preflight."""
+    StubProcess.answers = staticmethod(answers)  # type: ignore[method-assign]
+    hosts = tuple(f"n{rank}" for rank in range(nodes))
+    rolls = meet(replace(placement(nodes), hosts=hosts))
+    found = [
+        NodeThread(roll, signals, spares, folder) for roll in rolls if roll.place.node_rank not in absent
+    ]
+    for one in found:
+        one.join(timeout=30)
+    close(rolls)
+    return found
+
+
+def hangs(rank: int, order: Measure) -> Measured:
+    return Measured(stage=order.stage, error="it hangs", mute=True) if rank == 2 else good(rank, order)
+
+
+def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None:
+    found = preflight(3, signals, folder=tmp_path)
+    assert [(one.left_out, one.error) for one in found] == [((), None)] * 3
+    saved = json_text.load(tmp_path / run.FILE)
+    assert (saved["passed"], saved["all_reduce_GBps"], len(saved["nodes"])) == (True, 3.0, 3)
+    stores = {order.store for _, order in StubProcess.orders if len(order.group) > 1}
+    assert stores == {40001}
+
+
+def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
+    found = NodeThread(LoneRoll(placement(1)), signals, 0, None)
+    found.join(timeout=30)
+    assert found.left_out == ()
+    assert [order.kind for _, order in StubProcess.orders] == ["alone"]
+
+
+def test_spare_replaces_a_node_that_hangs(signals: CollectedSignals) -> None:
+    found = preflight(4, signals, hangs, spares=1)
+    assert [one.left_out for one in found] == [(2,)] * 4
+    assert "OUTLIER n2: it hangs" in found[0].said
+    later = [order for _, order in StubProcess.orders if order.kind != "alone"]
+    assert later
+    assert not [order for order in later if 2 in order.group], "nobody waits for it again"
+
+
+def test_without_spare_all_nodes_refuse(signals: CollectedSignals, tmp_path: Path) -> None:
+    found = preflight(4, signals, hangs, folder=tmp_path)
+    for one in found:
+        assert isinstance(one.error, CheckFailed)
+        assert one.error.what == "n2 is an outlier: it hangs"
+        assert "start again with other hosts than n2, " in str(one.error)
+    assert json_text.load(tmp_path / run.FILE)["passed"] is False
+
+
+def test_frozen_launcher_does_not_end_the_preflight(
+    signals: CollectedSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "START_S", 1)
+    monkeypatch.setattr(run, "ANSWER_S", 0.0)
+    found = preflight(4, signals, spares=1, absent=(3,))
+    assert [one.left_out for one in found] == [(3,)] * 3
+    assert "OUTLIER n3: its launcher hangs: no answer within 1 s" in found[0].said
+
+
+def test_busy_moment_does_not_come_twice(signals: CollectedSignals) -> None:
+    def once_slow(rank: int, order: Measure) -> Measured:
+        if rank == 1 and order.stage == 0:
+            return Measured(stage=0, figures=(("matmul", 0.5), *GOOD["alone"][1:]))
+        return good(rank, order)
+
+    found = preflight(4, signals, once_slow)
+    assert [one.left_out for one in found] == [()] * 4
+    again = [rank for rank, order in StubProcess.orders if order.stage == 1]
+    assert again == [1]
+
+
+def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -> None:
+    def hangs_in_pairs(rank: int, order: Measure) -> Measured:
+        if order.kind == "pair" and 2 in order.group:
+            return Measured(stage=order.stage, error="no partner", mute=rank == 2)
+        return good(rank, order)
+
+    found = preflight(4, signals, hangs_in_pairs, spares=1)
+    assert [one.left_out for one in found] == [(2,)] * 4
+    assert "SLOW LINK" not in found[0].said
+
+
+def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
+    def stopped(rank: int, order: Measure) -> Measured:
+        if rank == 0:
+            signals.note(signal.SIGTERM, None)
+            os.write(signals._writer, b"x")
+        return good(rank, order)
+
+    found = preflight(2, signals, stopped)
+    for one in found:
+        assert isinstance(one.error, NoPlan)
+        assert "stopped during the preflight" in one.error.what
