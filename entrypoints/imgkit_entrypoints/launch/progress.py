@@ -10,6 +10,7 @@ import contextlib
 import math
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,21 +47,24 @@ class ProgressNotes:
                 self._notes = memoryview(shared(Path(folder) / NAME, LAYOUT.size)).cast("d")
 
     def trains(self) -> None:
-        """The first step begins."""
-        self._notes[1] = time.monotonic()
-        self._notes[0] = self._notes[1]  # last: from now on the notes count
+        """A step begins."""
+        if not self._notes[0]:
+            self._notes[1] = time.monotonic()
+            self._notes[0] = self._notes[1]  # last: from now on the notes count
 
     def moved(self) -> None:
         """A step is done."""
         self._notes[1] = time.monotonic()
 
-    def saves(self, step: int) -> None:
-        """The state after `step` is about to be saved."""
-        self._states[step] = time.monotonic(), self._notes[2]
-
-    def saved(self, saving_s: float) -> None:
-        """Training goes on after a save; the saves of this attempt took `saving_s` so far."""
-        self._notes[1:3] = memoryview(struct.pack("2d", time.monotonic(), saving_s)).cast("d")
+    @contextlib.contextmanager
+    def saving(self, step: int | None = None) -> Iterator[None]:
+        """Note the time for which training waits for a save, of the state after `step`."""
+        began_s = time.monotonic()
+        if step is not None:
+            self._states[step] = began_s, self._notes[2]
+        yield
+        self._notes[1] = time.monotonic()
+        self._notes[2] += self._notes[1] - began_s
 
     def keeps(self, step: int) -> None:
         """The state after `step` is safely written."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.launch.hang_watch import Pulse
+from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.run import (
     ending,
     folder_lock,
@@ -88,6 +89,7 @@ class Run:
                 own.clear()
         self._requests = StopRequests(env, own if self._rank == 0 else None, _say)
         self._pulse = Pulse(env.get("IMGKIT_STOP_DIR"), self._rank)
+        self._progress = ProgressNotes(env.get("IMGKIT_STOP_DIR"), self._rank)
         self._requests.listen()
 
     @classmethod
@@ -203,6 +205,7 @@ class Run:
             if self._rehearses:
                 yield from self._rehearsal(batch, accumulate)
             self._pulse.begins(self.step + 1)
+            self._progress.trains()
             try:
                 yield self.step + 1, batch
             except GeneratorExit:
@@ -284,6 +287,7 @@ class Run:
     def _count(self) -> None:
         self.step, self._batch = self.step + 1, self._batch + (self._loader is not None)
         self._pulse.done(self.step)
+        self._progress.moved()
 
     def _agree(self, save_every: int) -> bool:
         self._look()
@@ -334,14 +338,15 @@ class Run:
         pass_drawn = drawn if self._pass_drawn is None else self._pass_drawn
         by_rank = self._tracked.of_ranks(here)
         self._saved, self._may_write, self._has_written = self._now(), True, True
-        self._keeper.save(
-            self.step,
-            tensors=lambda: {
-                f"{name}.pt": one for name, one in {**self._tracked.of_all(), **by_rank}.items()
-            },
-            drawn={"random.pt": SentState.of(drawn), "pass.pt": SentState.of(pass_drawn)},
-            about={"run": dataclasses.asdict(self._saved)},
-        )
+        with self._progress.saving(self.step):
+            self._keeper.save(
+                self.step,
+                tensors=lambda: {
+                    f"{name}.pt": one for name, one in {**self._tracked.of_all(), **by_rank}.items()
+                },
+                drawn={"random.pt": SentState.of(drawn), "pass.pt": SentState.of(pass_drawn)},
+                about={"run": dataclasses.asdict(self._saved)},
+            )
         if self._stop:
             self._leave(here)
 
@@ -400,7 +405,7 @@ class Run:
             group=dist.new_group(backend="gloo") if world_size > 1 else None,
         )
         self._agreement = Agreement(here, self._requests.asked)
-        self._keeper = snapshots.SnapshotWriter(self.folder, self._keep, here, _say)
+        self._keeper = snapshots.SnapshotWriter(self.folder, self._keep, here, _say, self._progress.keeps)
         return here
 
     def _tell(self, text: str) -> None:

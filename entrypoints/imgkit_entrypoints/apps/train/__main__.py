@@ -124,20 +124,17 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
                 if report:
                     report.held_out(position.step, loss)
             if (save or watch.stop) and keeper and not watch.broken:
-                watch.progress.saves(position.step)
-                with pauses.saving():
+                with pauses.saving(), watch.progress.saving(position.step):
                     first_loss = report.first_loss if report else 0.0
                     snapshot.save(keeper, config, position, first_loss, trainer.state)
-                watch.progress.saved(pauses.saving_s)
             if watch.stop or watch.broken:
                 break
             if look or save:
                 watch.begin(position.step, config.log_every)  # neither counts as training time
     code = _end(watch, position.step, steps, keeper, report, pauses, here)
-    with pauses.saving():
-        if code == 0:
+    if code == 0:
+        with watch.progress.saving():
             export(config, trainer.plain.state_dict(), here)
-    watch.progress.saved(pauses.saving_s)
     return code
 
 
@@ -160,7 +157,7 @@ def _end(
     pauses: Pauses,
     here: Ranks,
 ) -> int:
-    with pauses.saving():
+    with pauses.saving(), watch.progress.saving():
         saved = keeper.close() if keeper else -1
     reason = "a loss is not a number" if watch.broken else watch.stop or "all steps are done"
     if report:
