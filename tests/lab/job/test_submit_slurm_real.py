@@ -324,9 +324,10 @@ STUB = """
 import os, socket, time
 attempt = os.environ["IMGKIT_ATTEMPT"]
 print("attempt", attempt, "rank", os.environ["RANK"], socket.gethostname(), flush=True)
-time.sleep(600 if attempt == "1" else 0)
+while attempt == "1" or not os.path.exists("go"):
+    time.sleep(0.1)
 """
-"""A STUB of a training, without torch: only its second attempt ends."""
+"""A STUB of a training, without torch: only its second attempt ends, when there is a file `go`."""
 
 
 def kill_launcher(site: Site, node: str) -> None:
@@ -352,7 +353,13 @@ def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
         kill_launcher(site, "node2")
     else:
         site.cluster("fault", how, "node2")
+        # Not earlier: it is then that Slurm would end the job.
+        site.until(
+            lambda: site.cluster("squeue", "-h", f"--jobs={job}", "-o", "%D").stdout.strip() == "2", job
+        )
+    (site.folder / "go").touch()
     site.until(lambda: not site.queued(job), job)
+    (site.folder / "go").unlink()
     told = site.told(job)
     assert "attempt 2 rank 0 node1" in told
     assert "attempt 2 rank 1 node3" in told, told
