@@ -89,6 +89,8 @@ class Attempts:
         """React to what the nodes have reported; `stopped`: the run was asked to save and end."""
         if self._over or not self._ranks:
             return
+        if not self._roll.reports and len(self._roll.gone) == len(self._told) and self._trouble is None:
+            return  # no news; the rest costs work for every node
         lost = {number: why for number, why in self._roll.gone.items() if number not in self._told}
         for number, why in lost.items():
             self._told.add(number)
