@@ -100,7 +100,7 @@ class Attempts:
         codes = {
             number: self._roll.reports[number].code for number in members if number in self._roll.reports
         }
-        gone = members & self._roll.gone.keys()
+        gone = {number for number in members & self._roll.gone.keys() if codes.get(number) not in GOOD}
         bad = {number: code for number, code in codes.items() if code not in GOOD}
         if (gone or bad) and self._trouble is None:
             self._note(gone, bad, stopped=stopped)

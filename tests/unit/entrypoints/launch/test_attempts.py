@@ -7,10 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .conftest import until
 
 MARKERS = ("<number of nodes of this attempt>", "<node rank of this attempt>", "<port from the roll call>")
 WORK = """
@@ -78,6 +81,19 @@ def test_lost_spare_costs_nothing(nodes: Any) -> None:
     three[2].kill()
     assert nodes.codes() == [0, 0, -9]
     assert "lost node 2 of 3 (host2), a spare" in nodes.output()
+    assert "attempt 2" not in nodes.output()
+
+
+def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
+    go = "os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go')"
+    three = start(nodes, WORK + f"while rank == '0' and not {go}: time.sleep(0.02)")
+    nodes.said("works;", 2)
+    assert until(lambda: all(parent(pid) != three[1].pid for pid in nodes.left()))
+    time.sleep(0.5)  # it reports the end of its part meanwhile
+    three[1].kill()
+    nodes.said("lost node 1 of 3")
+    (nodes.folder / "run/go").touch()
+    assert nodes.codes() == [0, -9, 0]
     assert "attempt 2" not in nodes.output()
 
 

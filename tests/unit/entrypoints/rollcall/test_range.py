@@ -170,9 +170,10 @@ def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[LeadingRoll,
     head.start(1, {0: 0, 1: 1})
     head.start(2, {0: 0, 1: 1})
     hear(rolls, all)
-    rolls[1].ended(AttemptEnded(code=7, attempt=1))
     rolls[1].ended(AttemptEnded(code=0, attempt=2, place=9, counts=(1, 2)))
-    hear(rolls, lambda _: bool(head.reports))
+    rolls[1].ended(AttemptEnded(code=7, attempt=1))
+    rolls[1].ask_stop("the last word")
+    hear(rolls[:1], lambda events: bool(events[0]))
     assert head.reports == {1: AttemptEnded(code=0, attempt=2, place=9, counts=(1, 2))}
     old = EndAttempt(attempt=1, why="it is over")
     head._tell(1, old)
