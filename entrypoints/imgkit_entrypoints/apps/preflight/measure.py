@@ -58,11 +58,12 @@ def _alone(order: Measure) -> Measured:
     checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=2 if cuda else 1)
     torch.set_num_threads(max(1, host.cpus))
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if cuda else []
+    speeds = []
     with _joined(order, dist.HashStore(), torch.device("cpu")) as here:
-        speeds = [
-            compute.measure(replace(here, device=device), SECONDS[order.mode])
-            for device in devices or [here.device]
-        ]
+        for device in devices or [here.device]:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # its events belong to the current device
+            speeds.append(compute.measure(replace(here, device=device), SECONDS[order.mode]))
     figures = {
         "matmul": min(speed.matmul_TFLOPs for speed in speeds),
         "memory": min(speed.memory_GBps for speed in speeds),
