@@ -201,6 +201,18 @@ def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -
     assert "SLOW LINK" not in found[0].said
 
 
+def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedSignals) -> None:
+    def fails(rank: int, order: Measure) -> Measured:
+        hanging = {(0, 3): 3, (0, 2): 2}.get(order.group)
+        if hanging is None and order.group != (0, 1):
+            return good(rank, order)
+        return Measured(stage=order.stage, error="no partner", mute=rank == hanging)
+
+    found = preflight(4, signals, fails, spares=2)
+    assert [one.left_out for one in found] == [(2, 3)] * 4
+    assert "SLOW LINK n0 - n1: no partner" in found[0].said, "node 0 has failed with one partner only"
+
+
 def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
     def stopped(rank: int, order: Measure) -> Measured:
         if rank == 0:
