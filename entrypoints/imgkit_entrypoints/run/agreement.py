@@ -65,22 +65,23 @@ class Agreement:
         self._here, self._asked = here, asked
         self._under_way: _UnderWay | None = None
         self._interval = self._most = 1
-        self._last_step, self._last_time = 0, time.perf_counter()
+        self.sent_step, self._last_time = 0, time.perf_counter()
+        """Step of the last look that was sent, or of `begin`."""
 
     def begin(self, step: int, most: int) -> None:
         """Start the clock after `step` steps; at most `most` steps lie between two looks."""
         self._most = most
-        self._last_step, self._last_time = step, time.perf_counter()
+        self.sent_step, self._last_time = step, time.perf_counter()
 
     def looks(self, step: int) -> bool:
         """Whether a look is due after `step`, since the last one that was sent."""
-        return step // self._interval > self._last_step // self._interval
+        return step // self._interval > self.sent_step // self._interval
 
     def send(self, step: int, numbers: Tensor) -> None:
         """Send this rank's answers after `step`, and `numbers`: float64 on the device, as many on all."""
         now = time.perf_counter()
-        seconds, steps = now - self._last_time, step - self._last_step
-        self._last_time, self._last_step = now, step
+        seconds, steps = now - self._last_time, step - self.sent_step
+        self._last_time, self.sent_step = now, step
         turn = step % _CYCLE
         own = [seconds / max(1, steps), turn, turn * turn, *map(float, self._asked())]
         answers = torch.tensor(own, dtype=numbers.dtype).to(numbers.device, non_blocking=True)

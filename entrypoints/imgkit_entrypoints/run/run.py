@@ -36,7 +36,7 @@ from imgkit_entrypoints.run.place import PassOptions, RunPosition
 from imgkit_entrypoints.run.progress_lines import ProgressLines
 from imgkit_entrypoints.run.random_state import SentState
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.stop_requests import REASONS, StopRequests
+from imgkit_entrypoints.run.stop_requests import StopRequests, reason_of
 from imgkit_entrypoints.run.tracked import Tracked
 
 MOST_STEPS = 1000
@@ -305,8 +305,7 @@ class Run:
     def _take(self, agreed: Agreed | None) -> None:
         if agreed is not None:
             means = self._log.means(agreed.sums)
-            asked = zip(REASONS, agreed.asked, strict=True)
-            self._stop = self._stop or next((why for why, some in asked if some), "")
+            self._stop = self._stop or reason_of(agreed.asked)
             if self._lines:
                 self._lines.note(agreed.step, self._passes(), agreed.steps, agreed.seconds, means)
 

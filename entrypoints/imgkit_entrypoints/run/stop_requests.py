@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,11 @@ from imgkit_entrypoints.launch.signals import REPEAT_S, STOP_SIGNALS
 FOR_GOOD = "the stop file"
 """A person's request: the run is not requeued, and does not start while the file exists."""
 REASONS = (FOR_GOOD, "the launcher asked for it", "--stop-after", "a signal")
+
+
+def reason_of(asked: Sequence[bool]) -> str:
+    """The first of `REASONS` for which a rank was asked; empty if there is none."""
+    return next((reason for reason, some in zip(REASONS, asked, strict=True) if some), "")
 
 
 def own_folder(run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
@@ -68,7 +73,7 @@ class StopRequests:
     def listen(self) -> None:
         """Note the signals that request a stop, until `deaf` puts back the handlers of before.
 
-        Under dist-run they do nothing without this. A second TERM or INT ends the process at once.
+        Under dist-run they do nothing without this. A second Ctrl-C ends the process at once.
         """
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows no handlers here
@@ -90,7 +95,7 @@ class StopRequests:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         first = self._signalled.setdefault(number, now)
-        if number in (signal.SIGTERM, signal.SIGINT) and now - first > REPEAT_S:
+        if number == signal.SIGINT and now - first > REPEAT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

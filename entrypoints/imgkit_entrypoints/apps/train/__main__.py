@@ -28,11 +28,12 @@ from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.watch import FOR_GOOD, Watch, refuse_stopped, tell_counts, tell_saved
+from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_counts
 from imgkit_entrypoints.apps.train.work_clock import WorkClock
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.snapshots import SnapshotWriter
+from imgkit_entrypoints.run.stop_requests import FOR_GOOD, tell_saved
 
 
 def main() -> None:
@@ -182,7 +183,7 @@ def _end(
         return EXIT_NO
     if watch.stop == FOR_GOOD:
         return 0
-    return 0 if tell_saved(step, here, os.environ) else EXIT_SAVED
+    return 0 if tell_saved(step, here.local_rank, os.environ) else EXIT_SAVED
 
 
 def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: Ranks) -> Gauges:
