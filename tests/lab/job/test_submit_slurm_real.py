@@ -353,10 +353,9 @@ def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
         kill_launcher(site, "node2")
     else:
         site.cluster("fault", how, "node2")
-        # Not earlier: it is then that Slurm would end the job.
-        site.until(
-            lambda: site.cluster("squeue", "-h", f"--jobs={job}", "-o", "%D").stdout.strip() == "2", job
-        )
+        # Not earlier: it is now that Slurm ends other jobs.
+        nodes = ("squeue", "--noheader", f"--jobs={job}", "--format=%D")
+        site.until(lambda: site.cluster(*nodes).stdout.strip() in ("2", ""), job)
     (site.folder / "go").touch()
     site.until(lambda: not site.queued(job), job)
     (site.folder / "go").unlink()
