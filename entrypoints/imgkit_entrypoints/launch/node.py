@@ -21,6 +21,7 @@ from imgkit_entrypoints.launch import (
     markers,
     nccl_ras,
     run_folder,
+    start_up,
     stop_protocol,
 )
 from imgkit_entrypoints.launch.attempts import Attempts
@@ -29,6 +30,7 @@ from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
 from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
 from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.launch.timekeeper import Timekeeper
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
@@ -67,6 +69,8 @@ class Surroundings:
     attempts: Attempts | None
     """Set on the head, where a failure may be followed by another attempt."""
     times: Timekeeper
+    started: StartUp
+    """The time until the first attempt."""
     signals: CollectedSignals
     grace_s: float
     hang_after_s: float
@@ -142,7 +146,11 @@ class NodeRun:
         if start.attempt > self._cancelled:
             with GuardedCommand(
                 self._command(start),
-                {**node.env, "IMGKIT_ATTEMPT": str(start.attempt)},
+                {
+                    **node.env,
+                    "IMGKIT_ATTEMPT": str(start.attempt),
+                    start_up.VARIABLE: self._started(start.attempt).text(),
+                },
                 node.say,
                 speaks_for_all=node.head,
                 open_files=node.open_files,
@@ -167,6 +175,10 @@ class NodeRun:
             )
         )
         return code
+
+    def _started(self, attempt: int) -> StartUp:
+        """The start so far; a later attempt begins with torchrun."""
+        return self.node.started if attempt == 1 else StartUp(time.monotonic())
 
     def _command(self, start: Start) -> list[str]:
         assert start.node_rank is not None  # noqa: S101 - a spare has no command

@@ -19,6 +19,7 @@ from imgkit_entrypoints.launch.attempts import Attempts
 from imgkit_entrypoints.launch.node import NodeRun, Surroundings
 from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.launch.start_up import StartUp, process_began_s
 from imgkit_entrypoints.launch.timekeeper import Timekeeper
 from imgkit_entrypoints.rollcall import descriptors
 from imgkit_entrypoints.rollcall.session import LeadingRoll, LoneRoll, Roll
@@ -78,6 +79,9 @@ def run(
             if shared:
                 shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
             times = held.enter_context(Timekeeper(env, place, say, goodput))
+            started = StartUp(min(times.began_s, process_began_s()))
+            started.ends("container", process_began_s())
+            started.ends("launcher")
             try:
                 roll = _meet(place, me, timeouts.rollcall_s, say, signals, secret, elastic=elastic)
             except NoPlan:
@@ -85,6 +89,7 @@ def run(
                     result.code = 128 + signals.got[0]
                     return result.code
                 raise
+            started.ends("roll_call")
             roll.lost_s, times.nodes = timeouts.lost_after_s, roll.place.nnodes
             around = Surroundings(
                 argv=argv,
@@ -99,6 +104,7 @@ def run(
                 roll=roll,
                 attempts=_attempts(roll, max_failures, job_id, shared, say),
                 times=times,
+                started=started,
                 signals=signals,
                 grace_s=timeouts.grace_s,
                 hang_after_s=timeouts.hang_after_s,
@@ -107,6 +113,8 @@ def run(
             guard.adopt_orphans()  # for the case that a guard itself is killed
             try:
                 left_out = _measured(preflight, around, shared) if preflight else ()
+                if preflight:
+                    started.ends("preflight")
                 if around.attempts:
                     around.attempts.start(left_out)
                 result.code = times.code = NodeRun(around).to_the_end()

@@ -52,6 +52,11 @@ class Timekeeper:
         self._began_at = _began(env, self._earlier, now) if self._folder else now
         self._began_s = time.monotonic() - (now - self._began_at)
 
+    @property
+    def began_s(self) -> float:
+        """Start of the time that is counted: the job's, or this node's own."""
+        return self._began_s
+
     def __enter__(self) -> Timekeeper:
         self._write()
         return self

@@ -31,6 +31,7 @@ from imgkit_entrypoints.apps.train.state.export import export
 from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_counts
 from imgkit_entrypoints.apps.train.work_clock import WorkClock
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
+from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.snapshots import SnapshotWriter
 from imgkit_entrypoints.run.stop_requests import FOR_GOOD, tell_saved
@@ -38,7 +39,8 @@ from imgkit_entrypoints.run.stop_requests import FOR_GOOD, tell_saved
 
 def main() -> None:
     """Train to the last step, or until a stop request; the state is saved in both cases."""
-    began = time.monotonic()
+    began, started = time.monotonic(), StartUp.of_worker(os.environ)
+    started.ends("imports")
     try:
         config = options.read(sys.argv[1:], os.environ)
         refuse_stopped(config, os.environ)
@@ -47,7 +49,8 @@ def main() -> None:
             config
         )  # mistakes in user code end the run here, before ranks wait for each other
         with ranks.opened() as here:
-            sys.exit(train(config, own, here, began))
+            started.ends("process_group")
+            sys.exit(train(config, own, here, began, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
             say(str(error))
@@ -55,7 +58,7 @@ def main() -> None:
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
-def train(config: Config, own: components.Components, here: Ranks, began: float) -> int:
+def train(config: Config, own: components.Components, here: Ranks, began: float, started: StartUp) -> int:
     """Run the training; returns the exit code."""
     work = WorkClock(here)
     watch = Watch(config, here, os.environ, began, work)
@@ -79,15 +82,20 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
     if found is not None and start.step >= steps:
         export(config, found.weights, here)
         return 0
+    started.ends("data")
     trainer = Trainer(config, own.model(config), own.loss, steps, here, work)
+    started.ends("model")
     feed = Batches(samples, order, config, here, channels_last=trainer.channels_last)
     held_out = Evaluation(held_out_samples, order, config, trainer, here) if looks else None
     batches = feed.steps(start, steps)
     first = next(batches)
+    started.ends("data")
     trainer.settle(first[1][0])
+    started.ends("first_step")
     gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
     if found is not None:
         trainer.restore(found, here)
+    started.ends("model")
     places = here.gather(RankPlace(node=platform.node(), local_rank=here.local_rank), RankPlace)
     report = None
     if here.rank == 0:
@@ -99,6 +107,7 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
             ranks=here.world_size,
             gauges=gauges,
             slow=SlowRanks(places, say),
+            started=started,
             say=say,
         )
         report.first_loss = found.first_loss if found else report.first_loss
@@ -114,6 +123,8 @@ def train(config: Config, own: components.Components, here: Ranks, began: float)
             look, save = due(position.step, looks, steps), due(position.step, saves, steps)
             measured = look or save or watch.looks(position.step)
             trainer.step(position.step - 1, micro_batches, measured=measured)
+            if position.step == start.step + 1:
+                started.ends("first_step")
             news = watch.after(position.step, trainer.window)
             if look or save or watch.stop:  # before saving, check every step for NaN
                 news += watch.after(position.step, trainer.window, everything=True)

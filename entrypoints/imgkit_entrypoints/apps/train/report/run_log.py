@@ -18,6 +18,7 @@ from imgkit_entrypoints.apps.train.report.loggers import Loggers
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
 from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRanks
 from imgkit_entrypoints.apps.train.schedule import learning_rate
+from imgkit_entrypoints.launch.start_up import StartUp
 
 SCHEMA = 1
 METRICS = "metrics.jsonl"
@@ -37,6 +38,7 @@ class RunLog:
         ranks: int,
         gauges: Gauges,
         slow: SlowRanks,
+        started: StartUp,
         say: Callable[[str], None],
     ) -> None:
         assert config.global_batch is not None
@@ -46,6 +48,7 @@ class RunLog:
         self._samples_a_step, self._say, self._failed = config.global_batch, say, False
         self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
         self._slow, self._usual_s = slow, math.nan
+        self._started = started
         self._since: list[Seen] = []
         self._training_s, self._trained_steps = 0.0, 0
         self._waited_s = gauges.waited_s()
@@ -159,6 +162,7 @@ class RunLog:
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": seconds,
+            "start_s": {name: round(spent, 3) for name, spent in self._started.parts.items()},
             "training_s": self._training_s,
             "evaluation_s": pauses.evaluation_s,
             "saving_s": pauses.saving_s,
@@ -168,7 +172,9 @@ class RunLog:
         }
         self._write(lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n"))
         self._write(_draw)
+        largest = max(self._started.parts.items(), key=lambda part: part[1], default=("", 0.0))
         times = (
+            (sum(self._started.parts.values()), f"starting ({largest[0]} {largest[1]:.1f} s)"),
             (self._training_s, "training"),
             (pauses.evaluation_s, "evaluation"),
             (pauses.saving_s, "saving"),

@@ -19,23 +19,36 @@ from imgkit_entrypoints.apps.train.report import curves, utilization
 from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses, Seen, clock
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
+from imgkit_entrypoints.launch.start_up import StartUp
 
 
 def judge() -> SlowRanks:
     return SlowRanks([RankPlace(node=f"node{rank}", local_rank=0) for rank in range(2)], print)
 
 
-def opened(config: Config, gauges: Gauges, *, start: int = 0, steps: int = 20) -> RunLog:
+def opened(
+    config: Config, gauges: Gauges, *, start: int = 0, steps: int = 20, started: StartUp | None = None
+) -> RunLog:
     return RunLog(
-        config, start=start, steps=steps, steps_per_epoch=8, ranks=2, gauges=gauges, slow=judge(), say=print
+        config,
+        start=start,
+        steps=steps,
+        steps_per_epoch=8,
+        ranks=2,
+        gauges=gauges,
+        slow=judge(),
+        started=started or StartUp(0.0),
+        say=print,
     )
 
 
-def report(run_dir: Path | None = None, *, start: int = 0, steps: int = 20) -> RunLog:
+def report(
+    run_dir: Path | None = None, *, start: int = 0, steps: int = 20, started: StartUp | None = None
+) -> RunLog:
     config = dataclasses.replace(options.read([], {}), run_dir=run_dir, global_batch=64, log_every=10)
     waited_s = itertools.count(5.0, 0.25)  # some of it before the first step
     gauges = Gauges(waited_s=lambda: next(waited_s), memory_MiB=lambda: 512.0)
-    return opened(config, gauges, start=start, steps=steps)
+    return opened(config, gauges, start=start, steps=steps, started=started)
 
 
 def seen(step: int, steps: int, loss: float, skipped: int = 0) -> Seen:
@@ -69,6 +82,16 @@ def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert last.endswith("640 samples/s while training; 2.0 s training, 60.0 s evaluation, 5.2 s saving")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["samples_per_s"], summary["training_s"], summary["evaluation_s"]) == (640.0, 2.0, 60.0)
+
+
+def test_summary_tells_what_the_start_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = StartUp(10.0)
+    for name, at_s in (("imports", 12.5), ("model", 12.75), ("data", 13.0), ("model", 13.75)):
+        started.ends(name, at_s)
+    end(report(tmp_path, started=started), 0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["start_s"] == {"imports": 2.5, "model": 1.0, "data": 0.25}
+    assert "; 3.8 s starting (imports 2.5 s)" in capsys.readouterr().out
 
 
 def test_metrics_tell_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,6 +338,7 @@ def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ranks=2,
         gauges=Gauges(waited_s=lambda: 0.0, memory_MiB=lambda: 1.0, names=("accuracy",)),
         slow=judge(),
+        started=StartUp(0.0),
         say=said.append,
     )
     for step in (10, 20):

@@ -1,0 +1,57 @@
+"""The time from a job's start to its first step, in parts that follow each other.
+
+The launcher measures the first parts and hands them to the workers by a variable; dist-train goes on. All
+instants are those of `time.monotonic`, one clock for all processes of a node.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "IMGKIT_START_UP"
+
+
+class StartUp:
+    """Seconds by the name of the part, in order. The next part begins where the last one ended."""
+
+    def __init__(self, at_s: float, parts: Mapping[str, float] | None = None) -> None:
+        self.parts = dict(parts or {})
+        self._at_s = at_s
+
+    @classmethod
+    def of_worker(cls, env: Mapping[str, str]) -> StartUp:
+        """Go on where the launcher that started this worker has stopped; begin here if there was none."""
+        began_s = process_began_s()
+        made = cls(began_s)
+        words = env.get(VARIABLE, "").split()
+        try:
+            parts = {name: float(value) for name, _, value in (word.partition("=") for word in words[1:])}
+            if words:
+                made = cls(float(words[0]), parts)
+        except ValueError:  # somebody else's variable
+            return made
+        if words:
+            made.ends("torchrun", began_s)
+        return made
+
+    def ends(self, name: str, at_s: float | None = None) -> None:
+        """Count the time since the last call to part `name`; it ends at `at_s`, by default now."""
+        now_s = time.monotonic() if at_s is None else at_s
+        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, now_s - self._at_s)
+        self._at_s = max(self._at_s, now_s)
+
+    def text(self) -> str:
+        """Return the value of `VARIABLE`."""
+        return " ".join((f"{self._at_s:.3f}", *(f"{name}={value:.3f}" for name, value in self.parts.items())))
+
+
+def process_began_s() -> float:
+    """Return when this process began; a fork begins with the fork."""
+    ticks = int(
+        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    )  # proc_pid_stat(5): starttime
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_s
