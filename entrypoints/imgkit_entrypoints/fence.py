@@ -1,8 +1,9 @@
 """The fence around the run's folder: what workers of an earlier attempt write there no longer counts.
 
 A node that is cut off may still have workers of an attempt that the others have given up. So the head writes
-the file ``attempt`` before each attempt, one line ``JOB_ID ATTEMPT``, and a worker looks there before a
-snapshot or ``state-saved`` gets its name.
+the file ``attempt`` before each attempt, one line ``JOB_ID ATTEMPT RUN``. A worker looks there before a
+snapshot or ``state-saved`` gets its name. RUN is another word in each start of the launchers, since a requeued
+job has the same id and begins with attempt 1 again.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from imgkit_entrypoints import files
 FILE = "attempt"
 
 
-def admit(folder: Path, job_id: str, attempt: int) -> str:
+VARIABLE = "IMGKIT_FENCE"
+"""RUN, for the workers of the head; only there does a rank write what all nodes share."""
+
+
+def admit(folder: Path, job_id: str, attempt: int, run: str) -> str:
     """Let only workers of `attempt` write into `folder`; return why the fence is down, empty if it stands."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files.put(folder / FILE, f"{job_id} {attempt}\n")
+        files.put(folder / FILE, f"{job_id} {attempt} {run}\n")
     except OSError as error:
-        with contextlib.suppress(
-            OSError
-        ):  # the old line would keep the new workers out; a full disk can remove
+        # The old line would keep the new workers out. A full disk can remove it.
+        with contextlib.suppress(OSError):
             (folder / FILE).unlink()
         return f"{folder / FILE}: {error.strerror}; nothing keeps workers of an earlier attempt from writing"
     return ""
@@ -45,6 +49,7 @@ def check(env: Mapping[str, str]) -> None:
         current = files.read_own(Path(folder) / FILE).split()
     except (OSError, UnicodeDecodeError):
         return
-    if current != [env.get("IMGKIT_JOB_ID", ""), attempt]:
+    run = env.get(VARIABLE)
+    if current != [env.get("IMGKIT_JOB_ID", ""), attempt, *([run] if run else current[2:])]:
         why = f"attempt {attempt} of the run is over, {Path(folder) / FILE} says {' '.join(current)[:200]!r}"
         raise OSError(errno.ESTALE, why)

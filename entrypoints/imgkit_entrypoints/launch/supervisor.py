@@ -6,6 +6,7 @@ The nodes meet; the head then starts attempts (attempts.py), and every node take
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def run(
     """
     wanted = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
     head, job_id = place.node_rank == 0, place.job_id or stop_protocol.LOCAL_JOB
-    elastic = place.size is not None or max_failures > 0
+    elastic, word = place.size is not None or max_failures > 0, secrets.token_hex(4)
     with (
         descriptors.limit_kept() as open_files,  # the roll call may raise it
         CollectedSignals().collecting() as signals,
@@ -93,7 +94,7 @@ def run(
             roll.lost_s, times.nodes = timeouts.lost_after_s, roll.place.nnodes
             around = Surroundings(
                 argv=argv,
-                env=_variables(env, me, folder, job_id),
+                env={**_variables(env, me, folder, job_id), **({fence.VARIABLE: word} if head else {})},
                 open_files=open_files,
                 host=me.host,
                 stop_folder=folder,
@@ -102,7 +103,7 @@ def run(
                 job_id=job_id,
                 head=head,
                 roll=roll,
-                attempts=_attempts(roll, max_failures, job_id, shared, say),
+                attempts=_attempts(roll, max_failures, job_id, word, shared, say),
                 times=times,
                 started=started,
                 signals=signals,
@@ -164,13 +165,13 @@ def _variables(env: Mapping[str, str], me: Caller, stop_folder: Path, job_id: st
 
 
 def _attempts(
-    roll: Roll, max_failures: int, job_id: str, folder: RunFolder | None, say: Say
+    roll: Roll, max_failures: int, job_id: str, word: str, folder: RunFolder | None, say: Say
 ) -> Attempts | None:
     if not isinstance(roll, LeadingRoll) or not roll.elastic:
         return None
 
     def admit(attempt: int) -> None:
-        if folder and (why := fence.admit(folder.path, job_id, attempt)):
+        if folder and (why := fence.admit(folder.path, job_id, attempt, word)):
             say(f"warning: {why}")
 
     nnodes = roll.place.nnodes

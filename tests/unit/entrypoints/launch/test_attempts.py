@@ -70,7 +70,7 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     assert "lost node 1 of 3 (host1): it closed the connection" in said
     assert "attempt 2 starts with 2 nodes; node 2 of 3 (host2) takes rank 1" in said
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node2-2.log").read_text()
-    assert (nodes.folder / "run/attempt").read_text() == f"{nodes.job} 2\n"
+    assert (nodes.folder / "run/attempt").read_text().split()[:2] == [nodes.job, "2"]
     assert result(nodes) == "0"
 
 
