@@ -45,7 +45,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "apps/preflight": "apps/bench apps doctor launch rollcall run facts",
         "apps/bench": "apps run launch schedulers fabric facts values",
         "apps/train": "apps run launch values",
-        "apps": "run doctor facts values",
+        "apps": "run doctor launch facts values",
         "run": "launch values",
         "doctor": "schedulers fabric facts values",
         "launch": "rollcall schedulers fabric facts values",

@@ -1,33 +1,47 @@
-"""torchrun itself, started by the launcher with four changes.
+"""torchrun itself, started by the launcher with five changes.
 
-It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing,
-since schedulers send it to every process, and torchrun would wait 30 s before KILL. When the launcher ends
-it, by HUP or QUIT, it prints nothing: the launcher has said why. After success it exits without tearing its
+It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
+schedulers send it to every process, and torchrun would wait 30 s before KILL. When the launcher ends it, by
+HUP or QUIT, it prints nothing: the launcher has said why. After success it exits without tearing its
 interpreter down, which takes 0.4 s with torch. If a program of this package has failed, it has printed the
-reason; torchrun then adds no traceback and passes the exit code on.
+reason; torchrun then adds no traceback and passes the exit code on. With ``IMGKIT_START=fork`` its workers
+are forks of it: torch is imported once for all of them, and they share the memory of what it imports.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import logging
+import multiprocessing
+import os
+import runpy
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import popen_fork
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.run import main
 
 from imgkit_entrypoints.apps.ranks import run_worker
+from imgkit_entrypoints.errors import EXIT_NO
+from imgkit_entrypoints.launch import user_program
+
+_OWN = "imgkit_entrypoints.apps."
 
 
-def quiet_main() -> None:
-    """Run `main` without its traceback; only for a worker that a signal ended, torchrun's box is printed."""
+def quietly(run: Callable[[], None]) -> None:
+    """Run torchrun by `run` without its traceback; its box is printed only if a signal ended a worker."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     hush()
     try:
-        main()
+        run()
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         if first.exitcode > 0:
@@ -61,7 +75,85 @@ def ends_silently(run: Callable[[], None]) -> None:
         sys.exit(128 + error.sigval)
 
 
+def main_of_forks() -> None:
+    """Run torchrun with workers that are forked from this process, which has imported torch for all of them.
+
+    Nothing here has started a thread of torch's or a CUDA context, so that a fork is safe.
+    """
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    try:
+        multiprocessing.get_context("fork").Event()
+        tempfile.gettempdir()
+    except OSError:  # a container without a writable /dev/shm or /tmp: torch's side of a fork needs both
+        main()
+        return
+    config, _, words = config_from_args(parse_args(sys.argv[1:]))
+    config.start_method = "fork"
+    if module := _own_module(words):
+        importlib.import_module(module)
+    # When one worker has failed, torch ends the others by TERM, which is blocked in them.
+    popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
+    by_torch = api.MultiprocessContext._is_done
+
+    def done(self: api.MultiprocessContext) -> bool:
+        """Take the exit code 0 for success: torch would wait for ever for what the function returns."""
+        for rank, process in enumerate(self._pc.processes):
+            if process.exitcode == 0:
+                self._return_values.setdefault(rank, None)
+        return bool(by_torch(self))
+
+    api.MultiprocessContext._is_done = done
+    elastic_launch(config, worker)(*words)
+
+
+_TERMINATE = popen_fork.Popen.terminate
+
+
+def _hang_up(process: popen_fork.Popen) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGHUP)
+
+
+def _own_module(words: Sequence[str]) -> str:
+    """Name of the module that holds the imports of a program of this package; empty for others."""
+    name = next((word for word in words if word.startswith(_OWN)), "")
+    spec = importlib.util.find_spec(name) if name else None
+    return f"{name}.__main__" if spec and spec.submodule_search_locations else name
+
+
+def worker(*words: str) -> None:
+    """Run the worker in a forked process as ``python3 WORDS`` would."""
+    popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers are here too
+    code: object = 0
+    try:
+        if _own_module(words):
+            place = words.index("-m")
+            sys.argv = ["-m", *words[place + 2 :]]
+            runpy.run_module(words[place + 1], run_name="__main__", alter_sys=True)
+        else:  # this interpreter is isolated, and that of such a program is not
+            folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+            sys.path[0:0] = ["", *folders]
+            user_program.main(list(words[words.index(user_program.__file__) + 1 :]))
+    except SystemExit as error:
+        code = 0 if error.code is None else error.code
+    except BaseException:
+        traceback.print_exc()
+        code = EXIT_NO
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = EXIT_NO
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as ranks.run_worker does, and for its reasons
+
+
 if __name__ == "__main__":
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
-    own = any(word.startswith("imgkit_entrypoints.apps.") for word in sys.argv)
-    run_worker(lambda: ends_silently(quiet_main if own else main))
+    start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
+    own = any(word.startswith(_OWN) for word in sys.argv)
+    run_worker(lambda: ends_silently((lambda: quietly(start)) if own else start))

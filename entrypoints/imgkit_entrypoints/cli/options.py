@@ -83,6 +83,14 @@ def parser(
         "S",
         "seconds of silence after which a node counts as lost (default: 30)",
     )
+    option(
+        "--start",
+        _one_of(("auto", "fork", "exec")),
+        "auto",
+        "HOW",
+        "fork: torchrun imports torch once for all workers; exec: each worker is an interpreter of its own "
+        "(default: fork for imgkit's programs on CPUs)",
+    )
     option("--log-dir", str, None, "DIR", "keep each process' output in DIR, one folder per node")
     option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default: 120)")
     option("--grace", positive, 60, "S", "seconds to save after a stop request (default: 60)")
@@ -143,6 +151,7 @@ def read(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
             nproc=parsed.nproc,
             device=parsed.device,
             max_failures=parsed.max_failures,
+            start=parsed.start,
             log_dir=parsed.log_dir,
         ),
         show_plan=parsed.plan,

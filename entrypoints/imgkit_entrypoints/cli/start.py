@@ -42,7 +42,9 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     starting, or the file of the secret is not safe. ToolFailed : see `supervisor.run`.
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)
-    made = plan.make(asked.request, worker.argv, place=where, host=host, system=system, env=env)
+    made = plan.make(
+        asked.request, worker.argv, place=where, host=host, system=system, env=env, own=worker.own
+    )
     odd = schedulers.warnings(where, asked.wanted, env, recipe=system.scheduler if system else "")
     child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
     files = absent_files(facts.Reader(root=facts.root_of(env)), child)

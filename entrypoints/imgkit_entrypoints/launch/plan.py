@@ -98,8 +98,9 @@ def make(
     host: HostFacts,
     system: SystemFacts | None,
     env: Mapping[str, str],
+    own: bool = False,
 ) -> LaunchPlan:
-    """Decide how to start `worker` (its argv) on the node `place`.
+    """Decide how to start `worker` (its argv) on the node `place`; `own`: a program of this package.
 
     Raises
     ------
@@ -123,6 +124,9 @@ def make(
         variables |= _ranks(place)
     else:
         command = (*_torchrun(request, place, host, nproc), *command)
+        # Read by apps/torchrun.py. A fork has not been tried with CUDA, and another program may not bear it.
+        forks = request.start == "fork" or (request.start == "auto" and own and device == "cpu")
+        variables["IMGKIT_START"] = "fork" if forks else "exec"
     # torchrun reads PET_* as defaults of its flags and dies of some that operators send: PET_STANDALONE="".
     operators = tuple(sorted(name for name in env if name.startswith("PET_")))
     return LaunchPlan(

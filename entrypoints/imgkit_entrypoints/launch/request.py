@@ -19,6 +19,8 @@ class Request:
     device: str = "auto"
     max_failures: int | None = None
     """Failures that the run survives by a new attempt; None: `FAILURES` with a range or spares, else 0."""
+    start: str = "auto"
+    """Whether the workers are forks of torchrun (fork) or interpreters of their own (exec)."""
     log_dir: str | None = None
     prefix: bool = True
     """Each line of output bears ``[host:rank]``."""

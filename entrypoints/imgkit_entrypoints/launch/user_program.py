@@ -39,7 +39,7 @@ def main(words: list[str]) -> None:
     if "--pass-local-rank" in options:  # where torch.distributed.launch put it
         words.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
     sys.argv = words
-    if not getattr(sys.flags, "safe_path", False):  # Python sets this one by what it runs
+    if not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]:  # Python sets it by what it runs
         sys.path[0] = os.getcwd() if "-m" in options else os.path.dirname(os.path.realpath(program))  # noqa: PTH109, PTH120
     if "-m" in options:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -26,8 +26,11 @@ def processes() -> dict[int, str]:
         try:
             if not folder.name.isdigit() or int(folder.name) in (1, os.getpid(), os.getppid()):
                 continue
-            if (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                line = (folder / "cmdline").read_bytes()
+                forked = line == Path(f"/proc/{parent}/cmdline").read_bytes()
+                found[int(folder.name)] = "fork" if forked else line.replace(b"\0", b" ").decode()
         except OSError:
             continue
     return found

@@ -56,6 +56,7 @@ for one, other in zip(whole["random.pt"], cut["random.pt"]):
     assert told.count("; the state of step ") == 1, told
 
 
+@pytest.mark.soak
 def test_program_to_copy_resumes_with_its_evaluation(standin: str, tmp_path: Path) -> None:
     assert len((ROOT / "examples/train.py").read_text().splitlines()) <= 150
     # Killed between the last step of an epoch and its evaluation, and stopped in the next epoch.
@@ -213,6 +214,7 @@ assert start(2, lambda: training(range(4)), "foreign") == [2, 2]
     assert "the pickle ran code" not in told
 
 
+@pytest.mark.soak
 def test_other_number_of_ranks_takes_the_rest_of_the_samples(standin: str, tmp_path: Path) -> None:
     script = """
 from torch.utils.data import DistributedSampler
