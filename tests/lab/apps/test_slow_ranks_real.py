@@ -89,7 +89,7 @@ def test_slow_rank_is_named_with_its_node(runs: Path) -> None:
     rows = [json.loads(text) for text in (runs / "slow/metrics.jsonl").read_text().splitlines()]
     (found,) = summary(runs / "slow")
     assert (found["rank"], found["node"], found["local_rank"]) == (1, "n7", 1)
-    assert found["own_work_s"] > 1.5 * found["usual_s"]
+    assert found["own_work_s"] > 1.2 * found["usual_s"]  # the limit of the rule
     assert rows[-1]["slow"] == [found]
     assert (
         "dist-train: rank 1 on n7 (local rank 1) is slow: its own work takes " in (runs / "told").read_text()

@@ -214,8 +214,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
 
 
 @pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
-def test_elastic_pods_start_again_without_a_lost_one(pods: Pods) -> None:
-    """About 60 s; for half of it the head waits for a pod that may still come."""
+def test_elastic_pods_go_on_without_a_lost_one(pods: Pods) -> None:
     name, end = "elastic", pods.volume / "end"
     program = pods.volume / "elastic.py"
     program.write_text(ELASTIC)
@@ -239,15 +238,12 @@ def test_elastic_pods_start_again_without_a_lost_one(pods: Pods) -> None:
         start(index)
     said(pods, 3, "world 3")
     assert pods("fault", "kill", "node2", "dist-run").returncode == 0
-    codes = pods.codes()
-    assert codes[1] == 137, pods.output()
-    assert 0 not in codes, "or Kubernetes would not start them again"
-    for index in (0, 2):
-        start(index)
+    assert pods.started["node2"].wait(timeout=120) == 137
+    said(pods, 1, "attempt 2 starts with 2 nodes")
     said(pods, 2, "world 2")
-    start(1)
+    start(1)  # as Kubernetes does
     assert pods.started["node2"].wait(timeout=120) == 5
-    said(pods, 1, "the run has started with 2 nodes, and no node can join it later")
+    said(pods, 1, "no node can join it later")
     end.touch()
     assert pods.codes() == [0, 5, 0], pods.output()
     assert pods.output().count("ended with 2") == 2
