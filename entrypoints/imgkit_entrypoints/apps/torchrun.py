@@ -20,7 +20,6 @@ import runpy
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import popen_fork
 from types import FrameType
@@ -29,7 +28,6 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.run import main
 
 from imgkit_entrypoints.apps.ranks import run_worker
-from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.launch import user_program
 
 _OWN = "imgkit_entrypoints.apps."
@@ -129,27 +127,19 @@ def worker(*words: str) -> None:
     popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers are here too
-    code: object = 0
-    try:
-        if _own_module(words):
-            place = words.index("-m")
-            sys.argv = ["-m", *words[place + 2 :]]
-            runpy.run_module(words[place + 1], run_name="__main__", alter_sys=True)
-        else:  # this interpreter is isolated, and that of such a program is not
-            folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-            sys.path[0:0] = ["", *folders]
-            user_program.main(list(words[words.index(user_program.__file__) + 1 :]))
-    except SystemExit as error:
-        code = 0 if error.code is None else error.code
-    except BaseException:
-        traceback.print_exc()
-        code = EXIT_NO
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = EXIT_NO
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # as ranks.run_worker does, and for its reasons
+    run_worker(lambda: _run_program(words))
+
+
+def _run_program(words: Sequence[str]) -> None:
+    if _own_module(words):
+        place = words.index("-m")
+        sys.argv = ["-m", *words[place + 2 :]]
+        runpy.run_module(words[place + 1], run_name="__main__", alter_sys=True)
+        return
+    # This interpreter is isolated, and that of such a program is not.
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[0:0] = ["", *folders]
+    user_program.main(list(words[words.index(user_program.__file__) + 1 :]))
 
 
 if __name__ == "__main__":
