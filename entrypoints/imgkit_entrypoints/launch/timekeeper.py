@@ -50,12 +50,8 @@ class Timekeeper:
         self._earlier = self._read() if self._head and self._folder else Goodput()
         now = time.time()
         self._began_at = _began(env, self._earlier, now) if self._folder else now
-        self._began_s = time.monotonic() - (now - self._began_at)
-
-    @property
-    def began_s(self) -> float:
+        self.began_s = time.monotonic() - (now - self._began_at)
         """Start of the time that is counted: the job's, or this node's own."""
-        return self._began_s
 
     def __enter__(self) -> Timekeeper:
         self._write()
@@ -86,7 +82,7 @@ class Timekeeper:
     def refresh(self) -> None:
         """Write the file again, if it is time."""
         now_s = time.monotonic()
-        due_s = min(EVERY_S, max(1.0, SHARE * (now_s - self._began_s)))
+        due_s = min(EVERY_S, max(1.0, SHARE * (now_s - self.began_s)))
         if now_s - self._written_s >= due_s:
             self._write()
 
@@ -103,12 +99,12 @@ class Timekeeper:
         start = CountedStart(
             job=self._job,
             began=began,
-            seconds=round(now_s - self._began_s, 3),
+            seconds=round(now_s - self.began_s, 3),
             nodes=self.nodes,
             attempts=len(attempts),
             code=self.code,
             source=goodput.TOLD if any(one.progress for one in attempts) else self._source,
-            node_s=goodput.parts(self._began_s, now_s, self.nodes, attempts),
+            node_s=goodput.parts(self.began_s, now_s, self.nodes, attempts),
         )
         return self._earlier.with_start(start)
 

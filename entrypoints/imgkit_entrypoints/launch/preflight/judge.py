@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 DEVIATIONS = 5.0
 LEAST_NODES = 4
 """No median of fewer nodes says what is usual, so a preflight only reports."""
-CLOCK_S = 1.0
-"""Difference from the median clock that is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
