@@ -277,11 +277,6 @@ def pax_header(records: Mapping[str, bytes]) -> bytes:
     return _special(_PAX, b"PaxHeaders/imgkit", body)
 
 
-def gnu_link_header(target: bytes) -> bytes:
-    """The blocks that give the next member a link target of any length and content."""
-    return _special(_GNU_LINK, b"././@LongLink", target + b"\0")
-
-
 def _special(kind: bytes, name: bytes, body: bytes) -> bytes:
     return ustar_header(name=name, kind=kind, size_bytes=len(body)) + body + bytes(-len(body) % BLOCK_BYTES)
 

@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from imgkit_builder.archive import tar_entry
 from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
 from imgkit_builder.image.config import ImageConfig, epoch
 
@@ -71,17 +70,6 @@ class OwnFile:
     mode: int = 0o755
     data: bytes = b""
     link: str = ""
-
-    def header(self, mtime_s: int, *, path: str = "") -> bytes:
-        """The blocks of a tar before `data`; root owns it. `path` is where links of the image lead."""
-        return tar_entry.header(
-            path or self.path,
-            self.kind,
-            mode=self.mode,
-            mtime_s=mtime_s,
-            size_bytes=len(self.data),
-            link=self.link,
-        )
 
 
 def own_files(config: ImageConfig) -> tuple[OwnFile, ...]:

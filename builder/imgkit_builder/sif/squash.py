@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -30,7 +30,7 @@ class Squash:
         self.names[kind] += 1
         self.sink.write(header)
 
-    def content(self, pieces: Iterator[bytes] | Iterator[memoryview], size_bytes: int) -> None:
+    def content(self, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
         """The content of a file, and the zeros that fill its last block."""
         for piece in pieces:
             self.sink.write(piece)

@@ -11,23 +11,23 @@ folders the current time. So each name is sent once, folders first, and a link d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from imgkit_builder.archive import compressed, stored, tar_entry
+from imgkit_builder.archive import compressed, stored
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.layer_spool import NoRoom, Spool
 from imgkit_builder.archive.merge import FolderEntry, LayerTree, Plan
 from imgkit_builder.archive.scan import scan
 from imgkit_builder.archive.stored import StoredImage
-from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, Member
+from imgkit_builder.archive.tar_header import DIRECTORY, Member
 from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import limits, own_files, squash, write
+from imgkit_builder.sif import limits, own_files, passing, squash, write
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.options import Archive, EngineImage, OciFolder, Piped, Source, name_of
 from imgkit_builder.sif.own_files import OwnFile
-from imgkit_builder.sif.squash import Squash
+from imgkit_builder.sif.passing import ImageEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def make(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None
         job.clock.stage("merge and squash")
         around = write.frame(config)
         with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
-            _send(merged, made, job)
+            passing.send(_entries(merged, job), made, config)
     write.surround(job.work.part, around)
 
 
@@ -162,28 +162,25 @@ def _member(file: OwnFile, mtime_s: int) -> Member:
     )
 
 
-def _send(merged: Merged, made: Squash, job: ConversionJob) -> None:
-    for path, entry in merged.plan.folders:
-        made.entry(DIRECTORY, _folder_header(path, entry, merged.created_s))
+def _entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
+    for path, folder in merged.plan.folders:
+        yield _folder(path, folder or FolderEntry(mtime_s=merged.created_s))
     *layers, own = merged.plan.names
     total, before = merged.image.stored_bytes, 0
     for layer, names in zip(merged.image.layers, layers, strict=True):
         with layer.open(bodies=True) as stream:
             for member, shown in _showing(stream, names):
-                _put(made, member, shown, stream.content())
+                yield passing.of_member(member, stream.content(), names=shown)
                 job.clock.advance(before + stream.position, max(total, before + stream.position))
         before += layer.region.size_bytes
     for number, (path,) in own.items():
-        file = merged.own[number]
-        made.entry(file.kind, file.header(merged.created_s, path=path))
-        made.content(iter((file.data,)), len(file.data))
+        yield passing.of_own(merged.own[number], merged.created_s, path=path)
 
 
-def _folder_header(path: str, entry: FolderEntry | None, created_s: int) -> bytes:
-    found = entry or FolderEntry(mtime_s=created_s)
-    return tar_entry.header(
-        path,
-        DIRECTORY,
+def _folder(path: str, found: FolderEntry) -> ImageEntry:
+    return ImageEntry(
+        names=(path,),
+        kind=DIRECTORY,
         mode=found.mode,
         uid=found.uid,
         gid=found.gid,
@@ -204,25 +201,3 @@ def _showing(
             left -= 1
             if not left:
                 return
-
-
-def _put(made: Squash, member: Member, names: Sequence[str], content: Iterator[memoryview]) -> None:
-    """A file under its first name, and links to that one."""
-    size = member.content_bytes if member.kind == REGULAR else 0
-    header = tar_entry.header(
-        names[0],
-        member.kind,
-        mode=member.mode,
-        uid=member.uid,
-        gid=member.gid,
-        mtime_s=member.mtime_s,
-        size_bytes=size,
-        link=member.link,
-        device=member.device,
-        xattrs=member.xattrs,
-    )
-    made.entry(member.kind, header)
-    if size:
-        made.content(content, size)
-    for name in names[1:]:
-        made.entry(member.kind, tar_entry.header(name, HARD_LINK, link=names[0]))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive.tarstream import TarLimits, TarStream, gnu_link_header, pax_header, ustar_header
+from imgkit_builder.archive.tarstream import TarLimits, TarStream, pax_header, ustar_header
 from imgkit_entrypoints.errors import CheckFailed
 
 LONG = "d" * 90 + "/" + "f" * 120
@@ -93,12 +93,11 @@ def test_base_256_size_read() -> None:
 
 
 def test_own_headers_read_by_tarfile() -> None:
-    target = "/" + "t" * 300
-    data = pax_header({"mtime": b"5.5", "path": b"p" * 200}) + gnu_link_header(target.encode())
-    data += ustar_header(name=b"short", kind=b"2", mode=0o777) + bytes(1024)
+    data = pax_header({"mtime": b"5.5", "path": b"p" * 200})
+    data += ustar_header(name=b"short", kind=b"2", mode=0o777, link=b"target") + bytes(1024)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         (member,) = tar.getmembers()
-    assert (member.name, member.linkname, member.mtime) == ("p" * 200, target, 5.5)
+    assert (member.name, member.linkname, member.mtime) == ("p" * 200, "target", 5.5)
 
 
 def test_too_long_name_refused() -> None:
