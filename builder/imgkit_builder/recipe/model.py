@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from imgkit_builder.recipe.lock import LockedPlatform
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
 from imgkit_entrypoints.system import SystemFacts
 
@@ -167,6 +168,8 @@ class Recipe:
     """The sha256 of every file that decided on these values, as it was read."""
     warnings: tuple[Problem, ...] = ()
     """Problems that do not stop a build but deserve a look, for example a secret in ``env``."""
+    lock: LockedPlatform | None = None
+    """What the build has to install, where it follows a lock; `load` attaches none."""
 
     def where(self, *path: str | int) -> str:
         """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""

@@ -22,6 +22,20 @@ def names_other_file(line: str) -> bool:
     return bool(_OTHER_FILE.match(line.strip()))
 
 
+def of_file(file: Path) -> tuple[str, ...]:
+    """The requirements and options that `file` states, one per line, without comments.
+
+    A line that ends in a backslash continues on the next one, as pip reads it.
+
+    Raises
+    ------
+    OSError : it cannot be read.
+    """
+    whole = re.sub(r"\\\r?\n", "", file.read_text(encoding="utf-8", errors="replace"))
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in whole.splitlines())
+    return tuple(line for line in lines if line)
+
+
 def of_project(folder: Path) -> tuple[str, ...]:
     """The dependencies that the project's pyproject.toml states; none where its build backend computes them.
 

@@ -1,0 +1,158 @@
+"""Lock files: the text of a lock, and what a damaged or edited one says."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.recipe import lock_file
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import (
+    Lock,
+    LockedBase,
+    LockedDeb,
+    LockedPlatform,
+    LockedStep,
+    LockedTools,
+    LockedWheel,
+    LockRequest,
+)
+from imgkit_entrypoints.errors import UsageError
+
+FILE = Path("mine.lock")
+DIGEST = "sha256:" + "5" * 64
+DEB = LockedDeb(
+    name="tree",
+    version="2.1.0-1",
+    architecture="amd64",
+    file="tree_2.1.0-1_amd64.deb",
+    url="http://deb.example.org/debian/pool/main/t/tree/tree_2.1.0-1_amd64.deb",
+    sha256="a" * 64,
+    size_bytes=52000,
+)
+WHEEL = LockedWheel(
+    step=0,
+    name="rich",
+    version="13.9.4",
+    file="rich-13.9.4-py3-none-any.whl",
+    url="https://files.example.org/rich-13.9.4-py3-none-any.whl",
+    sha256="b" * 64,
+)
+PART = LockedPlatform(
+    platform="linux/amd64",
+    source_date_epoch=1700000000,
+    request=LockRequest(
+        base="base.example.org/torch:24.03",
+        apt=("tree", "jq"),
+        pip=(LockedStep(requirements=('rich; python_version > "3"',), env=("A=b\x7f",)), LockedStep()),
+    ),
+    base=LockedBase(name="base.example.org/torch:24.03", digest=DIGEST, id=DIGEST),
+    tools=LockedTools(mksquashfs="4.5.1", compressor="zstd level 3"),
+    apt=(DEB,),
+    pip=(WHEEL, dataclasses.replace(WHEEL, step=1, name="own", url="", kept=True)),
+)
+LOCK = Lock(recipe="mine", imgkit="0.3.0", platforms=(PART,))
+TEXT = lock_file.text(LOCK)
+
+
+def refused(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        lock_file.parse(text, FILE)
+    return str(caught.value)
+
+
+def test_text_gives_same_lock_again() -> None:
+    assert lock_file.parse(TEXT, FILE) == LOCK
+    assert lock_file.text(lock_file.parse(TEXT, FILE)) == TEXT
+    assert lock_file.parse(TEXT.replace("\n", "\r\n"), FILE) == LOCK
+
+
+def test_parts_are_sorted_and_replaced_by_platform() -> None:
+    arm = dataclasses.replace(PART, platform="linux/arm64")
+    both = Lock(recipe="mine", imgkit="0.3.0", platforms=()).replaced(arm).replaced(PART)
+    assert [one.platform for one in both.platforms] == ["linux/amd64", "linux/arm64"]
+    assert both.replaced(dataclasses.replace(arm, apt=())).of("linux/arm64") != arm
+    assert both.of("linux/amd64") == PART
+    assert both.of("linux/riscv64") is None
+    assert lock_file.parse(lock_file.section(both, arm), FILE).platforms == (arm,)
+
+
+def test_upgrade_changes_lines_of_its_package_only() -> None:
+    newer = dataclasses.replace(DEB, version="2.2.0-1", sha256="c" * 64)
+    after = lock_file.text(LOCK.replaced(dataclasses.replace(PART, apt=(newer,))))
+    lines = [*difflib.unified_diff(TEXT.splitlines(), after.splitlines(), n=0, lineterm="")]
+    assert [line for line in lines if line[0] == "+"][1:] == [
+        '+version = "2.2.0-1"',
+        f'+sha256 = "{"c" * 64}"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('sha256 = "aaa', 'sha265 = "aaa', "unknown key; allowed: sha256"),
+        ("size_bytes = 52000\n", "", "mine.lock:32:1: platforms[0].apt[0].size_bytes: is missing"),
+        ("size_bytes = 52000", 'size_bytes = "big"', 'size_bytes: is "big", not a whole number'),
+        ("size_bytes = 52000", "size_bytes = 2020-01-01", "must not be a date"),
+        ('apt = [\n    "tree"', "apt = [\n    2020-01-01", "mine.lock"),
+        ('sha256 = "aa', 'sha256 = "xx', "must be 64 hex digits"),
+        ('file = "tree', 'file = "../tree', "must be the name of a file"),
+        ('"http://deb.', '"http://me:token@deb.', "without credentials"),
+        ('"http://deb.', '"file:///deb.', "must be a URL of http or https"),
+        ('version = "2.1.0-1"', 'version = "2.1 $(id)"', "must be a version"),
+        ("step = 0", "step = 7", "there is no pip step 7"),
+        ('platform = "linux/amd64"', 'platform = "linux/arm46"', "did you mean linux/arm64"),
+        ("source_date_epoch = 1700000000", "source_date_epoch = -1", "must be seconds since 1970"),
+        ("schema = 1", "schema = 2", "mine.lock:2:1: schema: schema 2 is that of a later imgkit"),
+        ("schema = 1", 'schema = "x"', "'x' is not a schema of a lock"),
+        ("kept = true", "kept = false", "is missing, and the wheel is not a kept one"),
+        ("[[platforms.apt]]", "[platforms.apt]", "platforms[0].apt"),
+        ("[platforms.base]", "[[platforms.base]]", "platforms[0].base: must be a table"),
+        (DIGEST, "sha256:12", "must be sha256: and 64 hex digits"),
+        ("step = 0", "step = = 0", "mine.lock:42:1: it is no TOML"),
+        ("schema = 1", "schema = 1\nschema = 1", "it is no TOML"),
+    ],
+)
+def test_edited_lock_is_refused_with_line(old: str, new: str, said: str) -> None:
+    assert old in TEXT
+    assert said in refused(TEXT.replace(old, new, 1))
+
+
+def test_line_is_that_of_faulty_package() -> None:
+    second = dataclasses.replace(DEB, name="zsh", sha256="d" * 64)
+    text = lock_file.text(LOCK.replaced(dataclasses.replace(PART, apt=(DEB, second))))
+    line = text[: text.index('sha256 = "ddd')].count("\n") + 1
+    assert f"mine.lock:{line}:1: platforms[0].apt[1].sha256" in refused(text.replace("ddd", "DDD", 1))
+
+
+def test_platform_twice_is_refused() -> None:
+    assert "linux/amd64 occurs twice" in refused(
+        lock_file.text(dataclasses.replace(LOCK, platforms=(PART, PART)))
+    )
+
+
+def test_cut_or_binary_lock_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.lock"
+    for content in (TEXT[: len(TEXT) // 2].encode(), b"\xff\xfe", b"", b"\0"):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=r"mine\.lock"):
+            lock_file.read(file)
+    with pytest.raises(UsageError, match="cannot be read"):
+        lock_file.read(tmp_path)
+
+
+def test_deep_lock_is_refused() -> None:
+    deep = f"a = {'[' * 5000}{']' * 5000}"
+    assert "mine.lock" in refused(deep)
+
+
+def test_lock_lies_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sub" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("extends: cpu\n")
+    monkeypatch.chdir(tmp_path)
+    assert lock_file.beside(load(file)) == file.with_name("mine.lock")
+    assert lock_file.beside(load("cpu")) == tmp_path / "cpu.lock"
