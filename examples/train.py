@@ -1,8 +1,9 @@
 """A training program to copy: your model, data, evaluation and checkpoint go where the comments say.
 
+    imgkit run                              in a folder that `imgkit init` made
     imgkit submit mn5 -A bsc98 --qos acc_debug --time 2h --nodes 2 -- dist-run train.py --epochs 20
-    torchrun --nproc-per-node 4 train.py          also without imgkit's launcher
-    python3 train.py                              one process
+    torchrun --nproc-per-node 4 train.py    also without imgkit's launcher
+    python3 train.py                        one process
 
 It saves when the job's time ends or somebody stops it. Started again, it goes on at the next sample.
 """
@@ -118,10 +119,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-dir", help="go on in the folder of an earlier job, such as runs/mine-4711")
     options = parser.parse_args()
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
-    with Run.start() as run:  # first: from now on a request to stop is heard
+    with Run.start(options.run_dir) as run:  # first: from now on a request to stop is heard
         if WORLD > 1:
             dist.init_process_group()  # NCCL on GPUs, gloo on CPUs
         train(run, options)

@@ -128,7 +128,7 @@ def verb_compare(
         [], "--output", "-o", metavar="FILE", help="Write X.svg, X.html or X.csv; may be repeated."
     ),
     values: list[str] = typer.Option(
-        [], "--value", metavar="NAME", help="A number to compare (default: loss, eval_loss, samples_per_s)."
+        [], "--value", metavar="NAME", help="A number to compare (default: losses and rates)."
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:

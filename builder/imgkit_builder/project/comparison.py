@@ -16,10 +16,10 @@ from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.apps.train.report import curves
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-VALUES = ("loss", "eval_loss", "samples_per_s")
+VALUES = ("loss", "eval_loss", "samples_per_s", "steps_per_s")
 """The numbers that are compared where the user names none."""
 TITLE = "imgkit compare"
-_FROM_ZERO = ("samples_per_s", "tokens_per_s")
+_FROM_ZERO = ("samples_per_s", "steps_per_s", "tokens_per_s")
 """Rates, whose axis begins at 0."""
 
 

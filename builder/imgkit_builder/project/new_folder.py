@@ -1,4 +1,4 @@
-"""The files of ``imgkit init``: ``imgkit.toml``, a recipe, a training that resumes, ``.gitignore``."""
+"""The files of ``imgkit init``: ``imgkit.toml``, a recipe, ``examples/train.py``, ``.gitignore``."""
 
 from __future__ import annotations
 

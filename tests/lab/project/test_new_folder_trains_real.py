@@ -1,4 +1,4 @@
-"""The train.py of imgkit init, in a container and under Slurm: killed, it resumes; told to stop, it saves."""
+"""The folder of imgkit init in a container and under Slurm: after any end, the run goes on bit by bit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, cluster_marks, imgkit, run, until
-from remotekit import far_host, login_node
+from remotekit import FarHost, far_host, login_node
 
 pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak]
 SYSTEM = """\
@@ -27,6 +28,21 @@ system:
 """
 
 
+def last_state(folder: Path) -> dict[str, Any]:
+    """Digests of weights, optimizer, schedule and place in the newest snapshot.
+
+    The program does not seed Python's own generator, so the random states of two runs differ.
+    """
+    newest = max((folder / "snapshots").glob("step-*"))
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    return {name: files[name] for name in ("model.pt", "optimizer.pt", "schedule.pt", "state.json")}
+
+
+def accuracies(text: str) -> dict[str, str]:
+    """What was printed last for each epoch."""
+    return dict(re.findall(r"(epoch \d+)/\d+  accuracy (.*%)", text))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     made = tmp_path / "my work"
@@ -36,104 +52,136 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     run("docker", "rm", "--force", f"imgkit-init-{os.getpid()}")
 
 
-def words(folder: Path, image: str, *options: object) -> list[str]:
-    """The command that trains in `folder`, as its owner."""
+def words(folder: Path, image: str, name: str) -> list[str]:
+    """The command that trains in `folder`, as its owner, in the run folder `name`."""
     start = ["docker", "run", "--rm", "--init", "--network", "none", "--name", f"imgkit-init-{os.getpid()}"]
     mounted = ["--volume", f"{PACKAGE}:{PLACE}:ro", "--volume", f"{folder}:/workspace", *QUIET]
     mounted += ["--user", f"{os.geteuid()}:{os.getegid()}", "--env", "HOME=/tmp"]
-    train = ["python3", "-m", "imgkit_entrypoints", "dist-run", "--device", "cpu", *map(str, options)]
-    return [*start, *mounted, "--env", "IMGKIT_RUN_DIR=/workspace/runs/one", image, *train]
+    launcher = ["python3", "-m", "imgkit_entrypoints", "dist-run", "--device", "cpu", "--nproc", "2"]
+    train = ["/workspace/train.py", "--samples", "60000", "--epochs", "3", "--save-every", "50"]
+    env = ["--env", f"IMGKIT_RUN_DIR=/workspace/runs/{name}"]
+    return [*start, *mounted, *env, image, *launcher, *train]
 
 
-def steps(folder: Path) -> list[int]:
-    file = folder / "runs/one/metrics.jsonl"
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, standin: str) -> None:
+    whole = run(*words(folder, standin, "whole"))
+    assert whole.returncode == 0, whole.stderr
+    train, own = words(folder, standin, "cut"), folder / "runs/cut"
 
+    def snapshots(after: int = 0) -> bool:
+        steps = [int(path.name[5:]) for path in own.glob("snapshots/step-*")]
+        return max(steps, default=0) > after
 
-def test_killed_training_goes_on_where_it_saved(folder: Path, standin: str) -> None:
-    train = words(folder, standin, "--nproc", 1, "/workspace/train.py", "--save-every", 50, "--steps")
-    with subprocess.Popen(
-        [*train, "1000000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as killed:
-        until(lambda: len(steps(folder)) > 4)
+    with subprocess.Popen(train, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+        until(snapshots)
         run("docker", "kill", "--signal", "KILL", f"imgkit-init-{os.getpid()}")
     assert killed.returncode != 0
-    reached = steps(folder)[-1]
     until(lambda: not run("docker", "ps", "--quiet", "--filter", f"name=imgkit-init-{os.getpid()}").stdout)
-    done = run(*train, reached + 40)
-    assert done.returncode == 0, done.stderr
-    start = reached // 50 * 50
-    assert f"starts after step {start}\n" in done.stdout
-    assert steps(folder)[-1] == reached + 40
-    assert done.stdout.count(" loss ") == (reached + 40) // 20 - start // 20
-
-
-def test_stopped_training_saves_its_last_step(folder: Path, standin: str) -> None:
-    train = words(folder, standin, "--nproc", 2, "/workspace/train.py", "--save-every", 100000, "--steps")
-    with subprocess.Popen(
-        [*train, "1000000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as stopped:
-        until(lambda: len(steps(folder)) > 2)
-        (folder / "runs/one/stop").touch()
+    with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
+        until(lambda: snapshots(after=1000))
+        (own / "stop").touch()
         said, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 0, said
-    (folder / "runs/one/stop").unlink()
-    done = run(*train, "40")
+    (resumed,) = re.findall(r"resumes after step (\d+)", said)
+    assert int(resumed) % 50 == 0
+    (saved,) = re.findall(r"the state of step (\d+) is saved", said)
+    (own / "stop").unlink()
+    done = run(*train)
     assert done.returncode == 0, done.stderr
-    saved = int(done.stdout.partition("starts after step ")[2].partition("\n")[0])
-    assert steps(folder)[-1] <= saved < steps(folder)[-1] + 20
+    assert f"resumes after step {saved}: " in done.stdout + done.stderr
+    assert last_state(own) == last_state(folder / "runs/whole")
+    assert (own / "weights.pt").read_bytes() == (folder / "runs/whole/weights.pt").read_bytes()
+    assert accuracies(said + done.stdout).items() <= accuracies(whole.stdout).items()
 
 
-def test_job_of_a_new_folder_survives_signal_and_requeue(standin: str) -> None:
-    """Slurm asks the job to stop, later kills and requeues it, and it ends well."""
-    place, name = Path(f"/tmp/imgkit-new-{os.getpid()}"), f"new{os.getpid()}"
-    cluster = Cluster(state=place / "c")
-    with ExitStack() as stack:
-        far = stack.enter_context(far_host(place))
-        stack.callback(cluster.down)
-        stack.callback(run, "docker", "rmi", "--force", f"{name}:latest")
-        cluster.up(1)
-        login_node(far, cluster)
-        (place / "system.yaml").write_text(SYSTEM)
-        far.imgkit("remote", "add", "far", f"far:{place}/store", "--recipe", place / "system.yaml")
-        made = far.imgkit("init", place / name)
-        assert made.returncode == 0, made.stderr
-        train = place / name / "train.py"
-        slow = train.read_text().replace("optimizer.step()\n", "optimizer.step(); time.sleep(0.01)\n")
-        train.write_text(slow)  # as a larger model is: there is time to stop it twice
-        told, said = place / "told", place / "said"
-        with (
-            told.open("wb") as output,
-            said.open("wb") as errors,
-            subprocess.Popen(
-                [*IMGKIT, "run", "--base", standin],  # a stand-in has to be named
-                cwd=place / name,
+class FollowedJob:
+    """``imgkit run`` in a folder, which follows the job that it submitted."""
+
+    def __init__(self, far: FarHost, folder: Path, *words: str) -> None:
+        self.output, self.errors = folder.parent / "told", folder.parent / "said"
+        with self.output.open("wb") as output, self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*IMGKIT, "run", *words],
+                cwd=folder,
                 env={**os.environ, **far.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
                 start_new_session=True,
-            ) as started,
-        ):
+            )
 
-            def wait(condition: Callable[[str], object]) -> None:
-                until(lambda: started.poll() is not None or condition(told.read_text()))
-                assert started.poll() is None, said.read_text() + told.read_text()
+    def told(self) -> str:
+        return self.output.read_text() + self.errors.read_text()
 
-            wait(lambda text: " loss " in text)
-            (job,) = [path.name for path in (place / "store/jobs").iterdir()]
-            cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-            wait(lambda text: "requeued" in text)
-            cluster.start_again(job)
-            wait(lambda text: " loss " in text.partition("requeued")[2])
-            cluster("scontrol", "requeue", job)
-            cluster.start_again(job)
-            started.wait(timeout=900)
-        text = told.read_text()
-        assert started.returncode == 0, said.read_text() + text
-        first, second, third = map(int, re.findall(r"starts after step (\d+)", text))
-        assert 0 == first < second < third  # a requeue, too, lets the program save first
-        assert f"state saved ({job}.0 {second}): requeued" in text
-        assert f"state saved at step {third}\n" in text
-        assert "step 2000/2000  loss " in text.rpartition("starts after step")[2]
-        assert f"{job}@far has ended well" in said.read_text()
+    def wait(self, condition: Callable[[str], object]) -> None:
+        until(lambda: self.process.poll() is not None or condition(self.told()), told=self.told)
+        assert self.process.poll() is None, self.told()
+
+
+def kill(cluster: Cluster, node: str, program: str) -> None:
+    """Kill the newest process of `node` whose words match `program`."""
+    found = [line.split()[0] for line in cluster.ps("pid=,args=", node) if re.search(program, line)]
+    assert found
+    assert cluster("exec", node, "--", "kill", "-KILL", found[-1]).returncode == 0
+
+
+def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
+    """The weights are the same after a stop, a killed worker, a requeue by hand, and a killed launcher."""
+    place, name = Path(f"/tmp/imgkit-new-{os.getpid()}"), f"new{os.getpid()}"
+    cluster = Cluster(state=place / "c")
+    launch = ("dist-run", "--nproc", "2", "--max-failures", "1")
+    train = ("/workspace/train.py", "--samples", "120000", "--epochs", "4", "--save-every", "50")
+    command = ("--base", standin, "--nodes", "2", "--", *launch, *train)  # a stand-in has to be named
+    with ExitStack() as stack:
+        far = stack.enter_context(far_host(place))
+        stack.callback(cluster.down)
+        stack.callback(run, "docker", "rmi", "--force", f"{name}:latest")
+        cluster.up(2)
+        login_node(far, cluster)
+        (place / "system.yaml").write_text(SYSTEM)
+        far.imgkit("remote", "add", "far", f"far:{place}/store", "--recipe", place / "system.yaml")
+        made = far.imgkit("init", place / name)
+        assert made.returncode == 0, made.stderr
+
+        whole = far.imgkit("run", *command, folder=place / name)
+        assert whole.returncode == 0, whole.stderr + whole.stdout
+        (undisturbed,) = (place / "store/runs").iterdir()
+
+        cut = FollowedJob(far, place / name, *command)
+        stack.callback(cut.process.wait)
+        stack.callback(cut.process.kill)
+        cut.wait(lambda text: " loss " in text)
+        (folder,) = set((place / "store/runs").iterdir()) - {undisturbed}
+        job = folder.name.rpartition("-")[2]
+
+        def resumed(times: int) -> Callable[[str], object]:
+            return lambda text: (
+                text.count("resumes after step ") == times
+                and " loss " in text.rpartition("resumes after step ")[2]
+            )
+
+        cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
+        cut.wait(lambda text: "requeued" in text)
+        cluster.start_again(job)
+        cut.wait(resumed(1))
+        kill(cluster, "node2", "/workspace/train.py")
+        cut.wait(resumed(2))
+        cluster("scontrol", "requeue", job)
+        cluster.start_again(job)
+        cut.wait(resumed(3))
+        kill(cluster, "node2", "python3 -I -m imgkit_entrypoints dist-run")
+        assert cut.process.wait(timeout=240) == 1, cut.told()
+        assert "resumes after step " in cut.told()
+        cluster("scontrol", "requeue", job)
+        cluster.start_again(job)
+        until(lambda: not cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip(), within_s=600)
+        text = (place / f"store/{name}-{job}.out").read_text()
+        starts = [int(step) for step in re.findall(r"resumes after step (\d+)", text)]
+        assert starts == sorted(set(starts)), text
+        assert len(starts) == 4, text
+        saved = [int(step) for step in re.findall(r"the state of step (\d+) is saved", text)]
+        assert saved == [starts[0], starts[2]]  # the others went on from a snapshot of every 50 steps
+        assert "attempt 2 starts" in text
+        assert last_state(folder) == last_state(undisturbed)
+        assert (folder / "weights.pt").read_bytes() == (undisturbed / "weights.pt").read_bytes()
+        assert accuracies(text) == accuracies(whole.stdout)

@@ -11,6 +11,7 @@ import pytest
 from imgkit_builder.project import confirm, toml_file
 from imgkit_builder.recipe.load import load
 
+EXAMPLE = Path(__file__).parents[4] / "examples/train.py"
 FILES = ["imgkit.toml", "train.py", ".gitignore"]
 
 
@@ -31,7 +32,9 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     folder = Path("My Folder")
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "my-folder.yaml"])
     assert load(folder.absolute() / "my-folder.yaml").system.title == "MareNostrum 5 ACC"
-    compile((folder / "train.py").read_text(), "train.py", "exec")
+    program = (folder / "train.py").read_text()
+    assert program == EXAMPLE.read_text()  # one text, in two places
+    assert len(program.splitlines()) <= 150
     found = toml_file.read((folder / "imgkit.toml").absolute())
     assert confirm.is_known(found.values)  # its author needs no question
     monkeypatch.chdir(folder)
@@ -39,7 +42,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     assert code == 0
     rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
     assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "2:4", "00:30:00")
-    assert rows["command"] == "dist-run /workspace/train.py --steps 2000"
+    assert rows["command"] == "dist-run /workspace/train.py --epochs 5"
 
 
 def test_missing_values_are_named(call: Any) -> None:

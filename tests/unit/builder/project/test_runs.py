@@ -180,7 +180,7 @@ def test_two_runs_are_drawn_over_each_other(call: Any) -> None:
         (("4711",), 2, "imgkit has no record of a job '4711'"),
         (("3",), 1, "imgkit fetch 3@far"),
         (("runs/x", "--value", "los"), 1, "no run has the number los"),
-        (("runs/y",), 1, "no run has loss, eval_loss, samples_per_s"),
+        (("runs/y",), 1, "no run has loss, eval_loss, samples_per_s, steps_per_s"),
         (("runs/x", "-o", "x.png"), 2, "use a name that ends in .svg, .html, .csv"),
         (tuple(f"runs/{number}" for number in range(19)), 2, "at most 18 curves"),
     ],
