@@ -18,8 +18,8 @@ from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.layer_spool import SpoolFile
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
-from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK, Member
+from imgkit_builder.archive.tarstream import TarLimits, TarStream, expanded
 from imgkit_builder.base import files
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import CheckFailed
@@ -102,6 +102,31 @@ class StoredLayer:
             return
         with contextlib.closing(self.plain()) as plain:
             yield TarStream(digest.through(plain) if digest else plain, name=self.name, limits=self.limits)
+
+    def content(self, member: Member) -> Iterator[bytes | memoryview]:
+        """The bytes of a file of this layer, which is plain, read where they lie."""
+        if member.sparse is None:
+            yield from self._range(member.place, member.size_bytes)
+            return
+        at = member.place
+
+        def take(count: int) -> Iterator[memoryview]:
+            nonlocal at
+            at += count
+            return map(memoryview, self._range(at - count, count))
+
+        yield from expanded(member.sparse, member.content_bytes, take)
+
+    def _range(self, start: int, left: int) -> Iterator[bytes]:
+        jumps = [start]
+        most = max(min(compressed.CHUNK_BYTES, left), 1)
+        for chunk in self.region.chunks(most, step=lambda: jumps.pop() if jumps else 0) if left else ():
+            yield chunk[:left]
+            left -= len(chunk)
+            if left <= 0:
+                return
+        if left > 0:
+            raise CheckFailed("cut short", where=self.name)
 
     def plain(self) -> Generator[bytes, None, None]:
         """Its unpacked bytes."""

@@ -12,7 +12,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif import check, coverage, export, image, plan, runtime_build, space, stream
+from imgkit_builder.sif import check, coverage, export, image, locked, plan, runtime_build, space, stream
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_builder.sif.options import (
@@ -37,6 +37,8 @@ class _Made:
     name: str
     config: ImageConfig | None
     layer_bytes: int | None
+    origin_id: str = ""
+    """The image id that the source has; another than that of `config` where the image is locked."""
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -96,22 +98,25 @@ def _converted(source: Source, target: Path, options: Options, means: Means, pla
         made = _built(job, source)
     else:
         with stream.stored_image(job, source) as image_here:
-            config = image_here.selected.config
-            if _known_config(source) is None and (done := _up_to_date(target, config, means, options)):
+            found = image_here.selected.config
+            config = locked.settled(found)
+            if _known_config(source) is None and (done := _up_to_date(target, found, means, options)):
                 return done
             _tell_arch(config, job.clock)
             room = space.room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
             stream.make(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
-        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
+        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes, origin_id=found.image_id)
     return _finish(job, made, target, means.way)
 
 
 def _exported(job: ConversionJob, source: Source) -> _Made:
     assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
-    _tell_arch(source.config, job.clock)
+    config = locked.settled(source.config)
+    _tell_arch(config, job.clock)
     export.make(job, source)
-    return _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
+    origin_id = source.config.image_id
+    return _Made(name=source.name, config=config, layer_bytes=source.size_bytes, origin_id=origin_id)
 
 
 def _built(job: ConversionJob, source: Source) -> _Made:
@@ -142,6 +147,8 @@ def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converte
     if job.options.by_digest:
         target = target.with_name(image.store_name(record))
     files.publish(part, target)
+    if made.config and locked.epoch_s(made.config) is not None:
+        locked.remember(made.origin_id, record.root_sha256)
     clock.finish()
     return Converted(
         path=target,
@@ -168,25 +175,36 @@ def _check_content(job: ConversionJob, made: _Made, sif: SifImage, way: Way) -> 
 
 def _record(job: ConversionJob, made: _Made, way: Way, root_sha256: str) -> ImgkitRecord:
     config = made.config
+    is_locked = config is not None and locked.epoch_s(config) is not None
     return ImgkitRecord(
         image_id=config.image_id if config else "",
         diff_ids=config.diff_ids if config else (),
         root_sha256=root_sha256,
         runtime=str(job.tool) if way == "layers" else f"imgkit {__version__}",
         compression=str(job.compression),
-        route=way,
+        route=_route(config, way),
         imgkit=__version__,
-        source=made.name,
+        # The name that the user gave may be another in the next build of the lock.
+        source=config.labels.get("imgkit.recipe", "") if config and is_locked else made.name,
     )
+
+
+def _route(config: ImageConfig | None, way: Way) -> Way:
+    """What the record says about `way`; both of imgkit's own ways give one file where the image is locked."""
+    both = config is not None and locked.epoch_s(config) is not None and way == "stream"
+    return "export" if both else way
 
 
 def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
+    origin_id, config = config.image_id, locked.settled(config)
 
     def wanted(_: SifImage, record: ImgkitRecord) -> bool:
         return (
-            _is_wanted(record, means, options)
+            _is_wanted(record, means, options, _route(config, means.way))
             and record.image_id == config.image_id
+            # Two images with one settled configuration may differ: `image.run` is arbitrary.
+            and (locked.epoch_s(config) is None or locked.root_of(origin_id) == record.root_sha256)
             and _is_packed_well(record, means, options)
         )
 
@@ -206,12 +224,12 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
     return None
 
 
-def _is_wanted(record: ImgkitRecord, means: Means, options: Options) -> bool:
+def _is_wanted(record: ImgkitRecord, means: Means, options: Options, route: Way) -> bool:
     """Whether a file that was made so is as good as what would be made now."""
     if means.way == "layers":
         return record.route != "flatten" and record.runtime == str(means.tool)
     # All ways give the same files: where the user leaves it open, any will do.
-    return record.route == means.way if options.direct is not None else record.route != "flatten"
+    return record.route == route if options.direct is not None else record.route != "flatten"
 
 
 def _is_packed_well(record: ImgkitRecord, means: Means, options: Options) -> bool:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK, Member
 from imgkit_builder.archive.tarstream import TarLimits, TarStream
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import own_files, passing, squash, write
+from imgkit_builder.sif import image_entry, locked, own_files, passing, squash, write
 from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.image_entry import ImageEntry
 from imgkit_builder.sif.options import EngineImage
 from imgkit_builder.sif.own_files import OwnFile
-from imgkit_builder.sif.passing import ImageEntry
 
 _MARK = ".dockerenv"
 _EMPTY_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
@@ -38,7 +38,7 @@ def make(job: ConversionJob, source: EngineImage) -> None:
     ToolMissing, ToolFailed : no mksquashfs reads a tar, or it failed.
     CheckFailed : the stream is damaged, or mksquashfs lost something.
     """
-    config = source.config
+    config = locked.settled(source.config)
     job.clock.stage("export and squash")
     around = write.frame(config)
     with (
@@ -91,7 +91,7 @@ def entries(
         advance(stream.position)
     stream.drain()
     for path in sorted(wanted):
-        yield passing.of_own(wanted[path], epoch)
+        yield image_entry.of_own(wanted[path], epoch)
 
 
 def _near(member: Member, mark_s: int | None) -> bool:
@@ -125,8 +125,8 @@ def _is_replaced(member: Member, own: dict[str, OwnFile]) -> bool:
 
 def _entry(member: Member, stream: TarStream, mark_s: int | None, epoch: int) -> ImageEntry:
     if member.name in _TOUCHED and member.kind == DIRECTORY and _near(member, mark_s):
-        return passing.of_member(member, ()).changed(mtime_s=epoch)
+        return image_entry.of_member(member, ()).changed(mtime_s=epoch)
     # Its own header is the fastest, except where mksquashfs 4.5.1 misreads it, and where a map follows it.
     plain = member.sparse is None and not (member.kind == SYMLINK and "linkpath" in member.pax)
     header = member.extended + member.header if plain else b""
-    return passing.of_member(member, stream.content(), header=header)
+    return image_entry.of_member(member, stream.content(), header=header)

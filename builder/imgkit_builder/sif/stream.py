@@ -20,14 +20,14 @@ from imgkit_builder.archive.layer_spool import NoRoom, Spool
 from imgkit_builder.archive.merge import FolderEntry, LayerTree, Plan
 from imgkit_builder.archive.scan import scan
 from imgkit_builder.archive.stored import StoredImage
-from imgkit_builder.archive.tar_header import DIRECTORY, Member
+from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, Member
 from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import limits, own_files, passing, squash, write
+from imgkit_builder.sif import image_entry, limits, locked, own_files, passing, squash, write
 from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.image_entry import ImageEntry
 from imgkit_builder.sif.options import Archive, EngineImage, OciFolder, Piped, Source, name_of
 from imgkit_builder.sif.own_files import OwnFile
-from imgkit_builder.sif.passing import ImageEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +99,16 @@ def make(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None
     CheckFailed : a layer is damaged or holds what no image may, or mksquashfs lost something.
     ToolMissing, ToolFailed : there is no mksquashfs that reads a tar, or it failed.
     """
-    config = image.selected.config
+    config = locked.settled(image.selected.config)
     for name in own_files.skipped_variables(config):
         job.clock.note(f"the image sets the variable {name!r}, which no shell can set: left out")
     with _merged_layers(job, image, room_bytes) as merged:
         job.clock.stage("merge and squash")
         around = write.frame(config)
         with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
-            passing.send(_entries(merged, job), made, config)
+            in_order = locked.epoch_s(config) is not None and not merged.image.packed_bytes
+            found = _in_order(merged, job) if in_order else _entries(merged, job)
+            passing.send(found, made, config)
     write.surround(job.work.part, around)
 
 
@@ -129,7 +131,7 @@ def _merged_layers(job: ConversionJob, image: StoredImage, room_bytes: int) -> I
 
 
 def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> Merged:
-    config = image.selected.config
+    config = locked.settled(image.selected.config)
     tree = LayerTree(image.where)
     image = scan(
         image,
@@ -170,11 +172,38 @@ def _entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
     for layer, names in zip(merged.image.layers, layers, strict=True):
         with layer.open(bodies=True) as stream:
             for member, shown in _showing(stream, names):
-                yield passing.of_member(member, stream.content(), names=shown)
+                yield image_entry.of_member(member, stream.content(), names=shown)
                 job.clock.advance(before + stream.position, max(total, before + stream.position))
         before += layer.region.size_bytes
     for number, (path,) in own.items():
-        yield passing.of_own(merged.own[number], merged.created_s, path=path)
+        yield image_entry.of_own(merged.own[number], merged.created_s, path=path)
+
+
+def _in_order(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
+    """The entries in the order of an engine's export, so that both ways give the same squashfs."""
+    ours = {one.path for one in merged.own}
+    found = [_folder(path, one or FolderEntry(mtime_s=merged.created_s)) for path, one in merged.plan.folders]
+    *layers, own = merged.plan.names
+    for layer, names in zip(merged.image.layers, layers, strict=True):
+        with layer.open(bodies=False) as stream:
+            for member, shown in _showing(stream, names):
+                first, *others = sorted(shown, key=_walk)
+                found.append(image_entry.of_member(member, layer.content(member), names=(first,)))
+                found += (ImageEntry(names=(one,), kind=HARD_LINK, link=first) for one in others)
+    for number, (path,) in own.items():
+        found.append(image_entry.of_own(merged.own[number], merged.created_s, path=path))
+    total, done = sum(one.size_bytes for one in found), 0
+    mine = [one for one in found if one.name in ours]
+    found = [one for one in found if one.name not in ours]
+    # `export.entries` has imgkit's own behind all others.
+    for entry in (*sorted(found, key=lambda one: _walk(one.name)), *sorted(mine, key=lambda one: one.name)):
+        yield entry
+        job.clock.advance(done := done + entry.size_bytes, total)
+
+
+def _walk(path: str) -> list[bytes]:
+    """Sort key by which a folder comes directly before what is in it."""
+    return [part.encode("utf-8", "surrogateescape") for part in path.split("/")]
 
 
 def _folder(path: str, found: FolderEntry) -> ImageEntry:
