@@ -225,6 +225,7 @@ def test_blocker_refuses_what_it_names() -> None:
 OTHER_JSON: dict[str, str] = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader",
     "builder/imgkit_builder/apptainer/definition.py": "a program for the image reads what imgkit has written",
+    "builder/imgkit_builder/image/uv_inside.py": "it runs in the base and reads what imgkit has written",
 }
 """File -> why it may parse JSON or open a tar by itself."""
 

@@ -24,7 +24,7 @@ from imgkit_builder import __version__
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import layers, members, pip_steps, render, secret_steps
+from imgkit_builder.image import layers, members, pip_steps, render, secret_steps, uv_step
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
@@ -131,6 +131,7 @@ def pack(
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
         *_certificates(recipe),
         *_requirements(recipe),
+        *(members.file(name, data) for name, data in uv_step.files(recipe)),
     ]
     if recipe.image.used_secrets:
         packed.append(

@@ -39,6 +39,15 @@ class PipCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UvCommand:
+    """The step of a uv project and the files that it needs."""
+
+    origin: str
+    files: tuple[ContextFile, ...]
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
     """A project of the user: the content of the folder `member` goes into `target`, and pip installs that."""
 
@@ -112,6 +121,7 @@ class Layers:
     apt: Text | None
     protect: str
     filtered_constraint: Text | None
+    uv: UvCommand | None
     pip: tuple[PipCommand, ...]
     env: Block
     workdir: Text

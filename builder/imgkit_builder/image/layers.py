@@ -2,9 +2,9 @@
 
 Notes
 -----
-Layers that change rarely come first: base, certificates, apt, pip, environment, run steps, the entry points,
-the user's code, run steps that need it, facts and provenance, labels. The environment comes before the run
-steps, which need it, and after pip, so that a new value does not repeat the installation.
+Layers that change rarely come first: base, certificates, apt, the uv project, pip, environment, run steps,
+the entry points, the user's code, run steps that need it, facts and provenance, labels. The environment comes
+before the run steps, which need it, and after pip, so that a new value does not repeat the installation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from imgkit_builder import __version__
-from imgkit_builder.image import pip_steps, secret_steps, wheel
+from imgkit_builder.image import pip_steps, secret_steps, uv_step, wheel
 from imgkit_builder.image.instructions import (
     INSIDE,
     NEXT,
@@ -74,8 +74,9 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         ca=_ca(recipe),
         apt=_apt(recipe),
         # A run step may call pip too, and can then use the file.
-        protect=pip_steps.protect() if image.pip or image.run else "",
-        filtered_constraint=pip_steps.filtered_constraint(recipe) if image.pip else None,
+        protect=pip_steps.protect() if image.uv or image.pip or image.run else "",
+        filtered_constraint=pip_steps.filtered_constraint(recipe) if image.uv or image.pip else None,
+        uv=uv_step.command(recipe),
         pip=tuple(pip_steps.command(recipe, number, step) for number, step in enumerate(image.pip)),
         env=_env(recipe),
         workdir=Text(

@@ -106,14 +106,15 @@ def _install(recipe: Recipe, step: PipStep) -> str:
     # pip builds packages in, and those must be free to choose their torch.
     command = (
         secret_steps.wrapped(recipe, step.secrets, "env ")
-        + f"{PIP}{_base_constraint(recipe.image.constraints)}"
+        + f"{PIP}{base_constraint(recipe.image.constraints)}"
     )
     command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
     command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
     return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
 
 
-def _base_constraint(constraints: Constraints) -> str:
+def base_constraint(constraints: Constraints) -> str:
+    """The variable for pip that applies the recipe's policy for the base's own constraint file."""
     match constraints.policy:
         case "keep":
             return ""

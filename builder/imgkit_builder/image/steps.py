@@ -24,6 +24,8 @@ def steps(made: Layers) -> Iterator[Step]:
         yield _own("every pip step below must keep the base's torch and NCCL", f"({made.protect})")
     if made.filtered_constraint:
         yield Step(origin=made.filtered_constraint.origin, command=made.filtered_constraint.text)
+    if made.uv:
+        yield Step(origin=made.uv.origin, command=f"({made.uv.command})")
     for pip in made.pip:
         yield Step(origin=pip.origin, command=pip.command)
     yield Step(origin=made.env.origin, command=_export(made.env))

@@ -195,6 +195,8 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
             folder = _inside(path, node, found, folder_allowed=True, bad=bad)
             if folder is not None:
                 named_files.project(folder, node.position, path, found)
+        elif path == ("image", "uv") and isinstance(node, Table):
+            _uv(node, found, bad)
         elif matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
@@ -226,6 +228,22 @@ def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:
             found.error(
                 first.position, (*path, key, 0), what, "options begin with -; packages go to `packages`"
             )
+
+
+def _uv(node: Table, found: Collector, bad: Checked) -> None:
+    path: KeyPath = ("image", "uv", "project")
+    stated = node.entries.get("project")
+    if stated is None or not isinstance(stated.value, Scalar):
+        return
+    folder = _inside(path, stated.value, found, folder_allowed=True, bad=bad)
+    if folder is not None:
+        named = {key: _texts(node.entries.get(key)) for key in ("extras", "groups")}
+        named_files.uv_project(folder, stated.value.position, path, found, **named)
+
+
+def _texts(entry: TableEntry | None) -> tuple[str, ...]:
+    items = entry.value.items if entry is not None and isinstance(entry.value, Items) else ()
+    return tuple(item.text for item in items if isinstance(item, Scalar))
 
 
 def _platform_list(path: KeyPath, node: Items, found: Collector, bad: Checked) -> None:

@@ -27,7 +27,7 @@ APPENDED: frozenset[KeyPath] = frozenset(
 )
 """Lists to which a recipe appends; every other list replaces the inherited one."""
 
-ATOMIC: frozenset[KeyPath] = frozenset({("image", "constraints")})
+ATOMIC: frozenset[KeyPath] = frozenset({("image", "constraints"), ("image", "uv")})
 """Mappings that count as one value: they replace the inherited one."""
 
 

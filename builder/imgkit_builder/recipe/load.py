@@ -15,6 +15,7 @@ from imgkit_builder.recipe.model import Image, PipStep, Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, Problem, RecipeErrors
 from imgkit_builder.recipe.requirements import PYPROJECT
 from imgkit_builder.recipe.typecheck import Document, typecheck
+from imgkit_builder.recipe.uv_lock import UV_LOCK
 
 
 def load(ref: str | Path) -> Recipe:
@@ -79,6 +80,7 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
             project=step.project and place(step.project, *where, "project"),
         )
 
+    uv = image.uv and dataclasses.replace(image.uv, project=place(image.uv.project, "image", "uv", "project"))
     pip = tuple(placed(step, index) for index, step in enumerate(image.pip))
     copy = tuple(
         dataclasses.replace(step, source=place(step.source, "image", "copy", index, "source"))
@@ -92,22 +94,24 @@ def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
         )
         for index, one in enumerate(image.secrets)
     )
-    return dataclasses.replace(image, ca=ca, secrets=secrets, pip=pip, copy=copy)
+    return dataclasses.replace(image, ca=ca, secrets=secrets, uv=uv, pip=pip, copy=copy)
 
 
 def _sha256(name: str, document: Document, image: Image, found: Collector) -> str:
-    """Digest of the recipe's content: paths as written, the bytes of requirements files and certificates.
+    """Digest of the recipe's content: paths as written, the bytes of requirements files, locks, certificates.
 
     `found` receives the digests of these files, and of what projects state.
     """
     content = {"name": name, **dataclasses.asdict(document)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    for file in (*image.ca, *(step.requirements for step in image.pip if step.requirements is not None)):
+    locks = (image.uv.project / UV_LOCK,) if image.uv else ()
+    requirements = (step.requirements for step in image.pip if step.requirements is not None)
+    for file in (*image.ca, *requirements, *locks):
         one = hashlib.sha256(file.read_bytes())
         found.digests[file] = one.hexdigest()
         digest.update(one.digest())
-    for step in image.pip:
-        if step.project is not None:
-            stated = step.project / PYPROJECT
-            found.digests[stated] = hashlib.sha256(stated.read_bytes()).hexdigest()
+    projects = [step.project for step in image.pip] + [image.uv.project if image.uv else None]
+    for project in filter(None, projects):
+        stated = project / PYPROJECT
+        found.digests[stated] = hashlib.sha256(stated.read_bytes()).hexdigest()
     return digest.hexdigest()

@@ -22,6 +22,7 @@ __all__ = [
     "Position",
     "Recipe",
     "RunCommand",
+    "UvProject",
 ]
 
 STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
@@ -64,6 +65,20 @@ class PipStep:
     """Variables of this ``pip install`` alone: ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``."""
     secrets: tuple[str, ...] = ()
     """Names (`id`) of the build secrets that this ``pip install`` may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UvProject:
+    """A uv project: what the base lacks of its ``uv.lock`` is installed before the pip steps."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+
+    project: Path
+    """Folder with pyproject.toml and uv.lock, relative to the recipe's file; absolute after loading."""
+    extras: tuple[str, ...] = ()
+    """Extras of the project (``project.optional-dependencies``) that the image needs."""
+    groups: tuple[str, ...] = ()
+    """Dependency groups that the image needs; none by default, not even ``dev``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +144,8 @@ class Image:
     """Values that the steps which name them may use, and that the image never holds."""
     apt: tuple[str, ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
+    uv: UvProject | None = None
+    """A uv project whose ``uv.lock`` decides on versions."""
     pip: tuple[PipStep, ...] = ()
     """``pip install`` steps, in this order."""
     constraints: Constraints = Constraints()

@@ -287,6 +287,8 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "pip", ANY, "packages", ANY), pip_package),
     (("image", "pip", ANY, "options", ANY), pip_option),
     (("image", "pip", ANY, "editable"), copy_target),
+    (("image", "uv", "extras", ANY), pip_name),
+    (("image", "uv", "groups", ANY), pip_name),
     (("image", "constraints", "drop", ANY), pip_name),
     (("image", "copy", ANY, "target"), copy_target),
     (("image", "copy", ANY, "ignore", ANY), not_empty),

@@ -67,6 +67,11 @@ def _as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
     for name in ("requirements", "project", "editable"):
         described = step["properties"][name]["description"]
         step["properties"][name] = {"type": "string", "description": described}
+    folder = definitions["UvProject"]["properties"]["project"]
+    definitions["UvProject"]["properties"]["project"] = {
+        "type": "string",
+        "description": folder["description"],
+    }
     secret = definitions["BuildSecret"]
     secret["oneOf"] = [{"required": [kind]} for kind in ("env", "file")]
     for name in ("env", "file"):

@@ -31,12 +31,21 @@ RUN mkdir -p /opt/imgkit \
     && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
     && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
 
-# everything.yaml:18
+# everything.yaml:19
 RUN if [ -n "${PIP_CONSTRAINT:-}" ]; then \
         sed -E '/^(flash[-_.]+attn|typing[-_.]+extensions)([^A-Za-z0-9._-]|$)/Id' "$PIP_CONSTRAINT" > /opt/imgkit/base-constraint.txt; \
     else : > /opt/imgkit/base-constraint.txt; fi
 
-# everything.yaml:11
+# everything.yaml:10
+COPY ["imgkit/uv.json", "imgkit/uv-inside.py", "/opt/imgkit/"]
+# everything.yaml:10
+RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -I -B /opt/imgkit/uv-inside.py /opt/imgkit/uv.json /opt/imgkit \
+    && PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
+    python3 -m pip install --no-cache-dir --require-hashes --no-deps --only-binary=:all: --no-index \
+        --find-links /opt/imgkit/uv.html --requirement /opt/imgkit/uv.txt
+
+# everything.yaml:12
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     MAX_JOBS=8 \
     CFLAGS='-O2 -DX='"'"'1'"'"'' \
@@ -44,44 +53,44 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
         'numpy>=1.26,<3' \
         'accelerate[rich]'
 
-# everything.yaml:13
+# everything.yaml:14
 COPY ["imgkit/requirements-1.txt", "/opt/imgkit/requirements-1.txt"]
-# everything.yaml:13
+# everything.yaml:14
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-build-isolation \
         --requirement /opt/imgkit/requirements-1.txt
 
-# everything.yaml:15
+# everything.yaml:16
 COPY ["imgkit/requirements-2.txt", "/opt/imgkit/requirements-2.txt"]
-# everything.yaml:15
+# everything.yaml:16
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-deps \
         --requirement /opt/imgkit/requirements-2.txt
 
-# everything.yaml:16
+# everything.yaml:17
 COPY ["imgkit/requirements-3.txt", "/opt/imgkit/requirements-3.txt"]
-# everything.yaml:16
+# everything.yaml:17
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --requirement /opt/imgkit/requirements-3.txt
 
-# everything.yaml:20-21
+# everything.yaml:21-22
 ENV PYTHONNOUSERSITE="1" \
     GREETING="it's \"\$HOME\" \\ # grüße" \
     HF_HOME="/scratch/hf cache"
 
-# everything.yaml:27
+# everything.yaml:28
 WORKDIR "/workspace/code"
 
-# everything.yaml:23
+# everything.yaml:24
 RUN python3 -c 'print("hello")' > /dev/null
 
-# everything.yaml:24
+# everything.yaml:25
 RUN ["/bin/sh", "-c", "[ -n \"$HF_HOME\" ]"]
 
-# everything.yaml:25
+# everything.yaml:26
 RUN ["/bin/sh", "-c", "cat /etc/os-release > /dev/null # <<EOF"]
 
 # imgkit: the entry points, made of the imgkit that builds this image, so that both have the same version
@@ -93,35 +102,35 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
     && PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash \
         -x /bench/report/ "$(python3 -IBc 'import imgkit_entrypoints as it; print(it.__path__[0])')"
 
-# everything.yaml:15
+# everything.yaml:16
 COPY ["project/2/", "/opt/imgkit/project/2/"]
-# everything.yaml:15
+# everything.yaml:16
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-deps \
         /opt/imgkit/project/2 \
     && rm -rf /opt/imgkit/project
 
-# everything.yaml:16
+# everything.yaml:17
 COPY ["project/3/", "/opt/project/"]
-# everything.yaml:16
+# everything.yaml:17
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --editable /opt/project
 
-# everything.yaml:29
+# everything.yaml:30
 COPY ["copy/0/", "/workspace/code/"]
 
-# everything.yaml:32
+# everything.yaml:33
 COPY ["copy/1/", "/opt/tools/"]
 
-# everything.yaml:26
+# everything.yaml:27
 RUN python3 hello.py
 
 # imgkit: facts about the system and provenance; late, because they change with every commit
 COPY ["imgkit/system.json", "imgkit/manifest.json", "/opt/imgkit/"]
 
-# everything.yaml:35-36
+# everything.yaml:36-37
 LABEL org.opencontainers.image.title="everything" \
     org.opencontainers.image.version="VERSION" \
     org.opencontainers.image.description="every field of the image part" \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from imgkit_builder.recipe.typecheck import places
 
 Write = Callable[..., Path]
 TEXT = (Path(__file__).parents[4] / "docs" / "recipes.md").read_text()
+LOCKED = Path(__file__).parents[3] / "golden" / "recipes" / "locked"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -42,7 +44,8 @@ def test_example_with_every_key_loads(write: Write) -> None:
     file = write(BLOCKS[1])
     (file.parent / "src").mkdir()
     (file.parent / "requirements.txt").write_text("einops\n")
-    (file.parent / "pyproject.toml").write_text("")
+    for name in ("pyproject.toml", "uv.lock"):
+        shutil.copy(LOCKED / name, file.parent)
     (file.parent / "company.crt").write_text("-----BEGIN CERTIFICATE-----\n")
     recipe = load(file)
     assert recipe.system.queue.chunk == ("sales_op=blanca",)

@@ -1,0 +1,210 @@
+"""Reads the ``uv.lock`` of a project: its packages, what wants them, and their wheels.
+
+Notes
+-----
+The format is that of uv's version 1; later revisions of it only add keys. Nothing is evaluated here: markers
+and wheels depend on the base's Python, so ``image/uv_inside.py`` decides inside the base.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.recipe import toml_text
+from imgkit_builder.recipe.requirements import PYPROJECT
+
+UV_LOCK = "uv.lock"
+VERSION = 1
+_MOST_BYTES = 16 << 20
+
+_ELSEWHERE = {"git": "git", "path": "the file", "directory": "the folder", "editable": "the folder"}
+"""Kinds of a source that is no package index, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UvWheel:
+    """A wheel of a package."""
+
+    file: str
+    url: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UvNeed:
+    """One package that another one, or the project, depends on."""
+
+    package: int
+    """Its index in `UvLock.packages`."""
+    extras: tuple[str, ...] = ()
+    marker: str = ""
+    """The condition, for example ``python_full_version < '3.11'``; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UvPackage:
+    """A package in one version."""
+
+    name: str
+    version: str
+    source: str
+    """``git https://...`` or ``the folder ../x``; empty for an index, which has wheels."""
+    wheels: tuple[UvWheel, ...]
+    needs: tuple[UvNeed, ...]
+    extras: Mapping[str, tuple[UvNeed, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UvLock:
+    """What a project locks."""
+
+    project: int
+    """The project's own index in `packages`."""
+    requires_python: str
+    environments: tuple[str, ...]
+    """The markers that the lock was made for; empty for all."""
+    packages: tuple[UvPackage, ...]
+    groups: Mapping[str, tuple[UvNeed, ...]]
+    """Dependency groups of the project."""
+    stated: Mapping[str, Any]
+    """What pyproject.toml said when uv wrote the lock: the table ``package.metadata`` of the project."""
+
+
+def canonical(name: str) -> str:
+    """The name of a distribution as PyPA's specification normalises it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def tables(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of the project's pyproject.toml and of its uv.lock.
+
+    Raises
+    ------
+    OSError : one of them cannot be read; its `filename` is set.
+    ValueError : one of them is no TOML, or is too large; names it.
+    """
+    return _table(folder / PYPROJECT), _table(folder / UV_LOCK)
+
+
+def _table(file: Path) -> dict[str, Any]:
+    with file.open(encoding="utf-8") as stream:
+        text = stream.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"{file.name} has more than {_MOST_BYTES} characters")
+    try:
+        return toml_text.parse(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is not TOML: {error or 'its brackets lie too deep'}") from error
+
+
+def read(folder: Path) -> UvLock:
+    """The lock of the project in `folder`.
+
+    Raises
+    ------
+    OSError : uv.lock or pyproject.toml cannot be read.
+    ValueError : they are no uv project, or the lock is one that imgkit cannot read.
+    """
+    pyproject, lock = tables(folder)
+    return from_tables(pyproject, lock)
+
+
+def from_tables(pyproject: Mapping[str, Any], lock: Mapping[str, Any]) -> UvLock:
+    """The lock in the parsed files.
+
+    Raises
+    ------
+    ValueError : they are no uv project, or the lock is one that imgkit cannot read.
+    """
+    if lock.get("version") != VERSION:
+        raise ValueError(f"{UV_LOCK} has version {lock.get('version')}; this imgkit reads version {VERSION}")
+    if lock.get("conflicts"):
+        raise ValueError(
+            f"{UV_LOCK} has conflicting extras or groups (tool.uv.conflicts), which imgkit cannot read"
+        )
+    name = pyproject.get("project", {}).get("name")
+    if not isinstance(name, str):
+        raise ValueError(f"{PYPROJECT} has no project.name")
+    try:
+        listed = [one for one in lock.get("package", ()) if isinstance(one, dict)]
+        project = _own(listed, canonical(name))
+        about = listed[project]
+        return UvLock(
+            project=project,
+            requires_python=str(lock.get("requires-python", "")),
+            environments=tuple(map(str, lock.get("supported-markers", ()))),
+            packages=tuple(_package(one, listed) for one in listed),
+            groups={
+                group: tuple(_needs(needs, listed))
+                for group, needs in about.get("dev-dependencies", {}).items()
+            },
+            stated=about.get("metadata", {}),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{UV_LOCK} is not complete: {error}") from error
+
+
+def _own(listed: list[dict[str, Any]], name: str) -> int:
+    for index, one in enumerate(listed):
+        if one["name"] == name and set(one["source"]) & {"virtual", "editable", "directory"}:
+            return index
+    raise ValueError(f"{UV_LOCK} does not know the project {name}")
+
+
+def _package(about: Mapping[str, Any], listed: list[dict[str, Any]]) -> UvPackage:
+    ((kind, place),) = about["source"].items()
+    wheels = about.get("wheels", ())
+    return UvPackage(
+        name=about["name"],
+        version=about.get("version", ""),
+        source=f"{_ELSEWHERE[kind]} {place.partition('#')[0]}" if kind in _ELSEWHERE else "",
+        wheels=tuple(_wheel(one, about["name"]) for one in wheels if "url" in one and "linux" in _tags(one)),
+        needs=tuple(_needs(about.get("dependencies", ()), listed)),
+        extras={
+            extra: tuple(_needs(needs, listed))
+            for extra, needs in about.get("optional-dependencies", {}).items()
+        },
+    )
+
+
+def _tags(wheel: Mapping[str, Any]) -> str:
+    """The platforms of a wheel, where one for every platform counts as one for Linux."""
+    platforms = wheel["url"].rpartition("-")[2]
+    return "linux" if platforms == "any.whl" else platforms
+
+
+def _wheel(about: Mapping[str, Any], name: str) -> UvWheel:
+    url = urllib.parse.urlsplit(about["url"])
+    if url.username or url.password:
+        raise ValueError(f"the URL of {name} holds a user or a password, which would be in the image")
+    kind, _, digest = about.get("hash", "").partition(":")
+    if kind != "sha256" or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"{name} has a wheel without a sha256")
+    if url.scheme not in ("https", "http") or re.search(r"""[\s"'<>\\]""", about["url"]):
+        raise ValueError(f"{name} has a wheel at {about['url']!r}, which is no URL of a web server")
+    return UvWheel(
+        file=urllib.parse.unquote(url.path.rpartition("/")[2]),
+        url=about["url"].partition("#")[0],
+        sha256=digest,
+    )
+
+
+def _needs(stated: list[dict[str, Any]], listed: list[dict[str, Any]]) -> Iterator[UvNeed]:
+    for need in stated:
+        # uv states version and source only where the name alone is not enough.
+        fitting = [
+            index
+            for index, one in enumerate(listed)
+            if one["name"] == need["name"]
+            and all(one.get(key) == need[key] for key in ("version", "source") if key in need)
+        ]
+        if len(fitting) != 1:
+            raise ValueError(f"{UV_LOCK} has {len(fitting)} packages that fit {need['name']}")
+        yield UvNeed(
+            package=fitting[0], extras=tuple(need.get("extra", ())), marker=str(need.get("marker", ""))
+        )
