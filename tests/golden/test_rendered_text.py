@@ -18,6 +18,7 @@ import pytest
 
 from imgkit_builder import __version__
 from imgkit_builder.image import render
+from imgkit_builder.recipe import lock_follow
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Recipe
 from imgkit_recipes import recipe_names
@@ -28,13 +29,20 @@ SHIPPED = recipe_names()
 RECIPES: dict[str, str | Path] = {
     **{name: name for name in SHIPPED},
     "everything": HERE / "recipes" / "everything.yaml",
+    "locked": HERE / "recipes" / "locked.yaml",
 }
 RENDERERS: dict[str, Callable[[Recipe], str]] = {"Dockerfile": render.dockerfile, "def": render.definition}
 
 
+def loaded(name: str) -> Recipe:
+    """The recipe, with its lock where one lies beside it."""
+    recipe = load(RECIPES[name])
+    return lock_follow.follow(recipe, platform="linux/amd64") if name == "locked" else recipe
+
+
 def current(name: str, form: str) -> str:
     """The text as it is now, without what every release and every change of a system part changes."""
-    text = RENDERERS[form](load(RECIPES[name]))
+    text = RENDERERS[form](loaded(name))
     text = text.replace(__version__, "VERSION")
     return re.sub(r"(imgkit\.recipe\.sha256\W+)[0-9a-f]{64}", r"\1SHA256", text)
 
@@ -65,7 +73,7 @@ def test_dockerfiles_pass_hadolint(tmp_path: Path) -> None:
     files = []
     for name in RECIPES:
         files.append(tmp_path / f"{name}.Dockerfile")
-        files[-1].write_text(render.dockerfile(load(RECIPES[name])), encoding="utf-8")
+        files[-1].write_text(render.dockerfile(loaded(name)), encoding="utf-8")
     done = subprocess.run(
         [tool("hadolint"), "--config", HERE.parents[1] / ".hadolint.yaml", *files],
         capture_output=True,
@@ -77,7 +85,7 @@ def test_dockerfiles_pass_hadolint(tmp_path: Path) -> None:
 def test_shell_text_passes_shellcheck(tmp_path: Path) -> None:
     scripts = []
     for name in RECIPES:
-        recipe = load(RECIPES[name])
+        recipe = loaded(name)
         texts = [*run_lines(render.dockerfile(recipe)), post(render.definition(recipe))]
         for number, text in enumerate(texts):
             scripts.append(tmp_path / f"{name}-{number}.sh")

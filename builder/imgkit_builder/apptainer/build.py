@@ -99,7 +99,9 @@ def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> 
     report.stage("context")
     context = pack(base.image)
     fresh = manifests.labels(
-        context.manifest, context_sha256=context.sha256, created=manifests.time_of_build()
+        context.manifest,
+        context_sha256=context.sha256,
+        created=manifests.time_of_build(context.source_date_epoch),
     )
     made = definitions.definition(request.recipe, base, fresh)
     return Planned(context=context, definition=made, labels=fresh)

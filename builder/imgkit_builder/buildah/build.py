@@ -239,7 +239,7 @@ class _Follower(BuildFollower):
 
 def _run(buildah: Buildah, ref: str, context: BuildContext, secrets: SecretValues, place: Place) -> str:
     """Run the steps, and return the image's id."""
-    created = manifests.time_of_build()
+    created = manifests.time_of_build(context.source_date_epoch)
     values = manifests.labels(context.manifest, context_sha256=context.sha256, created=created)
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + labels.instruction(values)
     files.put(buildah.folder / "Dockerfile", dockerfile)

@@ -29,6 +29,7 @@ def verb_build(
     Examples:
       imgkit build mn5
       imgkit build ./mine.yaml --tag group/mine:1
+      imgkit build ./mine.yaml --locked                    (see: imgkit lock)
       imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
       imgkit build olivia --dry-run                        (needs no Docker)
       imgkit build olivia --with apptainer                 (on a cluster: olivia.sif)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.cli import locks
 from imgkit_builder.cli.build_options import BuildOptions
 from imgkit_builder.cli.common import show, tell_left_out, with_leave
 from imgkit_builder.cli.progress import reporter
@@ -98,6 +99,7 @@ def _asked(typed: str, options: BuildOptions) -> Asked:
         base=options.base,
         platform=options.platform,
         builder=options.builder,
+        lock="--locked" if options.locked else "--no-lock" if options.no_lock else "",
         no_test=options.no_test,
     )
 
@@ -110,7 +112,8 @@ def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
     from imgkit_builder.image.manifest import BaseImage
 
     target = choose_platform(recipe, wanted=options.platform, host=host_platform())
-    base = options.base or recipe.image.base
+    recipe = locks.followed(recipe, target, options, report)
+    base = locks.base_of(recipe, options) or recipe.image.base
     tag = options.tag or default_tag(recipe)
     check_name(base, where="--base")
     check_name(tag, where="--tag")
@@ -157,12 +160,16 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), options.builder, secrets_at=secrets_at)
-        name = options.base or recipe.image.base
+        target = engines.choose_platform(recipe, wanted=options.platform, host=engine.platform)
+        recipe = locks.followed(recipe, target, options, report)
+        base_name = locks.base_of(recipe, options)
+        name = base_name or recipe.image.base
         watched = unchanged.watch(_asked(typed, options), engine.endpoint, base=name)
         report.stage(f"base {name}")
         base = engines.resolve_base(
-            engine, recipe, override=options.base, platform=options.platform, pull=options.pull, report=report
+            engine, recipe, override=base_name, platform=options.platform, pull=options.pull, report=report
         )
+        locks.check_base(recipe, base)
         probe = engines.probe(engine, base)
         if probe.skipped:
             report.note(f"the base could not be probed: {probe.skipped}")
@@ -196,8 +203,10 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
             accept=accept,
         )
     # The next command takes the same word, unless --tag gave the image another name.
-    outcome = _outcome(built, base, tested, again=options.tag or typed)
-    answer = unchanged.Answer(notes=_warnings(recipe), text=outcome.text, data=json.dumps(outcome.data))
+    outcome = _outcome(recipe, built, base, tested, again=options.tag or typed)
+    answer = unchanged.Answer(
+        notes=(*_warnings(recipe), *locks.notes(recipe)), text=outcome.text, data=json.dumps(outcome.data)
+    )
     unchanged.remember(watched, recipe, context, built, code_sha256=code_sha256, answer=answer)
     return outcome
 
@@ -231,7 +240,9 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
     return results
 
 
-def _outcome(built: Built, base: BaseImage, tested: Sequence[Check], *, again: str) -> Outcome:
+def _outcome(
+    recipe: Recipe, built: Built, base: BaseImage, tested: Sequence[Check], *, again: str
+) -> Outcome:
     from imgkit_builder.base import checks
 
     image = built.image
@@ -250,6 +261,7 @@ def _outcome(built: Built, base: BaseImage, tested: Sequence[Check], *, again: s
         "size_bytes": image.size_bytes,
         "standin": base.standin,
         "base": {"name": base.name, "id": base.id, "digest": base.digest},
+        "locked": recipe.lock is not None,
         "log": str(built.log),
         "labels": dict(image.labels),
         "checks": checks.to_dict(tested)["checks"],

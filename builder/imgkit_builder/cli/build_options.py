@@ -47,6 +47,10 @@ class BuildOptions:
         help="Without Docker: command name or path of the runtime (default: singularity, else apptainer).",
     )
     platform: str | None = flag(None, help="linux/amd64 or linux/arm64, if the recipe allows both.")
+    locked: bool = flag(
+        False, "--locked", help="Build from the recipe's lock; fail if there is none, or if it is stale."
+    )
+    no_lock: bool = flag(False, "--no-lock", help="Build without the recipe's lock.")
     no_cache: bool = flag(False, "--no-cache", help="Run every step again.")
     pull: bool = flag(False, "--pull", help="Pull the base even if it is local.")
     no_test: bool = flag(False, "--no-test", help="Skip the smoke test.")
@@ -84,7 +88,9 @@ NOT_WITH = {
 
 
 def refuse_others(options: BuildOptions) -> None:
-    """Raise UsageError for an option that means nothing with the chosen program."""
+    """Raise UsageError for an option that means nothing with the chosen program, or with another option."""
+    if options.locked and options.no_lock:
+        raise UsageError("--locked and --no-lock exclude each other", where="--no-lock", hint="leave one out")
     for name in given(options):
         if name in NOT_WITH[options.program]:
             other = next(one for one, names in NOT_WITH.items() if name not in names)

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.cli import locks
 from imgkit_builder.cli.build_options import BuildOptions
 from imgkit_builder.cli.common import show, tell_left_out, with_leave
 from imgkit_builder.cli.conversion import MB, next_line, stage_lines, stage_seconds, terminable
@@ -48,13 +49,22 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     ImgkitError : as `apptainer.build.build` does, and for what a definition cannot do.
     """
     from imgkit_builder.apptainer import build as by_apptainer
+    from imgkit_builder.base.platform import host_platform
     from imgkit_builder.buildah import build as by_buildah
     from imgkit_builder.image.context import pack, revision
 
     _refuse(recipe, options)
+    recipe = locks.followed(recipe, host_platform(), options, report)
+    if recipe.lock and not recipe.lock.base.digest and options.base_from in (None, "registry"):
+        raise UsageError(
+            f"the lock's base {recipe.lock.base.name} never was in a registry: only its id is known",
+            where=recipe.where("image", "base"),
+            hint="name its archive, OCI folder or .sif: --base-from PATH",
+        )
     request = _request(recipe, options)
 
     def packed(base: BaseImage) -> BuildContext:
+        locks.check_base(recipe, base)
         context = pack(
             recipe,
             base=base,
@@ -81,7 +91,7 @@ def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
     return SifRequest(
         recipe=recipe,
         target=options.output or Path(f"{recipe.name}.sif"),
-        base=options.base,
+        base=locks.base_of(recipe, options),
         base_from=options.base_from,
         options=Options(
             runtime=options.runtime,

@@ -23,15 +23,16 @@ DOCKERFILE = "Dockerfile.imgkit"
 def created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
     """Time of creation in RFC 3339.
 
-    ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, the time of the image `tag` if that was built from
-    the same context. The label then stays, so that a rebuild is fully cached and gives the same image id.
+    That of the lock where `context` follows one, then ``SOURCE_DATE_EPOCH`` where set; else, unless
+    `fresh`, the time of the image `tag` if that was built from the same context. The label then stays, so
+    that a rebuild is fully cached and gives the same image id.
     """
-    if not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
+    if context.source_date_epoch is None and not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
         old = None if fresh else find(engine, tag)
         # The context contains the manifest, hence the base's id: an equal context means an equal base.
         if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
             return old.labels[CREATED_LABEL]
-    return time_of_build()
+    return time_of_build(context.source_date_epoch)
 
 
 def instruction(values: Mapping[str, str]) -> str:

@@ -56,6 +56,8 @@ class Asked:
     base: str | None
     platform: str | None
     builder: str
+    lock: str
+    """``--locked``, ``--no-lock``, or empty."""
     no_test: bool
 
 

@@ -15,24 +15,25 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_builder import __version__
-from imgkit_builder.base import process
+from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import layers, members, pip_steps, render, secret_steps, uv_step
+from imgkit_builder.image import layers, locked_steps, members, pip_steps, render, secret_steps, uv_step
 from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
-from imgkit_builder.recipe import requirements
+from imgkit_builder.recipe import portable, requirements
+from imgkit_builder.recipe.lock import LockedDeb, LockedWheel
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import system
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER
 
 LARGE_BYTES = 10**9
@@ -51,6 +52,8 @@ class BuildContext:
     size_bytes: int
     code: Packed = field(default_factory=Packed)
     """The user's code among `members`."""
+    source_date_epoch: int | None = None
+    """The time of creation that the image states, in seconds since 1970; None: that of the build."""
 
     def open(self, report: Reporter | None = None) -> BinaryIO:
         """Open the tar as a stream; read it to its end, then close it.
@@ -130,7 +133,7 @@ def pack(
         members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
         *_certificates(recipe),
-        *_requirements(recipe),
+        *(_locked(recipe) if recipe.lock else _requirements(recipe)),
         *(members.file(name, data) for name, data in uv_step.files(recipe)),
     ]
     if recipe.image.used_secrets:
@@ -157,6 +160,7 @@ def pack(
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
         code=code,
+        source_date_epoch=recipe.lock.source_date_epoch if recipe.lock else None,
     )
 
 
@@ -237,6 +241,46 @@ def _certificates(recipe: Recipe) -> Iterator[TarMember]:
         with members.readable(file, recipe.where("image", "ca", number), "name another file"):
             # A file without a last line end would spoil the bundle.
             yield members.file(layers.certificate_member(number), file.read_bytes().rstrip() + b"\n")
+
+
+def _locked(recipe: Recipe) -> Iterator[TarMember]:
+    """What only a locked build needs: its lists, and the packages that lie on this machine."""
+    assert recipe.lock is not None  # noqa: S101 - for the type checker
+    yield members.file(locked_steps.LOCK_TOML, recipe.lock_text.encode())
+    yield members.file(locked_steps.RECIPE_JSON, portable.to_json(recipe).encode())
+    if recipe.lock.apt:
+        folder = f"imgkit/{locked_steps.APT}"
+        script = (FOLDER / "templates" / locked_steps.SCRIPT).read_bytes()
+        yield members.folder(folder)
+        yield members.file(f"{folder}/{locked_steps.SCRIPT}", script)
+        yield members.file(f"{folder}/{locked_steps.PACKAGES}", locked_steps.packages(recipe).encode())
+        yield from _kept(recipe, folder, recipe.lock.apt)
+    for number in range(len(recipe.image.pip)):
+        wheels = locked_steps.wheels(recipe, number)
+        if wheels:
+            text = locked_steps.requirements_text(recipe, number)
+            yield members.file(pip_steps.requirements_member(number), text.encode())
+        if kept := locked_steps.kept_wheels(recipe, number):
+            yield members.folder(kept.member)
+            yield from _kept(recipe, kept.member, wheels)
+
+
+def _kept(recipe: Recipe, folder: str, locked: Iterable[LockedDeb | LockedWheel]) -> Iterator[TarMember]:
+    for one in locked:
+        file = recipe.kept.get(one.file)
+        if file is None:
+            continue
+        otherwise = "remove it, or make it again: imgkit lock --keep"
+        with members.readable(file, otherwise=otherwise), file.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            found = files.sha256(stream, 0, size_bytes)
+        if found != one.sha256:
+            raise CheckFailed(
+                f"its sha256 is {found}, and the lock has {one.sha256}",
+                where=str(file),
+                hint="remove it, and the build downloads it; or make it again: imgkit lock --keep",
+            )
+        yield TarMember(name=f"{folder}/{one.file}", size_bytes=size_bytes, source=file)
 
 
 def _requirements(recipe: Recipe) -> Iterator[TarMember]:

@@ -34,6 +34,8 @@ class PipCommand:
     origin: str
     command: str
     requirements: ContextFile | None
+    kept: ContextFile | None
+    """A folder with wheels, which must not stay in the image."""
     mounts: str
     """Options of RUN that give it its secrets, each with a line end."""
 
@@ -119,6 +121,8 @@ class Layers:
     base: Text
     ca: Authorities | None
     apt: Text | None
+    apt_files: ContextFile | None
+    """The folder that a locked apt step needs, and removes."""
     protect: str
     filtered_constraint: Text | None
     uv: UvCommand | None
@@ -130,6 +134,8 @@ class Layers:
     install_wheel: str
     projects: tuple[Project, ...]
     copy: tuple[Copy, ...]
+    origins: tuple[ContextFile, ...]
+    """What a locked image says about itself: its lock and its recipe."""
     run_after_copy: tuple[RunStep, ...]
     labels: Block
 

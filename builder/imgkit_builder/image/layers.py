@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from imgkit_builder import __version__
-from imgkit_builder.image import pip_steps, secret_steps, uv_step, wheel
+from imgkit_builder.image import locked_steps, pip_steps, secret_steps, uv_step, wheel
 from imgkit_builder.image.instructions import (
     INSIDE,
     NEXT,
@@ -73,11 +73,16 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         base=_base(recipe, base),
         ca=_ca(recipe),
         apt=_apt(recipe),
+        apt_files=_locked(f"imgkit/{locked_steps.APT}") if recipe.lock and recipe.lock.apt else None,
         # A run step may call pip too, and can then use the file.
         protect=pip_steps.protect() if image.uv or image.pip or image.run else "",
         filtered_constraint=pip_steps.filtered_constraint(recipe) if image.uv or image.pip else None,
         uv=uv_step.command(recipe),
-        pip=tuple(pip_steps.command(recipe, number, step) for number, step in enumerate(image.pip)),
+        pip=tuple(
+            pip_steps.command(recipe, number, step)
+            for number, step in enumerate(image.pip)
+            if recipe.lock is None or locked_steps.wheels(recipe, number)
+        ),
         env=_env(recipe),
         workdir=Text(
             origin=_stated(recipe, "image", "workdir") or "imgkit: the default folder", text=image.workdir
@@ -101,9 +106,15 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
             )
             for number, step in enumerate(image.copy)
         ),
+        origins=(_locked(locked_steps.LOCK_TOML), _locked(locked_steps.RECIPE_JSON)) if recipe.lock else (),
         run_after_copy=_run(recipe, "copy"),
         labels=_labels(recipe),
     )
+
+
+def _locked(member: str) -> ContextFile:
+    """A file or folder that only a locked build has."""
+    return ContextFile(member=member, path=f"{INSIDE}/{member.removeprefix('imgkit/')}")
 
 
 def certificate_member(number: int) -> str:
@@ -142,6 +153,8 @@ def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
 
 def _base(recipe: Recipe, override: str | None) -> Text:
     stated = recipe.where("image", "base")
+    if recipe.lock and override in (None, recipe.lock.base.exact):
+        return Text(origin=stated, text=recipe.lock.base.exact)
     if override in (None, recipe.image.base):
         return Text(origin=stated, text=recipe.image.base)
     return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
@@ -172,8 +185,11 @@ def _ca(recipe: Recipe) -> Authorities | None:
 
 def _apt(recipe: Recipe) -> Text | None:
     packages = recipe.image.apt
-    if not packages:
+    if not packages or (recipe.lock and not recipe.lock.apt):
         return None
+    stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
+    if recipe.lock:
+        return Text(origin=stated, text=locked_steps.apt_command())
     parts = (
         "apt-get update",
         "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
@@ -181,7 +197,6 @@ def _apt(recipe: Recipe) -> Text | None:
         "apt-get clean",
         "rm -rf /var/lib/apt/lists/*",
     )
-    stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
     return Text(origin=stated, text=f"{NEXT}&& ".join(parts))
 
 
@@ -228,6 +243,7 @@ def _labels(recipe: Recipe) -> Block:
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
+        **(locked_steps.labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
     }
     stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
     return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))

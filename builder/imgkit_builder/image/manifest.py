@@ -17,6 +17,8 @@ SCHEMA = 1
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 STANDIN_LABEL = "imgkit.standin"
 CONTEXT_LABEL = "imgkit.context.sha256"
+EPOCH_LABEL = "imgkit.source-date-epoch"
+"""Label of a locked image: seconds since 1970, the latest time that a file of its .sif has."""
 CREATED_LABEL = "org.opencontainers.image.created"
 
 
@@ -82,10 +84,14 @@ def labels(manifest: Manifest, *, context_sha256: str, created: str) -> dict[str
     return dict(sorted(found.items()))
 
 
-def time_of_build() -> str:
-    """The time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set."""
+def time_of_build(locked: int | None = None) -> str:
+    """The time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set.
+
+    `locked` is the time of the lock that the build follows: it wins, so that every build states the same.
+    """
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     seconds = int(epoch) if epoch.isdigit() else int(time.time())
+    seconds = seconds if locked is None else locked
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 

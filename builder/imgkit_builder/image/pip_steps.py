@@ -6,7 +6,7 @@ import posixpath
 import re
 import shlex
 
-from imgkit_builder.image import secret_steps
+from imgkit_builder.image import locked_steps, secret_steps
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, PipCommand, Project, Text
 from imgkit_builder.recipe.model import Constraints, PipStep, Recipe
 from imgkit_entrypoints.errors import UsageError
@@ -71,16 +71,23 @@ def filtered_constraint(recipe: Recipe) -> Text | None:
 def command(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
     """The command of pip step `number` (from 0) that installs packages and requirements."""
     text = _install(recipe, step)
+    kept = locked_steps.kept_wheels(recipe, number)
+    if recipe.lock:
+        text += f"{NEXT}    {locked_steps.pip_options(recipe, number)}"
     requirements = None
-    if step.requirements is not None or step.project is not None:
+    if recipe.lock or step.requirements is not None or step.project is not None:
         member = requirements_member(number)
         requirements = ContextFile(member=member, path=f"{INSIDE}/{posixpath.basename(member)}")
         text += f"{NEXT}    --requirement {requirements.path}"
-    text += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
+    if not recipe.lock:
+        text += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
+    if kept:
+        text += f"{NEXT}&& rm -rf {kept.path}"
     return PipCommand(
         origin=recipe.where("image", "pip", number),
         command=text,
         requirements=requirements,
+        kept=kept,
         mounts=secret_steps.mounts(step.secrets),
     )
 
@@ -90,6 +97,8 @@ def project(recipe: Recipe, number: int, step: PipStep) -> Project:
     member = project_member(number)
     target = posixpath.normpath(step.editable) if step.editable else f"{INSIDE}/{member}"
     form = "--editable " if step.editable else ""
+    if recipe.lock:
+        form = f"--no-deps {form}"  # the locked steps have installed them
     return Project(
         origin=recipe.where("image", "pip", number),
         member=member,

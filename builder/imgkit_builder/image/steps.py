@@ -27,7 +27,7 @@ def steps(made: Layers) -> Iterator[Step]:
     if made.uv:
         yield Step(origin=made.uv.origin, command=f"({made.uv.command})")
     for pip in made.pip:
-        yield Step(origin=pip.origin, command=pip.command)
+        yield Step(origin=pip.origin, command=f"({pip.command})" if pip.kept else pip.command)
     yield Step(origin=made.env.origin, command=_export(made.env))
     yield Step(origin=made.workdir.origin, command=f"mkdir -p -- {shlex.quote(made.workdir.text)}")
     for run in made.run:

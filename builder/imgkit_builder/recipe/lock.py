@@ -43,6 +43,13 @@ class LockedBase:
     id: str = ""
     """``sha256:...`` of the configuration."""
 
+    @property
+    def exact(self) -> str:
+        """``REPOSITORY@sha256:...``; the plain name of an image that never was in a registry."""
+        repository = self.name.partition("@")[0]
+        folder, slash, last = repository.rpartition("/")
+        return f"{folder}{slash}{last.partition(':')[0]}@{self.digest}" if self.digest else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTools:

@@ -186,7 +186,11 @@ class Recipe:
     warnings: tuple[Problem, ...] = ()
     """Problems that do not stop a build but deserve a look, for example a secret in ``env``."""
     lock: LockedPlatform | None = None
-    """What the build has to install, where it follows a lock; `load` attaches none."""
+    """What the build installs, where it follows a lock; `load` attaches none."""
+    lock_text: str = ""
+    """`lock` as the content of a lock file."""
+    kept: Mapping[str, Path] = field(default_factory=dict)
+    """Packages of `lock` that lie on this machine, by the names of their files."""
 
     def where(self, *path: str | int) -> str:
         """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.image.manifest import EPOCH_LABEL
 from imgkit_entrypoints import json_text
 
-EPOCH_LABEL = "imgkit.source-date-epoch"
-"""Label of a locked image: seconds since 1970, the latest time that a file of its .sif has."""
 _MOST_TIME_S = (1 << 32) - 1
 _KEPT = ("User", "ExposedPorts", "Env", "Entrypoint", "Cmd", "Volumes", "WorkingDir", "StopSignal")
 """What the OCI's image specification has beside labels; engines add values of their own."""

@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 import imgkit_recipes
 from imgkit_builder.cli.app import build_app
 from imgkit_builder.engine import unchanged
+from imgkit_builder.recipe import lock_file, lock_request
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import Lock, LockedBase, LockedPlatform
 
 BASE = "registry.test/base:1"
 HEAVY = ("docker", "requests", "pydantic", "yaml", "jinja2", "rich", "spython")
@@ -230,7 +233,7 @@ def test_untested_image_is_not_good_enough(engine: Any, folder: Path) -> None:
     build()
     (note,) = (folder.parent / "cache/imgkit/unchanged").iterdir()
     asked = unchanged.Asked(
-        recipe="./small.yaml", tag=None, base=None, platform=None, builder="auto", no_test=False
+        recipe="./small.yaml", tag=None, base=None, platform=None, builder="auto", lock="", no_test=False
     )
     tested = note.with_name("tested")
     note.rename(tested)
@@ -280,3 +283,75 @@ def test_read_only_home_costs_time_only(engine: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     build()
     assert not is_hit(engine)
+
+
+def lock(folder: Path) -> Path:
+    """A lock of the recipe that installs nothing."""
+    recipe = load(folder / "small.yaml")
+    part = LockedPlatform(
+        platform="linux/amd64",
+        source_date_epoch=1700000000,
+        request=lock_request.of(recipe),
+        base=LockedBase(name=BASE, id=f"sha256:{'b' * 64}"),
+    )
+    file = folder / "small.lock"
+    file.write_text(lock_file.text(Lock(recipe="small", imgkit="0.3.0", platforms=(part,))))
+    return file
+
+
+def test_locked_build_is_recognised_too(engine: Any, folder: Path) -> None:
+    lock(folder)
+    first = build("--locked")
+    assert "imgkit: locked: small.lock, 0 apt and 0 pip packages" in first.stderr
+    assert is_hit(engine, "--locked")
+    assert "imgkit: locked: small.lock" in build("--locked").stderr
+
+
+def test_new_lock_is_a_reason_to_build(engine: Any, folder: Path) -> None:
+    build()
+    file = lock(folder)
+    assert not is_hit(engine)
+    assert is_hit(engine)
+    file.write_text(file.read_text().replace("1700000000", "1700000001"))
+    assert not is_hit(engine)
+    file.unlink()
+    assert not is_hit(engine)
+
+
+def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
+    lock(folder).write_text("no lock at all")
+    assert "locked" not in build("--no-lock").stderr
+    assert is_hit(engine, "--no-lock")
+
+
+@pytest.mark.parametrize(
+    ("word", "change", "said"),
+    [
+        ("--locked", lambda folder: None, "small has no lock"),
+        ("--locked", lambda folder: _stale(folder), "small.lock is stale"),
+        ("", lambda folder: _stale(folder), "--no-lock"),
+        ("--no-lock", lambda folder: None, "exclude each other"),
+    ],
+)
+def test_build_that_its_lock_forbids_reaches_no_engine(
+    engine: Any, folder: Path, word: str, change: Callable[[Path], object], said: str
+) -> None:
+    change(folder)
+    words = ["--locked", word] if word == "--no-lock" else [word] if word else []
+    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *words])
+    assert said in str(result.exception)
+    assert not engine.requests("POST /build")
+
+
+def test_other_base_than_the_locked_one_is_refused(engine: Any, folder: Path) -> None:
+    file = lock(folder)
+    file.write_text(file.read_text().replace("b" * 64, "c" * 64))
+    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test"])
+    assert f"and the lock has sha256:{'c' * 64}" in str(result.exception)
+    assert not engine.requests("POST /build")
+
+
+def _stale(folder: Path) -> None:
+    lock(folder)
+
+    (folder / "needs.txt").write_text("einops==0.8.1\n")

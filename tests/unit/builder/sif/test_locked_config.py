@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from imgkit_builder.image.config import ImageConfig, parse_config
+from imgkit_builder.image.manifest import EPOCH_LABEL
 from imgkit_builder.sif import locked
-from imgkit_builder.sif.locked import EPOCH_LABEL
 
 
 def config(created: str, epoch: str | None = "1750000000", *, layer: int = 1, **settings: Any) -> ImageConfig:

@@ -1,0 +1,177 @@
+"""A recipe and the lock beside it: which one a build follows, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, whole
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import (
+    Lock,
+    LockedBase,
+    LockedDeb,
+    LockedPlatform,
+    LockedWheel,
+)
+from imgkit_builder.recipe.model import Recipe
+from imgkit_entrypoints.errors import UsageError
+
+Write = Callable[..., Path]
+PLATFORM = "linux/amd64"
+RECIPE = """
+image:
+  base: base.example.org/torch:24.03
+  platform: [amd64, arm64]
+  apt: [tree]
+  pip:
+    - packages: [rich]
+    - requirements: needed.txt
+"""
+
+
+@pytest.fixture
+def recipe(write: Write) -> Recipe:
+    write("--extra-index-url https://index.example.org/simple\nnumpy==1.26.4\n", "needed.txt")
+    return load(write(RECIPE))
+
+
+def locked(recipe: Recipe, **changes: object) -> Path:
+    """Write a lock of `recipe` beside it."""
+    part = LockedPlatform(
+        platform=PLATFORM,
+        source_date_epoch=1700000000,
+        request=lock_request.of(recipe),
+        base=LockedBase(name=recipe.image.base, digest=f"sha256:{'b' * 64}"),
+        apt=(
+            LockedDeb(
+                name="tree",
+                version="2.1.0-1",
+                architecture="amd64",
+                file="tree_2.1.0-1_amd64.deb",
+                url="http://deb.example.org/pool/main/t/tree/tree_2.1.0-1_amd64.deb",
+                sha256="a" * 64,
+                size_bytes=1,
+            ),
+        ),
+        pip=(
+            LockedWheel(
+                step=0,
+                name="rich",
+                version="15.0",
+                file="rich-15.0-py3-none-any.whl",
+                url="https://files.example.org/rich-15.0-py3-none-any.whl",
+                sha256="c" * 64,
+            ),
+        ),
+    )
+    part = dataclasses.replace(part, **changes)  # type: ignore[arg-type]
+    file = lock_file.beside(recipe)
+    file.write_text(lock_file.text(Lock(recipe=recipe.name, imgkit="0.3.0", platforms=(part,))))
+    return file
+
+
+def refused(recipe: Recipe, **how: object) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        lock_follow.follow(recipe, **{"platform": PLATFORM, **how})  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
+    file = locked(recipe)
+    found = lock_follow.follow(recipe, platform=PLATFORM)
+    assert found.lock is not None
+    assert found.lock.base.exact == f"base.example.org/torch@sha256:{'b' * 64}"
+    assert lock_file.parse(found.lock_text, file).platforms == (found.lock,)
+    assert len(found.sources[file]) == 64
+    assert (found.kept, found.sha256) == ({}, recipe.sha256)
+
+
+def test_recipe_without_lock_stays_as_it_is(recipe: Recipe) -> None:
+    found = lock_follow.follow(recipe, platform=PLATFORM)
+    assert found.lock is None
+    assert found.sources[lock_file.beside(recipe)] == ""
+
+
+def test_required_lock_that_is_missing_is_named(recipe: Recipe) -> None:
+    error = refused(recipe, required=True)
+    assert "mine.lock" in str(error.where)
+    assert "imgkit lock " in str(error.hint)
+
+
+def test_stale_lock_names_recipe_line_and_both_remedies(recipe: Recipe) -> None:
+    locked(recipe)
+    recipe.file.write_text(recipe.file.read_text().replace("[tree]", "[tree, jq]"))
+    error = refused(load(recipe.file))
+    assert error.where == "mine.yaml:5"
+    assert "mine.lock is stale" in error.what
+    assert "'jq'" in error.what
+    assert "imgkit lock " in str(error.hint)
+    assert "--no-lock" in str(error.hint)
+
+
+def test_other_base_of_command_line_makes_lock_stale(recipe: Recipe) -> None:
+    locked(recipe)
+    assert refused(recipe, base="other:1").where == "--base"
+
+
+def test_lock_for_other_platform_is_refused(recipe: Recipe) -> None:
+    locked(recipe)
+    error = refused(recipe, platform="linux/arm64")
+    assert error.what == "the lock is not for linux/arm64; it has: linux/amd64"
+    assert "--platform linux/arm64" in str(error.hint)
+
+
+def test_lock_of_other_recipe_is_refused(recipe: Recipe) -> None:
+    file = locked(recipe)
+    file.write_text(file.read_text().replace('recipe = "mine"', 'recipe = "yours"'))
+    assert "the lock of the recipe 'yours', and not of 'mine'" in refused(recipe).what
+
+
+def test_missing_requirements_file_is_an_error(recipe: Recipe) -> None:
+    locked(recipe)
+    recipe.file.with_name("needed.txt").unlink()
+    assert "needed.txt" in refused(recipe).what
+
+
+def test_wheel_that_only_this_machine_had_is_needed(recipe: Recipe) -> None:
+    built = LockedWheel(
+        step=1, name="own", version="1", file="own-1-py3-none-any.whl", sha256="d" * 64, kept=True
+    )
+    file = locked(recipe, pip=(built,))
+    error = refused(recipe)
+    assert "own-1-py3-none-any.whl is missing" in error.what
+    assert str(error.where).endswith("mine.lock.files")
+    folder = file.with_name("mine.lock.files")
+    folder.mkdir()
+    (folder / built.file).write_bytes(b"")
+    assert lock_follow.follow(recipe, platform=PLATFORM).kept == {built.file: folder / built.file}
+
+
+def test_portable_recipe_is_same_recipe_without_its_files(recipe: Recipe, tmp_path: Path) -> None:
+    text = portable.to_json(recipe)
+    assert str(recipe.file.parent) not in text
+    recipe.file.with_name("needed.txt").unlink()
+    again = whole.from_json(text, tmp_path / "recipe.json")
+    assert (again.name, again.sha256, again.system) == (recipe.name, recipe.sha256, recipe.system)
+    assert again.image.pip[1].packages == ("numpy==1.26.4",)
+    assert portable.to_json(again) == text
+
+
+def test_portable_recipe_asks_for_what_its_lock_has(recipe: Recipe, tmp_path: Path) -> None:
+    asked = lock_request.of(recipe)
+    again = whole.from_json(portable.to_json(recipe), tmp_path / "recipe.json")
+    assert lock_request.difference(lock_request.of(again), asked) is None
+
+
+def test_portable_recipe_is_same_in_any_folder(recipe: Recipe, write: Write) -> None:
+    more = "  copy: [{source: code}]\n  secrets: [{id: token, file: token.txt}]\n"
+    texts = []
+    for folder in ("one", "two"):
+        write("numpy==1.26.4\n", f"{folder}/needed.txt")
+        write("print()\n", f"{folder}/code/main.py")
+        texts.append(portable.to_json(load(write(RECIPE + more, f"{folder}/mine.yaml"))))
+    assert texts[0] == texts[1]
