@@ -28,6 +28,8 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/recipe/whole.py": PRIVATE,
     "builder/imgkit_builder/signing/keys.py": PRIVATE,
     "builder/imgkit_builder/sif/table.py": "changes a part file, and makes none",
+    "builder/imgkit_builder/lock/inside_apt.py": "it runs in the base, in a layer that nobody keeps",
+    "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, in a layer that nobody keeps",
     "builder/imgkit_builder/engine/copies.py": PRIVATE,
     "builder/imgkit_builder/engine/building.py": "the log, in a folder that mkdir has just made",
     "builder/imgkit_builder/engine/build_program.py": "a pipe",

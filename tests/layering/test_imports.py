@@ -224,6 +224,8 @@ def test_blocker_refuses_what_it_names() -> None:
 
 OTHER_JSON: dict[str, str] = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader",
+    "builder/imgkit_builder/lock/inside_apt.py": "it runs in the base, and reads what imgkit has written",
+    "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, and reads what pip has written",
     "builder/imgkit_builder/apptainer/definition.py": "a program for the image reads what imgkit has written",
     "builder/imgkit_builder/image/uv_inside.py": "it runs in the base and reads what imgkit has written",
 }

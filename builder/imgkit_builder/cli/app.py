@@ -19,6 +19,7 @@ VERBS: dict[str, str] = {
     "show": "recipes",
     "check": "recipes",
     "schema": "recipes",
+    "lock": "lock",
     "render": "render",
     "build": "build",
     "test": "images",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from imgkit_builder.archive import tarstream
+from imgkit_builder.archive.tar_header import REGULAR
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
@@ -64,3 +66,27 @@ def fetch(
                     stream.writelines(chunks)
             found.append(target)
     return tuple(found)
+
+
+def store_files(
+    engine: Engine, name: str, path: str, folder: Path, *, wanted: Callable[[str], bool], platform: str
+) -> None:
+    """Write the files below `path` whose names are `wanted` into the new `folder`, flat; starts no container.
+
+    Raises
+    ------
+    FileExistsError : two files have one name.
+    CheckFailed : the engine's tar is damaged.
+    """
+    with (
+        containers.created(engine, name, ["true"], purpose="read", platform=platform) as container,
+        translated(f"read {path} in {name}", name=name),
+        engine.patient() as api,
+    ):
+        chunks, _ = api.get_archive(container, path)
+        stream = tarstream.TarStream(iter(chunks), name=f"{path} in {name}")
+        for member in stream:
+            file = member.name.rpartition("/")[2]
+            if member.kind == REGULAR and wanted(file):
+                with (folder / file).open("xb") as target:
+                    target.writelines(stream.content())

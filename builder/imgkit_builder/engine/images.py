@@ -86,6 +86,14 @@ def with_layers(engine: Engine, diff_ids: Sequence[str]) -> ImageInfo | None:
     return None
 
 
+def remove(engine: Engine, name: str) -> None:
+    """Remove the image `name`, with the layers that no other image has; a missing image is no error."""
+    import docker.errors
+
+    with translated(f"remove the image {name}"), contextlib.suppress(docker.errors.ImageNotFound):
+        engine.api.remove_image(name, force=True)
+
+
 def config_json(engine: Engine, image: ImageInfo) -> bytes:
     """The OCI configuration of `image` without its history.
 

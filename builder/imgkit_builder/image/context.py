@@ -114,7 +114,6 @@ def pack(
     UsageError : a source is missing, unreadable, or more than files, folders and links inside itself.
     LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
     """
-    report = report or Silent()
     dockerfile = render.dockerfile(recipe, base=base.name, platform=platform)
     wheel = entrypoints_wheel()
     manifest = Manifest(
@@ -132,8 +131,8 @@ def pack(
         members.file(f"imgkit/{wheel.name}", wheel.data),
         members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
-        *_certificates(recipe),
-        *(_locked(recipe) if recipe.lock else _requirements(recipe)),
+        *certificates(recipe),
+        *(_locked(recipe) if recipe.lock else requirements_files(recipe)),
         *(members.file(name, data) for name, data in uv_step.files(recipe)),
     ]
     if recipe.image.used_secrets:
@@ -147,8 +146,29 @@ def pack(
         members.folder(name) for name in dict.fromkeys(posixpath.dirname(one.member) for one in code.parts)
     ]
     packed += [member for part in code.parts.values() for member in part]
+    return sealed(
+        packed,
+        dockerfile,
+        manifest,
+        code=code,
+        source_date_epoch=recipe.lock.source_date_epoch if recipe.lock else None,
+        report=report,
+    )
+
+
+def sealed(
+    packed: list[TarMember],
+    dockerfile: str,
+    manifest: Manifest,
+    *,
+    code: Packed | None = None,
+    source_date_epoch: int | None = None,
+    report: Reporter | None = None,
+) -> BuildContext:
+    """The context of all of `packed`, whose files are read once; `code` are those of the user."""
+    report = report or Silent()
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
-    packed.sort(key=lambda member: os.fsencode(member.name))
+    packed = sorted(packed, key=lambda member: os.fsencode(member.name))
     digest, size_bytes = hashlib.sha256(), 0
     for chunk in _reported(members.tar(packed), report, sum(one.size_bytes for one in packed)):
         digest.update(chunk)
@@ -159,8 +179,8 @@ def pack(
         members=tuple(packed),
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
-        code=code,
-        source_date_epoch=recipe.lock.source_date_epoch if recipe.lock else None,
+        code=code or Packed(),
+        source_date_epoch=source_date_epoch,
     )
 
 
@@ -236,7 +256,8 @@ def revision(folder: Path) -> str:
     return commit.group() + ("-dirty" if changed.output else "")
 
 
-def _certificates(recipe: Recipe) -> Iterator[TarMember]:
+def certificates(recipe: Recipe) -> Iterator[TarMember]:
+    """Yield the recipe's certificates."""
     for number, file in enumerate(recipe.image.ca):
         with members.readable(file, recipe.where("image", "ca", number), "name another file"):
             # A file without a last line end would spoil the bundle.
@@ -283,7 +304,8 @@ def _kept(recipe: Recipe, folder: str, locked: Iterable[LockedDeb | LockedWheel]
         yield TarMember(name=f"{folder}/{one.file}", size_bytes=size_bytes, source=file)
 
 
-def _requirements(recipe: Recipe) -> Iterator[TarMember]:
+def requirements_files(recipe: Recipe) -> Iterator[TarMember]:
+    """Yield the requirements file of each pip step that has one: the recipe's, or what its project needs."""
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             with members.readable(step.project, recipe.where("image", "pip", number, "project")):

@@ -68,9 +68,9 @@ def filtered_constraint(recipe: Recipe) -> Text | None:
     return Text(origin=stated, text=command)
 
 
-def command(recipe: Recipe, number: int, step: PipStep) -> PipCommand:
-    """The command of pip step `number` (from 0) that installs packages and requirements."""
-    text = _install(recipe, step)
+def command(recipe: Recipe, number: int, step: PipStep, *, pip: str = "python3 -m pip") -> PipCommand:
+    """The command of pip step `number` (from 0) that installs packages and requirements by `pip`."""
+    text = _install(recipe, step, pip)
     kept = locked_steps.kept_wheels(recipe, number)
     if recipe.lock:
         text += f"{NEXT}    {locked_steps.pip_options(recipe, number)}"
@@ -109,7 +109,7 @@ def project(recipe: Recipe, number: int, step: PipStep) -> Project:
     )
 
 
-def _install(recipe: Recipe, step: PipStep) -> str:
+def _install(recipe: Recipe, step: PipStep, pip: str = "python3 -m pip") -> str:
     """The command up to what it installs."""
     # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
     # pip builds packages in, and those must be free to choose their torch.
@@ -118,7 +118,7 @@ def _install(recipe: Recipe, step: PipStep) -> str:
         + f"{PIP}{base_constraint(recipe.image.constraints)}"
     )
     command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
-    command += f"{NEXT}python3 -m pip install --no-cache-dir --constraint {CONSTRAINT}"
+    command += f"{NEXT}{pip} install --no-cache-dir --constraint {CONSTRAINT}"
     return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
 
 

@@ -39,6 +39,11 @@ def dockerfile(recipe: Recipe, *, base: str | None = None, platform: str | None 
     return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform))
 
 
+def resolver(made: Layers, *, folder: str) -> str:
+    """Text of the Dockerfile that asks a base, with `made`'s steps as questions that `folder` answers."""
+    return _fill("resolver.j2", made, folder=folder)
+
+
 def definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
     """Text of a Singularity definition file for the same image.
 

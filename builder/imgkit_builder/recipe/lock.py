@@ -106,6 +106,13 @@ class LockedPlatform:
     pip: tuple[LockedWheel, ...] = ()
     """Sorted by step, then by name."""
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The sha256 of every file, by its name."""
+        return dict(
+            [(one.file, one.sha256) for one in self.apt] + [(one.file, one.sha256) for one in self.pip]
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.recipe import requirements
@@ -38,16 +39,31 @@ def of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
     )
 
 
+def options_of(step: PipStep) -> tuple[str, ...]:
+    """The options of a pip step, then those that its requirements file states; URLs may hold credentials.
+
+    Raises
+    ------
+    OSError : the requirements file cannot be read.
+    """
+    lines = requirements.of_file(step.requirements) if step.requirements else ()
+    return (*step.options, *(word for line in lines if line.startswith("-") for word in shlex.split(line)))
+
+
 def _step(step: PipStep) -> LockedStep:
     lines = requirements.of_file(step.requirements) if step.requirements else ()
     project = requirements.of_project(step.project) if step.project else ()
     stated = [line for line in lines if not line.startswith("-")]
-    options = [word for line in lines if line.startswith("-") for word in shlex.split(line)]
     return LockedStep(
-        requirements=(*step.packages, *stated, *project),
-        options=(*step.options, *options),
-        env=tuple(f"{name}={value}" for name, value in sorted(step.env.items())),
+        requirements=_public((*step.packages, *stated, *project)),
+        options=_public(options_of(step)),
+        env=_public(f"{name}={value}" for name, value in sorted(step.env.items())),
     )
+
+
+def _public(texts: Iterable[str]) -> tuple[str, ...]:
+    """`texts` without the credentials in URLs, which must not reach a lock: others read it."""
+    return tuple(re.sub(r"://[^/@\s]*@", "://", text) for text in texts)
 
 
 def difference(now: LockRequest, locked: LockRequest) -> Difference | None:

@@ -53,6 +53,22 @@ def test_request_has_lines_of_requirements_files(write: Write) -> None:
     assert second.options == ("--extra-index-url", "https://index.example.org/simple")
 
 
+def test_credentials_of_an_index_are_not_in_a_request(write: Write) -> None:
+    write("--extra-index-url https://me:word-9@index.example.org/simple\neinops\n", "needed.txt")
+    text = """
+image:
+  base: registry.invalid/base:1
+  pip:
+    - packages: [rich]
+      options: [--index-url, "https://word-9@index.example.org/simple"]
+      env: {PIP_FIND_LINKS: "https://me:word-9@files.example.org/"}
+    - requirements: needed.txt
+"""
+    request = lock_request.of(load(write(text)))
+    assert "word-9" not in repr(request)
+    assert request.pip[0].options == ("--index-url", "https://index.example.org/simple")
+
+
 def test_same_recipe_has_no_difference(write: Write) -> None:
     write(NEEDED, "needed.txt")
     first = lock_request.of(load(write(RECIPE)))

@@ -1,0 +1,205 @@
+"""``imgkit lock``: a recipe's packages, with version, URL and sha256, in a file beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show
+from imgkit_builder.cli.progress import reporter
+from imgkit_builder.cli.recipes import load_recipe
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.lock.changes import Change
+    from imgkit_builder.lock.order import Wishes
+    from imgkit_builder.recipe.lock import Lock, LockedPlatform, LockRequest
+    from imgkit_builder.recipe.model import Recipe
+
+SCHEMA = 1
+
+Builder = Literal["auto", "classic", "buildx", "podman"]
+
+
+def verb_lock(
+    recipe: str = typer.Argument(
+        metavar="RECIPE|FILE",
+        autocompletion=complete_names,
+        help="A shipped recipe (imgkit list) or a .yaml file.",
+    ),
+    packages: list[str] = typer.Argument(
+        None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
+    ),
+    platform: str = typer.Option(None, help="linux/amd64 or linux/arm64, if the recipe allows both."),
+    base: str = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
+    upgrade: bool = typer.Option(False, "--upgrade", help="Take the newest versions that fit."),
+    keep: bool = typer.Option(
+        False, "--keep", help="Store every file beside the lock, and build wheels where there are none."
+    ),
+    check: bool = typer.Option(
+        False, "--check", help="Only say whether the lock fits the recipe; exit code 1 if not."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, and write nothing."),
+    builder: Builder = typer.Option("auto", help="What asks the base; as in imgkit build."),
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Write down every package of a recipe's image: version, URL and sha256.
+
+    The lock of mine.yaml is mine.lock beside it; a shipped recipe's lock is
+    written here. imgkit build then installs exactly these files. The base's own
+    pip and apt choose the versions, so the base's torch and NCCL stay. Versions
+    that are locked already stay where they still fit the recipe.
+
+    \b
+    Examples:
+      imgkit lock mine.yaml
+      imgkit lock mine.yaml --upgrade
+      imgkit lock mine.yaml --upgrade transformers accelerate
+      imgkit lock mine.yaml --keep        (for builds without a network)
+      imgkit lock mine.yaml --check
+    """
+    if packages and not upgrade:
+        raise UsageError(
+            f"{' '.join(packages)}: packages are for --upgrade",
+            where="imgkit lock",
+            hint=f"imgkit lock {recipe} --upgrade {' '.join(packages)}",
+        )
+    loaded = load_recipe(recipe)
+    if check:
+        _check(loaded, base=base, platform=platform, as_json=as_json)
+        return
+    from imgkit_builder.lock.order import Wishes
+
+    wishes = Wishes(keep=keep, upgrade=upgrade, packages=tuple(packages or ()))
+    with reporter(as_json=as_json, verbose=verbose) as report:
+        outcome = _lock(
+            loaded,
+            wishes,
+            base=base,
+            platform=platform,
+            builder=builder,
+            writes=not dry_run,
+            report=report,
+        )
+    show(_data(outcome), _text(outcome), as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    file: Path
+    part: LockedPlatform
+    changes: tuple[Change, ...]
+    same: bool
+    written: bool
+
+
+def _lock(
+    recipe: Recipe,
+    wishes: Wishes,
+    *,
+    base: str | None,
+    platform: str | None,
+    builder: Builder,
+    writes: bool,
+    report: Reporter,
+) -> _Outcome:
+    from imgkit_builder import engine as engines
+    from imgkit_builder.image import secret_values
+    from imgkit_builder.lock import changes, place
+    from imgkit_builder.lock.resolve import resolve
+    from imgkit_builder.recipe import lock_file
+
+    request = _request(recipe, base)
+    file = lock_file.beside(recipe)
+    lock = lock_file.read(file) if file.exists() else None
+    values = secret_values.read(recipe)
+    secrets_at = recipe.where("image", "secrets") if values.options else ""
+    with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
+        choice = engines.choose(engine.facts(), builder, secrets_at=secrets_at)
+        report.stage(f"base {request.base}")
+        found = engines.resolve_base(
+            engine, recipe, override=base, platform=platform, pull=wishes.upgrade, report=report
+        )
+        old = lock.of(found.platform) if lock else None
+        kept = {} if wishes.upgrade and not wishes.packages else place.kept(file, old)
+        new = resolve(
+            engine,
+            recipe,
+            request,
+            found,
+            old=old,
+            wishes=wishes,
+            kept=kept,
+            builder=dataclasses.replace(choice, options=values.options),
+            values=values,
+            folder=Path(folder),
+            report=report,
+        )
+        same = changes.is_same(old, new)
+        if writes and (wishes.keep or not same):
+            stays = old if same and old else new
+            place.write(recipe, file, lock, stays, Path(folder) if wishes.keep else None)
+    return _Outcome(
+        file=file, part=new, changes=changes.between(old, new), same=same, written=writes and not same
+    )
+
+
+def _request(recipe: Recipe, base: str | None) -> LockRequest:
+    from imgkit_builder.recipe import lock_request
+
+    try:
+        return lock_request.of(recipe, base=base)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error), where=recipe.where("image", "pip"), hint="correct the file") from error
+
+
+def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
+    from imgkit_builder.base.platform import host_platform
+    from imgkit_builder.engine import choose_platform
+    from imgkit_builder.recipe import lock_file, lock_request
+
+    file = lock_file.beside(recipe)
+    target = choose_platform(recipe, wanted=platform, host=host_platform())
+    lock: Lock | None = lock_file.read(file) if file.exists() else None
+    part = lock.of(target) if lock else None
+    if part is None:
+        why = f"{file}: there is no lock for {target}"
+    else:
+        differs = lock_request.difference(_request(recipe, base), part.request)
+        why = f"{recipe.where(*differs.path)}: {differs.what}" if differs else ""
+    text = f"{why}\n  -> imgkit lock {recipe.file.name}" if why else f"{file} fits the recipe on {target}"
+    data = {"schema": SCHEMA, "file": str(file), "platform": target, "current": not why, "why": why or None}
+    show(data, text, as_json=as_json)
+    if why:
+        raise typer.Exit(EXIT_NO)
+
+
+def _data(outcome: _Outcome) -> dict[str, Any]:
+    part = outcome.part
+    return {
+        "schema": SCHEMA,
+        "file": str(outcome.file),
+        "platform": part.platform,
+        "written": outcome.written,
+        "apt": len(part.apt),
+        "pip": len(part.pip),
+        "kept": [one.file for one in part.pip if one.kept],
+        "changes": [dataclasses.asdict(change) for change in outcome.changes],
+    }
+
+
+def _text(outcome: _Outcome) -> str:
+    part = outcome.part
+    counted = f"{len(part.apt)} apt and {len(part.pip)} pip packages for {part.platform}"
+    if outcome.same:
+        return f"{outcome.file} is up to date: {counted}"
+    done = "written" if outcome.written else "not written (--dry-run)"
+    lines = [str(change) for change in outcome.changes if change.kind != "file"]
+    return "\n".join([*lines, f"{outcome.file} {done}: {counted}"])

@@ -1,0 +1,61 @@
+"""What a new lock changes over the old one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from imgkit_builder.recipe.lock import LockedPlatform
+from imgkit_builder.recipe.uv_lock import canonical
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing that a lock now has in another version, or no longer, or for the first time."""
+
+    kind: str
+    """``base``, ``tool``, ``apt``, ``pip`` or ``file``."""
+    name: str
+    old: str
+    """Empty where it is new."""
+    new: str
+    """Empty where it is gone."""
+
+    def __str__(self) -> str:
+        versions = f"{self.old} -> {self.new}" if self.old and self.new else self.new or f"{self.old}, gone"
+        return f"{self.kind:4}  {self.name}  {versions}"
+
+
+def between(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
+    """The changes from `old`, which may not exist, to `new`."""
+    before = dict(_values(old)) if old else {}
+    after = dict(_values(new))
+    names = [*after, *(name for name in before if name not in after)]
+    return tuple(
+        Change(kind=kind, name=name, old=before.get((kind, name), ""), new=after.get((kind, name), ""))
+        for kind, name in names
+        if before.get((kind, name), "") != after.get((kind, name), "")
+    )
+
+
+def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
+    """Whether the two differ in nothing but their time."""
+    return old is not None and old == dataclasses.replace(new, source_date_epoch=old.source_date_epoch)
+
+
+def _values(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
+    yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
+    yield ("tool", "mksquashfs"), part.tools.mksquashfs
+    yield ("tool", "compressor"), part.tools.compressor
+    for deb in part.apt:
+        yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version
+    steps: dict[str, list[str]] = {}
+    for wheel in part.pip:
+        # A later step may replace what an earlier one installs.
+        steps.setdefault(canonical(wheel.name), []).append(wheel.version)
+    for name, versions in steps.items():
+        yield ("pip", name), ", then ".join(versions)
+    # Under the same version a file may have other content: a wheel that was built again.
+    for file, sha256 in sorted(part.digests.items()):
+        yield ("file", file), sha256[:12]

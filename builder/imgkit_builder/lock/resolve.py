@@ -1,0 +1,157 @@
+"""Asks a base what a recipe needs: the one effect of this room."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from imgkit_builder import engine as engines
+from imgkit_builder.base import files
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.engine import copies, images
+from imgkit_builder.engine.builders import Choice
+from imgkit_builder.engine.connection import Engine
+from imgkit_builder.image import secret_values
+from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.image.secret_values import SecretValues
+from imgkit_builder.lock import answers, failures, order
+from imgkit_builder.lock.answers import BaseFile
+from imgkit_builder.lock.failures import Unresolved
+from imgkit_builder.lock.order import Wishes
+from imgkit_builder.recipe.lock import LockedBase, LockedPlatform, LockedTools, LockRequest
+from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.sif import compression, mksquashfs
+from imgkit_entrypoints.errors import ToolFailed
+
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
+_REPORT = re.compile(r"(apt|failed|pip-\d+)\.json")
+
+
+def resolve(
+    engine: Engine,
+    recipe: Recipe,
+    request: LockRequest,
+    base: BaseImage,
+    *,
+    old: LockedPlatform | None,
+    wishes: Wishes,
+    kept: Mapping[str, Path],
+    builder: Choice,
+    values: SecretValues,
+    folder: Path,
+    report: Reporter,
+) -> LockedPlatform:
+    """The lock of `recipe` on `base`; the files of a lock with files lie in `folder` afterwards.
+
+    Parameters
+    ----------
+    old, wishes, kept : as in `order.pack`.
+
+    Raises
+    ------
+    UsageError : pip or apt finds no solution, or a package has no wheel; names the recipe's line.
+    ToolFailed : a wheel cannot be built, or the network, the engine or a program fails.
+    """
+    context = order.pack(recipe, request, base, old=old, wishes=wishes, kept=kept)
+    secret_values.refuse_in(context, values)
+    log = ""
+    if request.apt or request.pip:
+        tag = f"imgkit-lock:{secrets.token_hex(6)}"
+        try:
+            # Nothing from a cache: an index may have changed since.
+            built = engines.build(
+                engine,
+                context,
+                tag=tag,
+                report=report,
+                builder=builder,
+                no_cache=True,
+                hide=values.masked,
+            )
+            log = str(built.log)
+            report.stage("read the answers")
+            _fetch(engine, built.image.ref, folder, platform=base.platform)
+        finally:
+            images.remove(engine, tag)
+    try:
+        found = _read(folder, request, hide=values.masked)
+    except Unresolved as error:
+        raise failures.explained(recipe, error.failure, log=log) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ToolFailed(f"an answer of the base cannot be read: {error}", hint=f"full log: {log}") from error
+    return dataclasses.replace(
+        found,
+        platform=base.platform,
+        source_date_epoch=now(),
+        base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
+        tools=tools(),
+    )
+
+
+def now() -> int:
+    """The time of a lock that is made now; ``SOURCE_DATE_EPOCH`` where that is set."""
+    stated = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(stated) if stated.isdigit() else int(time.time())
+
+
+def tools() -> LockedTools:
+    """What this machine makes a .sif with."""
+    program = mksquashfs.find()
+    chosen = compression.GZIP if mksquashfs.lacks_zstd(program) else compression.ZSTD
+    return LockedTools(
+        mksquashfs=mksquashfs.version(program) if program else "", compressor=" ".join(chosen.options)
+    )
+
+
+def _fetch(engine: Engine, name: str, folder: Path, *, platform: str) -> None:
+    """Copy the reports and files that the scripts left in the image `name` into `folder`."""
+    copies.store_files(
+        engine,
+        name,
+        order.OUT,
+        folder,
+        wanted=lambda file: bool(_FILE.fullmatch(file) or _REPORT.fullmatch(file)),
+        platform=platform,
+    )
+
+
+def _read(folder: Path, request: LockRequest, *, hide: Callable[[str], str]) -> LockedPlatform:
+    """The packages that the reports in `folder` name.
+
+    Raises
+    ------
+    Unresolved : a script has failed, or what it found cannot be locked.
+    """
+    failed = folder / order.FAILED_JSON
+    if failed.exists():
+        failure = failures.read(failed.read_text(encoding="utf-8"))
+        raise Unresolved(dataclasses.replace(failure, output=hide(failure.output)))
+    stored = {one.name: one for one in _files(folder)}
+    debs = (folder / order.APT_JSON).read_text(encoding="utf-8") if request.apt else ""
+    return LockedPlatform(
+        platform="",
+        source_date_epoch=0,
+        request=request,
+        base=LockedBase(name=request.base),
+        apt=answers.debs(debs) if debs else (),
+        pip=tuple(
+            wheel
+            for number in range(len(request.pip))
+            for wheel in answers.wheels(
+                (folder / order.report_member(number)).read_text(encoding="utf-8"), number, stored
+            )
+        ),
+    )
+
+
+def _files(folder: Path) -> Iterator[BaseFile]:
+    for file in sorted(folder.iterdir()):
+        if _FILE.fullmatch(file.name):
+            with file.open("rb") as stream:
+                digest = files.sha256(stream, 0, file.stat().st_size)
+            yield BaseFile(name=file.name, sha256=digest)

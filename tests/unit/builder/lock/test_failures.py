@@ -1,0 +1,97 @@
+"""What pip and apt said becomes an error at the line of the recipe that asked for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.lock.failures import Failure, explained
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.model import Recipe
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+
+RECIPE = """\
+image:
+  base: registry.invalid/base:1
+  apt:
+    - jq
+    - no-such-thing
+  pip:
+    - packages:
+        - einops
+        - torch==2.1.0
+        - Flash_Attn==2.5.5
+    - requirements: needed.txt
+"""
+CONFLICT = """\
+Collecting einops
+WARNING: something
+ERROR: Cannot install torch==2.1.0 because these package versions have conflicting dependencies.
+
+The conflict is caused by:
+    The user requested torch==2.1.0
+    The user requested (constraint) torch==2.13.0+cpu
+"""
+NO_MATCH = "ERROR: No matching distribution found for deepspeed==0.13.1\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "needed.txt").write_text("# ours\nnumpy\ndeepspeed==0.13.1\n")
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return load(str(tmp_path / "mine.yaml"))
+
+
+def error_of(recipe: Recipe, step: int | str, kind: str, about: str, output: str = "") -> ImgkitError:
+    return explained(recipe, Failure(step=step, kind=kind, about=about, output=output), log="build.log")
+
+
+def test_source_names_its_line_and_the_remedy(recipe: Recipe) -> None:
+    error = error_of(recipe, 0, "source", "flash-attn==2.5.5")
+    assert isinstance(error, UsageError)
+    assert (error.where or "").endswith("mine.yaml:10")
+    assert "imgkit lock mine.yaml --keep" in (error.hint or "")
+
+
+def test_line_of_a_requirements_file_is_named(recipe: Recipe) -> None:
+    error = error_of(recipe, 1, "pip", "", NO_MATCH)
+    assert (error.where or "").endswith("mine.yaml:11 (needed.txt:3)")
+    assert NO_MATCH.strip() in (error.hint or "")
+
+
+def test_other_torch_is_refused_at_its_line(recipe: Recipe) -> None:
+    error = error_of(recipe, 0, "pip", "", CONFLICT)
+    assert (error.where or "").endswith("mine.yaml:9")
+    assert "another torch than the base's 2.13.0+cpu" in error.what
+    assert "Collecting" not in (error.hint or "")
+
+
+def test_unknown_apt_package_is_named(recipe: Recipe) -> None:
+    error = error_of(recipe, "apt", "apt", "", "Reading...\nE: Unable to locate package no-such-thing\n")
+    assert (error.where or "").endswith("mine.yaml:5")
+    assert "E: Unable to locate package no-such-thing" in (error.hint or "")
+
+
+def test_step_is_named_where_no_line_asks_for_the_package(recipe: Recipe) -> None:
+    assert (error_of(recipe, 0, "pip", "", NO_MATCH).where or "").endswith("mine.yaml:7")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\n" + NO_MATCH,
+        "E: Failed to fetch http://a.example/x  Temporary failure resolving 'a.example'\n",
+    ],
+)
+def test_network_fault_is_no_fault_of_the_recipe(recipe: Recipe, said: str) -> None:
+    error = error_of(recipe, 0, "pip", "", said)
+    assert isinstance(error, ToolFailed)
+    assert "network" in error.what
+
+
+def test_failed_build_of_a_wheel_quotes_its_end(recipe: Recipe) -> None:
+    error = error_of(recipe, 0, "wheel", "flash-attn==2.5.5", "building\nnvcc was not found\n")
+    assert isinstance(error, ToolFailed)
+    assert "nvcc was not found" in (error.hint or "")
+    assert "build.log" in (error.hint or "")

@@ -1,0 +1,170 @@
+"""The command line of imgkit lock, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.lock import changes, order, place
+from imgkit_builder.lock.order import Wishes
+from imgkit_builder.recipe import lock_file, lock_request
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedPlatform, LockedWheel
+from imgkit_builder.recipe.model import Recipe
+from imgkit_entrypoints.errors import UsageError
+
+RECIPE = """\
+image:
+  base: registry.invalid/base:1
+  apt: [jq]
+  pip:
+    - packages: [einops, tqdm]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return load(str(tmp_path / "mine.yaml"))
+
+
+def wheel(name: str, version: str, *, kept: bool = False) -> LockedWheel:
+    file = f"{name}-{version}-py3-none-any.whl"
+    url = "" if kept else f"https://files.example/{file}"
+    return LockedWheel(step=0, name=name, version=version, file=file, url=url, sha256="a" * 64, kept=kept)
+
+
+@pytest.fixture
+def part(recipe: Recipe) -> LockedPlatform:
+    deb = LockedDeb(
+        name="jq",
+        version="1.6",
+        architecture="amd64",
+        file="jq_1.6_amd64.deb",
+        url="http://archive.example/jq_1.6_amd64.deb",
+        sha256="b" * 64,
+        size_bytes=5,
+    )
+    return LockedPlatform(
+        platform="linux/amd64",
+        source_date_epoch=1_700_000_000,
+        request=lock_request.of(recipe),
+        base=LockedBase(name="registry.invalid/base:1", id=f"sha256:{'c' * 64}"),
+        apt=(deb,),
+        pip=(wheel("einops", "0.8.1"), wheel("tqdm", "4.1")),
+    )
+
+
+def ordered(recipe: Recipe, part: LockedPlatform | None, wishes: Wishes) -> dict[str, Any]:
+    """What the scripts in the base would read."""
+    base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
+    request = lock_request.of(recipe)
+    context = order.pack(recipe, request, base, old=part, wishes=wishes, kept={})
+    (found,) = (one for one in context.members if one.name.endswith("order.json"))
+    read: dict[str, Any] = json.loads(found.data)
+    return read
+
+
+def test_locked_versions_stay(recipe: Recipe, part: LockedPlatform) -> None:
+    found = ordered(recipe, part, Wishes())
+    assert found["wheels"] == [{"einops": "0.8.1", "tqdm": "4.1"}]
+    assert found["debs"] == [["jq", "1.6"]]
+
+
+def test_upgrade_frees_the_named_packages_only(recipe: Recipe, part: LockedPlatform) -> None:
+    found = ordered(recipe, part, Wishes(upgrade=True, packages=("TQDM", "jq")))
+    assert found["wheels"] == [{"einops": "0.8.1"}]
+    assert found["debs"] == []
+
+
+def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
+    assert ordered(recipe, part, Wishes(upgrade=True))["wheels"] == [{}]
+
+
+def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
+    base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
+    context = order.pack(recipe, lock_request.of(recipe), base, old=None, wishes=Wishes(), kept={})
+    asks = context.dockerfile.partition("inside_pip.py 0 install")[2]
+    assert "--constraint /opt/imgkit/constraint.txt" in asks
+    assert "python3 -m pip list --format=freeze" in context.dockerfile
+
+
+def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
+    new = dataclasses.replace(part, pip=(wheel("einops", "0.8.2"), wheel("rich", "1.0")), apt=())
+    found = [str(one) for one in changes.between(part, new) if one.kind != "file"]
+    assert found == [
+        "pip   einops  0.8.1 -> 0.8.2",
+        "pip   rich  1.0",
+        "apt   jq:amd64  1.6, gone",
+        "pip   tqdm  4.1, gone",
+    ]
+
+
+def test_time_alone_is_no_change(part: LockedPlatform) -> None:
+    assert changes.is_same(part, dataclasses.replace(part, source_date_epoch=5))
+    assert not changes.is_same(None, part)
+
+
+def test_files_lie_beside_the_lock_and_old_ones_go(
+    recipe: Recipe, part: LockedPlatform, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),), apt=())
+    (made / part.pip[0].file).write_text("one")
+    file = lock_file.beside(recipe)
+    place.write(recipe, file, None, part, made)
+    assert lock_file.read(file).platforms == (part,)
+    assert place.kept(file, part) == {part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file}
+    new = dataclasses.replace(part, pip=(wheel("einops", "0.8.2", kept=True),))
+    (made / new.pip[0].file).write_text("two")
+    place.write(recipe, file, lock_file.read(file), new, made)
+    assert [one.name for one in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
+
+
+def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
+    part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),))
+    with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
+        place.kept(lock_file.beside(recipe), part)
+
+
+def test_packages_without_upgrade_are_refused(recipe: Recipe, run: Callable[..., Any]) -> None:
+    done = run(recipe.file, "einops")
+    assert done.exit_code == 2
+    assert "--upgrade einops" in done.stderr
+
+
+def test_check_names_the_line_that_the_lock_does_not_know(
+    recipe: Recipe, part: LockedPlatform, run: Callable[..., Any]
+) -> None:
+    assert run(recipe.file, "--check", "--platform", "linux/amd64").exit_code == 1
+    place.write(recipe, lock_file.beside(recipe), None, part, None)
+    assert run(recipe.file, "--check", "--platform", "linux/amd64").exit_code == 0
+    recipe.file.write_text(RECIPE.replace("tqdm", "rich"))
+    done = run(recipe.file, "--check", "--platform", "linux/amd64")
+    assert done.exit_code == 1
+    assert "mine.yaml:5" in done.stdout
+    assert "rich" in done.stdout
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs the verb as the command line does."""
+    from types import SimpleNamespace
+
+    from imgkit_builder.cli import app
+
+    def lock(*words: object) -> Any:
+        monkeypatch.setattr("sys.argv", ["imgkit", "lock", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        said = capsys.readouterr()
+        return SimpleNamespace(exit_code=ended.value.code, stdout=said.out, stderr=said.err)
+
+    return lock
