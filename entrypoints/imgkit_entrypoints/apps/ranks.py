@@ -73,7 +73,7 @@ def refuse(text: str, exit_code: int) -> NoReturn:
     sys.exit(exit_code)
 
 
-def run_worker(main: Callable[[], None]) -> NoReturn:
+def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: None) -> NoReturn:
     """Run a worker's `main` and leave with its exit code, without finalizing the interpreter.
 
     DDP keeps the group alive beyond destroy_process_group, and with it gloo's threads, which release their
@@ -82,6 +82,8 @@ def run_worker(main: Callable[[], None]) -> NoReturn:
     An exception also ends the process here, with its traceback. Destructors of objects in its frames would
     wait for the other ranks, which wait for this one: a bare DDP loop in which one rank raises hangs until
     gloo's timeout.
+
+    `end` is called last, and changes nothing of the exit code.
 
     Python's garbage collector starts here, and ignores what the imports have made (``apps/__init__.py``).
     """
@@ -100,6 +102,10 @@ def run_worker(main: Callable[[], None]) -> NoReturn:
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = EXIT_NO
+    try:
+        end()
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

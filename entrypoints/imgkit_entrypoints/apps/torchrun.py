@@ -10,6 +10,7 @@ are forks of it: torch is imported once for all of them, and they share the memo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import popen_fork
 from types import FrameType
@@ -127,7 +129,13 @@ def worker(*words: str) -> None:
     popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers are here too
-    run_worker(lambda: _run_program(words))
+    run_worker(lambda: _run_program(words), end=(lambda: None) if _own_module(words) else _end_of_interpreter)
+
+
+def _end_of_interpreter() -> None:
+    """Wait for the program's threads and call what it gave to atexit, as Python does at the end of `main`."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def _run_program(words: Sequence[str]) -> None:

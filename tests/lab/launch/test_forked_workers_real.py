@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
-from labkit import in_image
+from labkit import in_image, run
 
 pytestmark = pytest.mark.docker
 
 PROGRAM = """
-import os, sys, time
+import atexit, os, sys, threading, time
 import mod_beside
 import mod_of_pythonpath
 
@@ -20,6 +23,8 @@ if rank == 0:
     time.sleep(1000)
 if sys.argv[1] == "raises":
     raise RuntimeError("this rank is broken")
+atexit.register(print, "atexit was called", flush=True)
+threading.Thread(target=lambda: (time.sleep(0.3), print("the thread ended", flush=True))).start()
 sys.exit("no more")
 """
 RUN = """
@@ -43,6 +48,73 @@ def test_other_program_ends_as_under_torchrun(standin: str) -> None:
     assert "RuntimeError: this rank is broken" in done.stderr
     assert "exits: 1\n" in done.stdout
     assert "]: no more" in done.stderr
+    assert done.stdout.count("]: the thread ended\n") == done.stdout.count("]: atexit was called\n") == 1
+
+
+TRAINS = """
+import numpy, torch, torch.distributed as dist
+from numba import njit, prange
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+@njit(parallel=True)
+def total(values):
+    found = 0.0
+    for place in prange(len(values)):
+        found += values[place]
+    return found
+
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        row = numpy.full(8, float(index % 7))
+        return torch.from_numpy(row).float(), torch.tensor([total(row)]).float()
+
+def main():
+    dist.init_process_group()
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = Rows()
+    for how in ("fork", "spawn", "forkserver"):
+        sampler = DistributedSampler(data)
+        workers = {"num_workers": 1, "multiprocessing_context": how}
+        for rows, totals in DataLoader(data, batch_size=4, sampler=sampler, **workers):
+            loss = torch.nn.functional.mse_loss(model(rows), totals)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    print("weights", total(numpy.ones(9)), [one.tolist() for one in model.parameters()], flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+BOTH = """
+pip install -q --no-index --find-links /wheels --root-user-action ignore numba || exit
+cat > /tmp/trains.py
+for how in exec fork; do
+    timeout 300 python3 -I -m imgkit_entrypoints dist-run --start $how --nproc 2 /tmp/trains.py || exit
+done
+"""
+
+
+@pytest.mark.soak  # it fetches 80 MB of packages
+def test_forks_train_with_gloo_data_workers_and_numba(standin: str, tmp_path: Path) -> None:
+    platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_27")]
+    fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]
+    abis = ("--implementation=cp", "--abi=cp311", "--abi=none")
+    fetched = run(*fetch, *abis, *platforms, "-d", tmp_path, "numba", "numpy==2.3.5")
+    assert fetched.returncode == 0, fetched.stderr
+    mounted = ("--volume", f"{tmp_path}:/wheels:ro")
+    done = in_image(standin, "bash", "-c", BOTH, options=mounted, given=TRAINS)
+    assert done.returncode == 0, done.stderr
+    weights = [line.partition("weights ")[2] for line in done.stdout.splitlines() if "weights 9.0 " in line]
+    assert len(weights) == 4  # two ranks by each way to start
+    assert len(set(weights)) == 1
+    assert "leaked" not in done.stderr
 
 
 def test_unknown_way_to_start_is_refused(standin_notorch: str) -> None:
