@@ -1,9 +1,8 @@
 """What the launcher costs over bare torchrun, and dist-pi against numba; tables for docs/benchmarks.md.
 
-    PYTHON tests/benchmarks/launch/bench.py [--repeat N] [--nproc N] [PART ...]
+    PYTHON tests/benchmarks/launch/bench.py [--repeat N] [PART ...]
 
-PYTHON has torch and imgkit, for the part `pi` numba too. Parts: start workers plan pi. `workers` compares the
-two ways to start them (--start) with a DDP script under bare torchrun that trains the same.
+PYTHON has torch and imgkit, for the part `pi` numba too. Parts: start plan pi.
 """
 
 from __future__ import annotations
@@ -21,27 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import Side, alternate, ratio, spread
 
-PARTS = ("start", "workers", "plan", "pi")
 DIST = (sys.executable, "-I", "-m", "imgkit_entrypoints")
 TERMS = 200_000_000
 
-DDP = """
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(20, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-for step in range(20):
-    inputs = torch.randn(32, 20)
-    loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-print(loss.item())
-dist.destroy_process_group()
-"""
 NUMBA = """
 import json, sys, time
 from numba import njit
@@ -62,6 +43,7 @@ for name, jit in (("numba", njit(loop)), ("numba, fastmath", njit(fastmath=True)
 TORCH = """
 import json, sys, time, torch
 from imgkit_entrypoints.apps import pi
+from imgkit_entrypoints.run.ranks import Ranks
 
 torch.set_num_threads(1)
 n = int(sys.argv[1])
@@ -75,23 +57,20 @@ print(json.dumps(["dist-pi", n / (time.process_time() - began)]))
 
 def main() -> None:
     """Measure the chosen parts."""
+    parts = {"start": start, "plan": plan, "pi": pi}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--nproc", type=int, default=4, help="workers of the part `workers`")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(parts))
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     cpus = len(os.sched_getaffinity(0))
     print(f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}")
-    for part in options.parts or PARTS:
+    for part in options.parts or parts:
         print(f"\n### {part}\n", flush=True)
-        if part == "workers":
-            workers(options.repeat, options.nproc)
-        else:
-            {"start": start, "plan": plan, "pi": pi}[part](options.repeat)
+        parts[part](options.repeat)
 
 
 def start(repeat: int) -> None:
@@ -110,31 +89,6 @@ def start(repeat: int) -> None:
         pairs = zip(runs["torchrun"], runs["dist-run"], strict=True)
         more = [(getattr(ours, value) - getattr(bare, value)) * 1000 for bare, ours in pairs]
         print(f"* difference in {label} time, pair by pair: {spread(more, 0)} ms")
-
-
-def workers(repeat: int, nproc: int) -> None:
-    """Time whole commands that take 20 small steps on `nproc` workers."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "ddp.py").write_text(DDP)
-        torchrun = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr",
-            "127.0.0.1",
-        )
-        env = {"OMP_NUM_THREADS": "1"}
-        script = (*torchrun, "--nproc-per-node", str(nproc), f"{folder}/ddp.py")
-        train = (*DIST, "dist-train", "--device", "cpu", "--nproc", str(nproc), "--steps", "20", "--start")
-        sides = [Side(name="torchrun ddp.py", commands=(script,), env=env)]
-        sides += [Side(name=f"--start {how}", commands=((*train, how),), env=env) for how in ("exec", "fork")]
-        runs = alternate(sides, repeat)
-    bare = runs["torchrun ddp.py"]
-    for name, done in runs.items():
-        walls, cpus = ([getattr(run, key) for run in done] for key in ("wall_s", "cpu_s"))
-        times = ratio(walls, [run.wall_s for run in bare])
-        print(f"* {name}: {spread(walls)} s, {spread(cpus)} CPU s, {times} times the script's wall time")
 
 
 def plan(repeat: int) -> None:
