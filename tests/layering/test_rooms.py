@@ -26,7 +26,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
         "examine": "signing delta buildah apptainer sif archive engine image recipe base entrypoints/values",
-        "signing": "delta sif archive base entrypoints/values",
+        "signing": "delta sif archive image recipe base entrypoints/values",
         "job": "delta sif image recipe base "
         "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
         "delta": "sif archive image base values entrypoints/launch entrypoints/values",

@@ -33,6 +33,7 @@ VERBS: dict[str, str] = {
     "flatten": "delta",
     "verify": "archives",
     "sign": "sign",
+    "provenance": "provenance",
     "job": "jobs",
     "submit": "jobs",
     "remote": "remote",
