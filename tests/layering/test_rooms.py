@@ -20,8 +20,8 @@ VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secre
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "remote project examine signing job delta buildah apptainer lock sif archive engine image "
-        "recipe base values entrypoints/values",
+        "cli": "remote project examine signing job delta buildah apptainer lock sif inventory archive engine "
+        "image recipe base values entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
@@ -29,11 +29,12 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "signing": "delta sif archive image recipe base entrypoints/values",
         "job": "delta sif image recipe base "
         "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
-        "delta": "sif archive image base values entrypoints/launch entrypoints/values",
+        "delta": "sif inventory archive image base values entrypoints/launch entrypoints/values",
         "buildah": "apptainer sif engine image base entrypoints/values",
         "apptainer": "sif archive image recipe base values entrypoints/values",
         "lock": "sif engine image recipe base values entrypoints/values",
-        "sif": "archive image base values entrypoints/values",
+        "sif": "inventory archive image base values entrypoints/values",
+        "inventory": "image values entrypoints/values",
         "engine": "archive image recipe base entrypoints/values",
         "archive": "image base entrypoints/values",
         "image": "recipe base values entrypoints/cli entrypoints/values",

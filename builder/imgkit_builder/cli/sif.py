@@ -132,7 +132,7 @@ def verb_sif(
     with (
         terminable(),
         reporter(as_json=as_json, verbose=verbose) as report,
-        _source(image, origin) as (source, system),
+        source_of(image, origin) as (source, system),
     ):
         target = _target(image, output, store)
         options = Options(
@@ -168,7 +168,7 @@ def _target(image: str, output: Path | None, store: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _source(image: str, origin: Origin | None) -> Iterator[tuple[Source, SystemFacts | None]]:
+def source_of(image: str, origin: Origin | None) -> Iterator[tuple[Source, SystemFacts | None]]:
     """Yield the source called `image`, and its system if that is known; an engine stays connected."""
     from imgkit_builder.archive import sidecar
     from imgkit_builder.sif.options import Archive, OciFolder, Piped, Registry

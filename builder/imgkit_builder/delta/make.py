@@ -18,6 +18,7 @@ from imgkit_builder.delta.source import Trees
 from imgkit_builder.delta.tree import Changes, TreeEntry
 from imgkit_builder.image.config import epoch
 from imgkit_builder.image.manifest import CREATED_LABEL
+from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.sif import check, own_files
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.image import SifImage
@@ -137,6 +138,7 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
         found = newer.changes(stack, trees)
         kinds = [entry.kind if entry else None for path, entry in found.items() if not _is_own(path)]
         _mark(found, trees.new, newer.image_id)
+        _hide_document(found, stack)
         clock.stage("squash")
         write_squashfs.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
         delta = _described(newer, stack, work.part)
@@ -157,8 +159,8 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
 
 
 def _is_own(path: str) -> bool:
-    """Whether a runtime makes the file, and not the image's author."""
-    return path.partition("/")[0] in source.OWN
+    """Whether a conversion or a runtime makes the file, and not the image's author."""
+    return path == DOCUMENT or path.partition("/")[0] in source.OWN
 
 
 def check_target(target: Path) -> None:
@@ -237,6 +239,12 @@ def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
             raise CheckFailed(f"/{path} in the image is no folder, but a delta needs /{descriptor.INSIDE}")
         found[path] = node.entry if node else TreeEntry(layer=mark, kind="dir", mode=0o755)
     found[descriptor.INSIDE] = mark.children(folder)[name]
+
+
+def _hide_document(found: Changes, stack: Stack) -> None:
+    """Let `found` hide the list of packages in the .sif of `stack`, unless it brings another one."""
+    if found.get(DOCUMENT) is None and tree.find(source.mounted(stack.sif), DOCUMENT):
+        found[DOCUMENT] = None
 
 
 def _described(image: _Newer, stack: Stack, path: Path) -> Delta:

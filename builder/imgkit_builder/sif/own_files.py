@@ -8,9 +8,11 @@ says that they can run it themselves where the image has no shell.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +23,10 @@ META = ".singularity.d"
 """Folder of the runtime's own files."""
 LIBS = f"/{META}/libs"
 """Where a runtime binds the libraries of ``--nv``."""
+ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
+"""Script with the variables of the image's configuration; the runtimes write one, too."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SET = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 # Not %A and %B: they depend on the locale.
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
@@ -75,7 +80,7 @@ class OwnFile:
 def own_files(config: ImageConfig) -> tuple[OwnFile, ...]:
     """Everything that belongs to the runtime, folders first; root owns it."""
     scripts = {
-        "env/10-docker2singularity.sh": _environment(config),
+        ENVIRONMENT.removeprefix(f"{META}/"): _environment(config),
         "env/90-environment.sh": "#!/bin/sh\n",
         "env/99-base.sh": _BASE,
         "runscript": _runscript(config),
@@ -109,6 +114,23 @@ def definition(config: ImageConfig) -> str:
 def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
     """Names in the configuration's ENV that no shell can set."""
     return tuple(name for name, value in config.env if not _can_export(name, value))
+
+
+def variables(script: str) -> dict[str, str]:
+    """The variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime; runs nothing."""
+    found: dict[str, str] = {}
+    for line in script.splitlines():
+        # VALUE of imgkit is in single quotes; runtimes write NAME="${NAME:-"VALUE"}".
+        set_by = _SET.fullmatch(line)
+        if set_by is None:
+            continue
+        name, value = set_by.groups()
+        default = f'"${{{name}:-'
+        if value.startswith(default) and value.endswith('}"'):
+            value = value[len(default) : -2]
+        with contextlib.suppress(ValueError):  # an open quote: the value has several lines
+            found[name] = "".join(shlex.split(value))
+    return found
 
 
 def _file(path: str, text: str, mode: int) -> OwnFile:

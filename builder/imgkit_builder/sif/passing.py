@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from imgkit_builder.archive import tar_entry
 from imgkit_builder.archive.tar_header import HARD_LINK
 from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.sif import locked, normalise
+from imgkit_builder.sif import document, locked, normalise
 from imgkit_builder.sif.image_entry import ImageEntry, PassingStage
 from imgkit_builder.sif.squash import Squash
 
@@ -19,7 +19,8 @@ from imgkit_builder.sif.squash import Squash
 def stages(config: ImageConfig) -> tuple[PassingStage, ...]:
     """What the entries of an image with this configuration pass through, in this order."""
     epoch_s = locked.epoch_s(config)
-    return () if epoch_s is None else (normalise.stage(epoch_s),)
+    normalised = () if epoch_s is None else (normalise.stage(epoch_s),)
+    return (*normalised, document.adding(config))
 
 
 def send(entries: Iterator[ImageEntry], made: Squash, config: ImageConfig) -> None:

@@ -17,7 +17,7 @@ from imgkit_builder.archive import digests, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.cli.sif import _source
+from imgkit_builder.cli.sif import source_of
 from imgkit_builder.examine.verify import verify
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
@@ -182,7 +182,7 @@ def test_archive_of_an_interrupted_save_is_not_converted(archive: Path) -> None:
     sidecar.sha256_path(archive).unlink()
     with (
         pytest.raises(CheckFailed, match=r"incomplete: .*sha256 is missing") as caught,
-        _source(str(archive), None),
+        source_of(str(archive), None),
     ):
         pass
     assert str(caught.value.hint).startswith("sha256sum ")

@@ -18,7 +18,13 @@ from imgkit_entrypoints.errors import CheckFailed
 CREATED_S = 1710892800
 EXPORTED_S = 1795262421
 CONFIG = ImageConfig(
-    image_id=f"sha256:{0:064x}", raw=b"{}", os="linux", arch="amd64", diff_ids=(), labels={}, created=""
+    image_id=f"sha256:{0:064x}",
+    raw=b"{}",
+    os="linux",
+    arch="amd64",
+    diff_ids=(),
+    labels={},
+    created="2024-03-20T00:00:00Z",
 )
 
 
@@ -79,6 +85,7 @@ def test_engines_files_go() -> None:
     )
     names = tar.getnames()
     own = {"environment", ".singularity.d", ".singularity.d/env", ".singularity.d/env/10.sh", "etc/hosts"}
+    own |= {"opt", "opt/imgkit", "opt/imgkit/sbom.spdx.json"}
     assert set(names) == {"dev", "etc"} | own
     assert {tar.getmember(name).mtime for name in names} == {CREATED_S}
     assert tar.getmember("etc/hosts").mode == 0o644

@@ -1,0 +1,190 @@
+"""Collect what an inventory needs while the files of an image pass by, in any order.
+
+Only files of interest are read, each up to a limit, and what is kept of them is small. Whatever an image
+holds, collecting ends with an inventory that says what it leaves out. Links are followed within the collected
+names, so that none leads out of the image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import posixpath
+import re
+from typing import TypeVar
+
+from imgkit_builder.image import manifest
+from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.inventory import debian, python
+from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
+from imgkit_entrypoints.errors import UsageError
+
+BAKED = "opt/imgkit"
+"""Folder of imgkit's own files in an image."""
+DOCUMENT = f"{BAKED}/sbom.spdx.json"
+"""Place of an image's own document, which no inventory lists."""
+
+_MOST_BYTES = 16 << 20
+"""The largest dpkg lists have 5 MB."""
+_MOST_TEXT_BYTES = 2 << 20
+"""The head of METADATA is what counts, and no licence file is as large."""
+_MOST_PACKAGES = 50_000
+_MOST_LEFT_OUT = 100
+_MOST_HOPS = 8
+_STATUS = "var/lib/dpkg/status"
+_STATUS_FOLDER = "var/lib/dpkg/status.d/"
+_RELEASES = ("etc/os-release", "usr/lib/os-release")
+_DOC = "usr/share/doc/"
+_COPYRIGHT = "/copyright"
+Kept = TypeVar("Kept")
+
+_WORD = re.compile(r"[a-z0-9._-]{1,64}")
+
+
+class InventoryCollector:
+    """Gets files and links of interest, and makes the inventory of them."""
+
+    def __init__(self) -> None:
+        self._packages: list[Package] = []
+        self._python: dict[str, Package | None] = {}
+        """Files that describe a Python package, by their path."""
+        self._licences: dict[str, Licence] = {}
+        self._links: dict[str, str] = {}
+        self._hard_links: dict[str, str] = {}
+        self._releases: dict[str, dict[str, str]] = {}
+        self._baked: list[BakedFile] = []
+        self._manifest: Manifest | None = None
+        self._left_out: set[str] = set()
+
+    def wants(self, path: str) -> bool:
+        """Whether `add` has a use for the file `path`; costs little, as it sees every file."""
+        if path.endswith(("/METADATA", "/PKG-INFO", ".egg-info")):
+            return python.describes(path)
+        if path.endswith(_COPYRIGHT):
+            return path.startswith(_DOC) and path.count("/") == 4
+        if path.startswith(_STATUS_FOLDER):
+            return not path.endswith(".md5sums")
+        in_baked = path.startswith(f"{BAKED}/") and path.count("/") == 2 and path != DOCUMENT
+        return in_baked or path == _STATUS or path in _RELEASES
+
+    def most_bytes(self, path: str) -> int:
+        """Size up to which `add` takes the file `path`; of a larger one it gets nothing."""
+        return _MOST_BYTES if path == _STATUS or path.startswith(BAKED) else _MOST_TEXT_BYTES
+
+    def add(self, path: str, data: bytes | None) -> None:
+        """Take the content of a file for which `wants` is true; None for one that is too large."""
+        if data is None:
+            self._leave_out(path, "too large")
+        elif path.startswith(BAKED):
+            self._add_baked(path, data)
+            return
+        text = (data or b"").decode("utf-8", "replace")
+        if python.describes(path):
+            self._keep(self._python, path, python.package(path, text))
+        elif path.startswith(_DOC):
+            self._keep(self._licences, path, debian.licence(text))
+        elif path in _RELEASES:
+            self._releases[path] = _release(text)
+        else:
+            self._add_debian(path, text)
+
+    def add_link(self, path: str, target: str, *, hard: bool = False) -> None:
+        """Take a link that may lead to a licence, or give a Python package a second name."""
+        if hard:
+            if self.wants(path):
+                self._keep(self._hard_links, path, target)
+        elif path.startswith(_DOC) and (path.count("/") == 3 or path.endswith(_COPYRIGHT)):
+            place = posixpath.normpath(posixpath.join("/", posixpath.dirname(path), target))
+            self._keep(self._links, path, place[1:])
+
+    def inventory(self, *, arch: str, created_s: int) -> Inventory:
+        """What the files so far say about an image for `arch`, made at `created_s`."""
+        release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
+        base = self._manifest.base if self._manifest else BaseImage(name="")
+        packages = {*self._debian(), *self._pythons()}
+        return Inventory(
+            recipe=self._manifest.recipe if self._manifest else "",
+            base=base.name,
+            base_digest=base.digest.partition("@")[2] or base.id,
+            distribution=release.get("ID", ""),
+            release=release.get("VERSION_ID", ""),
+            arch=arch,
+            created_s=created_s,
+            packages=tuple(
+                sorted(
+                    packages, key=lambda one: (one.kind, one.name, one.version, one.architecture, one.folder)
+                )
+            ),
+            baked=tuple(sorted(self._baked, key=lambda one: one.path)),
+            left_out=tuple(sorted(self._left_out)[:_MOST_LEFT_OUT]),
+        )
+
+    def _add_baked(self, path: str, data: bytes) -> None:
+        sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        self._baked.append(
+            BakedFile(
+                path=f"/{path}", size_bytes=len(data), sha1=sha1, sha256=hashlib.sha256(data).hexdigest()
+            )
+        )
+        if f"/{path}" == manifest.MANIFEST_JSON:
+            try:
+                self._manifest = manifest.from_json(data.decode())
+            except (ValueError, UsageError):
+                self._leave_out(path, "not a manifest of imgkit")
+
+    def _add_debian(self, path: str, text: str) -> None:
+        for one in debian.installed(text):
+            if len(self._packages) >= _MOST_PACKAGES:
+                self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
+                return
+            if isinstance(one, Package):
+                self._packages.append(one)
+            else:
+                self._leave_out(path, one)
+
+    def _debian(self) -> list[Package]:
+        """Debian packages with their licences."""
+        return [dataclasses.replace(one, licence=self._licence_of(one.name)) for one in self._packages]
+
+    def _licence_of(self, package: str) -> Licence:
+        path = f"{_DOC}{package}{_COPYRIGHT}"
+        for _ in range(_MOST_HOPS):
+            if path in self._licences:
+                return self._licences[path]
+            folder = path.removesuffix(_COPYRIGHT)
+            if path in self._links:
+                path = self._links[path]
+            elif folder in self._links:
+                path = self._links[folder] + _COPYRIGHT
+            else:
+                break
+        return Licence()
+
+    def _pythons(self) -> list[Package]:
+        found = dict(self._python)
+        for path, target in self._hard_links.items():
+            if python.describes(path):
+                known = self._python.get(target)
+                found[path] = (
+                    dataclasses.replace(known, folder=python.folder_of(path))
+                    if known
+                    else python.package(path, "")
+                )
+        return [one for one in found.values() if one and python.is_installed(one)]
+
+    def _keep(self, kept: dict[str, Kept], path: str, value: Kept) -> None:
+        if len(kept) < _MOST_PACKAGES:
+            kept[path] = value
+        else:
+            self._leave_out(posixpath.dirname(path), f"more than {_MOST_PACKAGES} files of this kind")
+
+    def _leave_out(self, path: str, why: str) -> None:
+        if len(self._left_out) < 2 * _MOST_LEFT_OUT:
+            self._left_out.add(f"/{path}: {why}".encode("ascii", "backslashreplace").decode())
+
+
+def _release(text: str) -> dict[str, str]:
+    """Variables of an os-release file that are plain words."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    found = {name: value.strip("\"'") for name, _, value in pairs}
+    return {name: found[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(found.get(name, ""))}

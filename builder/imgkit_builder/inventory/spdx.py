@@ -1,0 +1,130 @@
+"""An inventory as SPDX 2.3 JSON (https://spdx.github.io/spdx-spec/v2.3/).
+
+The same inventory gives the same bytes: the namespace, which must differ between documents, is their digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+from imgkit_builder import __version__
+from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
+from imgkit_builder.inventory.purl import purl
+
+_NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
+_NONE = "NOASSERTION"
+_IMAGE = "SPDXRef-Image"
+_BASE = "SPDXRef-Base"
+
+
+def document(inventory: Inventory) -> str:
+    """The document that lists `inventory`."""
+    packages = [_image(inventory), *([_base(inventory)] if inventory.base else [])]
+    listed = [_package(one, inventory) for one in inventory.packages]
+    baked = [_file(one) for one in inventory.baked]
+    data: dict[str, Any] = {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": "SPDXRef-DOCUMENT",
+        "name": inventory.recipe or "image",
+        "creationInfo": {"created": time_text(inventory), "creators": [f"Tool: imgkit-{__version__}"]},
+        "packages": [*packages, *listed],
+        "files": baked,
+        "relationships": [
+            _relation("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE),
+            *([_relation(_IMAGE, "DESCENDANT_OF", _BASE)] if inventory.base else []),
+            *(_relation(_IMAGE, "CONTAINS", one["SPDXID"]) for one in listed),
+            # A package with files would need a digest over all files of the image.
+            *(_relation("SPDXRef-DOCUMENT", "DESCRIBES", one["SPDXID"]) for one in baked),
+        ],
+    }
+    if inventory.left_out:
+        data["comment"] = "left out: " + "; ".join(inventory.left_out)
+    data["documentNamespace"] = _NAMESPACE + hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    return json.dumps(data, indent=1) + "\n"
+
+
+def time_text(inventory: Inventory) -> str:
+    """When the image was made, in RFC 3339."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
+
+
+def _image(inventory: Inventory) -> dict[str, Any]:
+    return {
+        "name": inventory.recipe or "image",
+        "SPDXID": _IMAGE,
+        "downloadLocation": _NONE,
+        "filesAnalyzed": False,
+        "primaryPackagePurpose": "CONTAINER",
+        "comment": f"linux/{inventory.arch}",
+    }
+
+
+def _base(inventory: Inventory) -> dict[str, Any]:
+    found = {
+        "name": inventory.base,
+        "SPDXID": _BASE,
+        "downloadLocation": _NONE,
+        "filesAnalyzed": False,
+        "primaryPackagePurpose": "CONTAINER",
+    }
+    digest = inventory.base_digest.removeprefix("sha256:")
+    if digest:
+        found |= {
+            "versionInfo": inventory.base_digest,
+            "checksums": [{"algorithm": "SHA256", "checksumValue": digest}],
+        }
+    return found
+
+
+def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": package.name,
+        "SPDXID": _id(package.kind, *(package.name, package.version, package.architecture, package.folder)),
+        "versionInfo": package.version,
+        "downloadLocation": package.url or _NONE,
+        "filesAnalyzed": False,
+        "licenseConcluded": _NONE,
+        "licenseDeclared": package.licence.spdx or _NONE,
+        "copyrightText": _NONE,
+        "externalRefs": [
+            {
+                "referenceCategory": "PACKAGE-MANAGER",
+                "referenceType": "purl",
+                "referenceLocator": purl(package, inventory),
+            }
+        ],
+    }
+    if package.licence.stated and package.licence.stated != package.licence.spdx:
+        found["licenseComments"] = f"the package states: {package.licence.stated}"
+    if package.sha256:
+        found["checksums"] = [{"algorithm": "SHA256", "checksumValue": package.sha256}]
+    if package.folder:
+        found["comment"] = f"in {package.folder}"
+    return found
+
+
+def _file(one: BakedFile) -> dict[str, Any]:
+    return {
+        "fileName": f".{one.path}",
+        "SPDXID": _id("File", one.path),
+        "checksums": [
+            {"algorithm": "SHA1", "checksumValue": one.sha1},
+            {"algorithm": "SHA256", "checksumValue": one.sha256},
+        ],
+        "licenseConcluded": _NONE,
+        "copyrightText": _NONE,
+        "comment": "put there by imgkit",
+    }
+
+
+def _id(kind: str, *parts: str) -> str:
+    """An id of letters and digits that stands for `parts` alone."""
+    return f"SPDXRef-{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]}"
+
+
+def _relation(one: str, kind: str, other: str) -> dict[str, str]:
+    return {"spdxElementId": one, "relationshipType": kind, "relatedSpdxElement": other}

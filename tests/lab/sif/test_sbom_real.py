@@ -1,0 +1,114 @@
+"""The list of packages: what dpkg and Python say inside the image, and the same from every form of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from labkit import docker, imgkit, in_image
+
+from imgkit_builder.delta import source, tree
+from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.sif import image
+
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("line")]
+
+DISTRIBUTIONS = """
+import importlib.metadata as m
+for one in m.distributions():
+    print(one.metadata["Name"], one.version)
+"""
+
+
+def listed(name: object, *words: object) -> str:
+    done = imgkit("sbom", name, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def pairs(document: str, kind: str) -> set[tuple[str, str]]:
+    """Name and version of the packages whose package URL is of `kind`."""
+    packages: list[dict[str, Any]] = json.loads(document)["packages"]
+    return {
+        (one["name"], one["versionInfo"])
+        for one in packages
+        for reference in one.get("externalRefs", ())
+        if reference["referenceLocator"].startswith(f"pkg:{kind}/")
+    }
+
+
+def said(name: str, *words: str) -> set[tuple[str, str]]:
+    """Pairs of words that a command prints inside the image, a pair a line."""
+    done = in_image(name, *words, options=("--entrypoint", ""))
+    assert done.returncode == 0, done.stderr
+    return {(found[0], found[1]) for line in done.stdout.splitlines() if len(found := line.split()) == 2}
+
+
+@pytest.fixture(scope="module")
+def document(mn5_sif: Path) -> str:
+    return listed(mn5_sif)
+
+
+def test_document_lies_in_the_sif(mn5_sif: Path, document: str) -> None:
+    inside = tree.content(source.mounted(image.read(mn5_sif)), DOCUMENT)
+    assert inside is not None
+    assert inside.decode() == document
+
+
+def test_packages_are_those_of_dpkg_and_python(mn5_image: str, document: str) -> None:
+    debian = said(mn5_image, "dpkg-query", "-W", "-f", "${Package} ${Version}\n")
+    assert len(debian) > 50
+    assert pairs(document, "deb") == debian
+    python = said(mn5_image, "python3", "-c", DISTRIBUTIONS)
+    assert ("torch", dict(python)["torch"]) in python
+    assert pairs(document, "pypi") == python
+    text = in_image(
+        mn5_image, "python3", "-m", "pip", "list", "--format", "freeze", options=("--entrypoint", "")
+    )
+    freeze = {tuple(line.split("==")) for line in text.stdout.splitlines() if "==" in line}
+    assert freeze <= pairs(document, "pypi")
+    assert {name for name, _ in freeze} == {name for name, _ in pairs(document, "pypi")}
+
+
+def test_image_and_sif_have_the_same_list(mn5_image: str, document: str) -> None:
+    assert listed(mn5_image) == document
+
+
+def test_list_names_image_base_and_own_files(mn5_image: str, document: str) -> None:
+    data = json.loads(document)
+    labels = json.loads(docker("inspect", mn5_image, "--format", "{{json .Config.Labels}}"))
+    created = docker("inspect", mn5_image, "--format", "{{.Created}}")
+    assert data["creationInfo"]["created"] == f"{created[:19]}Z"
+    base = next(one for one in data["packages"] if one["SPDXID"] == "SPDXRef-Base")
+    assert base["versionInfo"] == labels["org.opencontainers.image.base.digest"]
+    names = [one["fileName"] for one in data["files"]]
+    assert "./opt/imgkit/manifest.json" in names
+    assert not any("sbom" in name for name in names)
+    assert not re.search(r"/tmp/|localhost", document)
+
+
+def test_cyclonedx_has_the_same_packages(mn5_sif: Path, document: str, tmp_path: Path) -> None:
+    target = tmp_path / "a list.json"
+    assert listed(mn5_sif, "--format", "cyclonedx", "-o", target) == ""
+    found = json.loads(target.read_text())["components"]
+    wanted = pairs(document, "deb") | pairs(document, "pypi")
+    assert {(one["name"], one["version"]) for one in found if "purl" in one} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("no.sif", 1, "there is no such file"),
+        ("no.tar", 2, "there is no such archive"),
+        ("-", 2, "which a pipe does not allow"),
+        ("imgkit.local/no-such-image:1", 2, "no-such-image"),
+    ],
+)
+def test_missing_image_refused(name: str, code: int, expected: str, tmp_path: Path) -> None:
+    done = imgkit("sbom", name, "-o", "x.json", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert expected in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packageurl import PackageURL
+from spdx_tools.spdx.parser.parse_anything import parse_file
+from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
+
+from imgkit_builder.inventory import cyclonedx, licences, spdx
+from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
+from imgkit_builder.inventory.purl import purl
+
+CURL = Package(
+    kind="deb",
+    name="libstdc++6",
+    version="1:12.2.0-14+deb12u1~bpo",
+    architecture="amd64",
+    licence=Licence(spdx="GPL-2.0-or-later AND MIT", stated="GPL-2+, Expat"),
+    sha256="ab" * 32,
+    url="https://deb.example.org/pool/a.deb",
+)
+TORCH = Package(
+    kind="pypi",
+    name="Torch_X.y",
+    version="2.13.0+cpu",
+    folder="/usr/lib/python3/dist-packages",
+    licence=Licence(stated="BSD License"),
+)
+FULL = Inventory(
+    recipe="mine",
+    base="nvcr.example.org/pytorch:24.03",
+    base_digest=f"sha256:{'cd' * 32}",
+    distribution="debian",
+    release="12",
+    arch="amd64",
+    created_s=1710892800,
+    packages=(CURL, TORCH, dataclasses.replace(TORCH, folder="/opt/env/site-packages")),
+    baked=(BakedFile(path="/opt/imgkit/system.json", size_bytes=2, sha1="1" * 40, sha256="2" * 64),),
+    left_out=("/var/lib/dpkg/status: too large",),
+)
+EMPTY = dataclasses.replace(
+    FULL, recipe="", base="", base_digest="", distribution="", release="", packages=(), baked=(), left_out=()
+)
+
+
+@pytest.mark.parametrize("inventory", [FULL, EMPTY], ids=["full", "empty"])
+def test_spdx_library_accepts_the_document(inventory: Inventory, tmp_path: Path) -> None:
+    path = tmp_path / "x.spdx.json"
+    path.write_text(spdx.document(inventory))
+    assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3") == []
+
+
+@pytest.mark.parametrize("inventory", [FULL, EMPTY], ids=["full", "empty"])
+def test_cyclonedx_library_accepts_the_document(inventory: Inventory) -> None:
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(cyclonedx.document(inventory)) is None
+
+
+def test_library_knows_every_licence(tmp_path: Path) -> None:
+    each = [Package(kind="pypi", name=f"a{number}", version="1", licence=Licence(spdx=one))
+            for number, one in enumerate(sorted(licences.KNOWN))]  # fmt: skip
+    excepted = [Package(kind="pypi", name=f"b{number}", version="1", licence=Licence(spdx=f"MIT WITH {one}"))
+                for number, one in enumerate(sorted(licences.EXCEPTIONS))]  # fmt: skip
+    path = tmp_path / "x.spdx.json"
+    path.write_text(spdx.document(dataclasses.replace(EMPTY, packages=(*each, *excepted))))
+    assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3") == []
+
+
+def test_unknown_licence_is_refused_by_the_library(tmp_path: Path) -> None:
+    package = dataclasses.replace(CURL, licence=Licence(spdx="No-Such-Licence"))
+    path = tmp_path / "x.spdx.json"
+    path.write_text(spdx.document(dataclasses.replace(FULL, packages=(package,))))
+    assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3")
+
+
+@pytest.mark.parametrize("write", [spdx.document, cyclonedx.document])
+def test_only_the_content_decides_the_bytes(write: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(write)
+    first = write(FULL)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("USER", "somebody")
+    assert write(dataclasses.replace(FULL)) == first
+    assert write(dataclasses.replace(FULL, arch="arm64")) != first
+
+
+def test_ids_of_other_content_are_other_ids() -> None:
+    other = dataclasses.replace(FULL, created_s=1)
+    for write, key in ((spdx.document, "documentNamespace"), (cyclonedx.document, "serialNumber")):
+        assert json.loads(write(FULL))[key] != json.loads(write(other))[key]
+
+
+def test_package_urls_are_those_of_the_library() -> None:
+    deb, wheel = (PackageURL.from_string(purl(one, FULL)) for one in (CURL, TORCH))
+    assert (deb.type, deb.namespace, deb.name, deb.version) == ("deb", "debian", CURL.name, CURL.version)
+    assert deb.qualifiers == {"arch": "amd64", "distro": "debian-12"}
+    assert (wheel.name, wheel.version) == ("torch-x.y", TORCH.version)
+    assert purl(TORCH, FULL) == wheel.to_string()
+
+
+def test_doubtful_licence_stays_in_its_own_words() -> None:
+    torch = next(one for one in json.loads(spdx.document(FULL))["packages"] if one["name"] == TORCH.name)
+    assert torch["licenseDeclared"] == "NOASSERTION"
+    assert torch["licenseComments"] == "the package states: BSD License"
+    assert cyclonedx.document(FULL).count('"name": "BSD License"') == 2
+
+
+def test_left_out_files_are_named() -> None:
+    assert "dpkg/status: too large" in json.loads(spdx.document(FULL))["comment"]
+    assert FULL.left_out[0] in cyclonedx.document(FULL)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import pytest
+
+from imgkit_builder.inventory import debian, licences, python
+from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
+from imgkit_builder.inventory.packages import Inventory, Package
+
+STATUS = """\
+Package: curl
+Status: install ok installed
+Architecture: amd64
+Version: 1:7.88.1-10+deb12u8
+Description: a tool
+ for URLs: of every kind
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+
+Package: adduser
+Status: install ok installed
+Architecture: all
+Version: 3.134
+"""
+DEP5 = """\
+Format: https://packages.example.org/copyright-format/1.0/
+
+Files: *
+Copyright: somebody
+License: GPL-2+
+ The text.
+
+Files: debian/*
+License: Expat
+
+License: GPL-2+
+ Not a file's.
+"""
+WHERE = "usr/lib/python3/dist-packages"
+
+
+def collected(files: dict[str, str | bytes | None], links: dict[str, str] | None = None) -> Inventory:
+    """What the collector says about an image with `files`; None is one that is too large."""
+    collector = InventoryCollector()
+    for path, target in (links or {}).items():
+        collector.add_link(path, target)
+    for path, data in files.items():
+        assert collector.wants(path), path
+        collector.add(path, data.encode() if isinstance(data, str) else data)
+    return collector.inventory(arch="amd64", created_s=7)
+
+
+def test_only_installed_debian_packages_count() -> None:
+    found = [(one.name, one.version) for one in debian.installed(STATUS) if isinstance(one, Package)]
+    assert found == [("curl", "1:7.88.1-10+deb12u8"), ("adduser", "3.134")]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("Package: Bad Name\nVersion: 1\n", "entry 1 is no package"),
+        ("Package: a-b\nVersion: 1 2\n", "entry 1 is no package"),
+        ("Package: a-b\nVersion: 1\nArchitecture: \x1b[31m\n", "entry 1 is no package"),
+        (f"Package: {'a' * 200}\nVersion: 1\n", "entry 1 is no package"),
+    ],
+)
+def test_impossible_debian_package_refused(entry: str, expected: str) -> None:
+    assert list(debian.installed(entry)) == [expected]
+
+
+def test_licences_of_all_files_hold_together() -> None:
+    assert debian.licence(DEP5).spdx == "GPL-2.0-or-later AND MIT"
+    assert debian.licence(DEP5).stated == "GPL-2+, Expat"
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        (DEP5.replace("Expat", "public-domain"), "GPL-2+, public-domain"),
+        (DEP5.replace("GPL-2+\n The", "GPL-2+, with my changes\n The"), "GPL-2+, with my changes, Expat"),
+        ("This is free software.\nLicense: GPL-2+\n", ""),
+    ],
+)
+def test_doubtful_licence_is_no_expression(text: str, stated: str) -> None:
+    found = debian.licence(text)
+    assert (found.spdx, found.stated) == ("", stated)
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("License-Expression: apache-2.0 with llvm-exception", "Apache-2.0 WITH LLVM-exception"),
+        ("License-Expression: (MIT OR Apache-2.0) AND ISC", "(MIT OR Apache-2.0) AND ISC"),
+        ("License: BSD 3-Clause License", "BSD-3-Clause"),
+        ("License: UNKNOWN\nClassifier: License :: OSI Approved :: MIT License", "MIT"),
+        ("Classifier: License :: OSI Approved :: BSD License", ""),
+        ("License: BSD", ""),
+        ("License-Expression: MIT AND", ""),
+        ("License-Expression: (MIT", ""),
+        ("License-Expression: LLVM-exception", ""),
+        ("License-Expression: LicenseRef-mine", ""),
+        ("License-Expression: " + "MIT AND " * 1000 + "MIT", ""),
+    ],
+)
+def test_python_licence_by_its_fields(head: str, expected: str) -> None:
+    text = f"Metadata-Version: 2.4\nName: a\nVersion: 1\n{head}\n\nLicense: GPL, says the description"
+    found = python.package(f"{WHERE}/a-1.dist-info/METADATA", text)
+    assert found
+    assert found.licence.spdx == expected
+
+
+@pytest.mark.parametrize("text", ["GPL", "GPL-4", "GPL-2.1+", "", "MIT/X11", "GPL-2+ with OpenSSL exception"])
+def test_unclear_debian_short_name_refused(text: str) -> None:
+    assert licences.from_debian(text) == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{WHERE}/a-1.dist-info/METADATA",
+        f"{WHERE}/a-1.egg-info/PKG-INFO",
+        f"{WHERE}/a-1.egg-info",
+        f"{WHERE}/a-1.egg/EGG-INFO/PKG-INFO",
+        "opt/env/lib/python3.12/site-packages/a-1.dist-info/METADATA",
+    ],
+)
+def test_every_form_of_python_package_found(path: str) -> None:
+    (found,) = collected({path: "Name: A.b_c\nVersion: 1!2.0+cpu\n"}).packages
+    assert (found.name, found.version) == ("A.b_c", "1!2.0+cpu")
+    assert f"/{path}".startswith(f"{found.folder}/")
+
+
+def test_vendored_package_is_not_installed() -> None:
+    path = f"{WHERE}/setuptools/_vendor/wheel-1.dist-info/METADATA"
+    assert collected({path: "Name: wheel\nVersion: 1\n"}).packages == ()
+
+
+def test_name_of_file_stands_in_for_damaged_metadata() -> None:
+    files = {f"{WHERE}/a_b-1.5.dist-info/METADATA": b"\xff\xfe\0\0", f"{WHERE}/c-2.dist-info/METADATA": None}
+    found = collected(files)
+    assert [(one.name, one.version) for one in found.packages] == [("a_b", "1.5"), ("c", "2")]
+    assert found.left_out == (f"/{WHERE}/c-2.dist-info/METADATA: too large",)
+
+
+def test_package_with_no_name_at_all_left_out() -> None:
+    assert collected({f"{WHERE}/..-\x1b.dist-info/METADATA": "Name: ;rm\nVersion: 1\n"}).packages == ()
+
+
+def test_licence_found_through_links_of_the_image() -> None:
+    links = {
+        "usr/share/doc/curl": "/usr/share/doc/libcurl4",
+        "usr/share/doc/libcurl4/copyright": "../libcurl3/copyright",
+    }
+    files = {"var/lib/dpkg/status": STATUS, "usr/share/doc/libcurl3/copyright": DEP5}
+    by_name = {one.name: one for one in collected(files, links).packages}
+    assert by_name["curl"].licence.spdx == "GPL-2.0-or-later AND MIT"
+    assert by_name["adduser"].licence.spdx == ""
+
+
+@pytest.mark.parametrize("target", ["/usr/share/doc/curl", "../curl", "../../../../../../etc/passwd", "\0"])
+def test_link_that_leads_nowhere_gives_no_licence(target: str) -> None:
+    found = collected({"var/lib/dpkg/status": STATUS}, {"usr/share/doc/curl": target})
+    assert {one.licence.spdx for one in found.packages} == {""}
+
+
+def test_image_says_its_distribution() -> None:
+    release = 'NAME="Debian"\nID=debian\nVERSION_ID="12"\n'
+    found = collected({"usr/lib/os-release": release})
+    assert (found.distribution, found.release) == ("debian", "12")
+
+
+def test_distribution_with_escapes_is_not_repeated() -> None:
+    assert collected({"etc/os-release": 'ID="\x1b[31m"\nVERSION_ID=../../12\n'}).distribution == ""
+
+
+def test_distroless_list_of_packages_read() -> None:
+    files = {"var/lib/dpkg/status.d/tzdata": "Package: tzdata\nVersion: 2024a-0\nArchitecture: all\n"}
+    assert [one.name for one in collected(files).packages] == ["tzdata"]
+
+
+def test_foreign_manifest_is_named_and_left_out() -> None:
+    found = collected({"opt/imgkit/manifest.json": "[" * 100_000})
+    assert found.left_out == ("/opt/imgkit/manifest.json: not a manifest of imgkit",)
+    assert found.recipe == found.base == ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        DOCUMENT,
+        "opt/imgkit/a/b",
+        "etc/passwd",
+        "usr/share/doc/a/b/copyright",
+        "srv/usr/share/doc/a/copyright",
+        "var/lib/dpkg/status-old",
+        "var/lib/dpkg/status.d/tzdata.md5sums",
+        "root/METADATA",
+    ],
+)
+def test_other_files_are_not_read(path: str) -> None:
+    assert not InventoryCollector().wants(path)
