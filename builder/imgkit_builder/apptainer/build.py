@@ -100,7 +100,7 @@ def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> 
     context = pack(base.image)
     fresh = manifests.labels(
         context.manifest,
-        context_sha256=context.sha256,
+        context_sha256=context.label_sha256,
         created=manifests.time_of_build(context.source_date_epoch),
     )
     made = definitions.definition(request.recipe, base, fresh)

@@ -144,7 +144,7 @@ def _earlier(request: SifRequest, base: BaseImage, context: BuildContext) -> Bui
         request,
         base,
         lambda sif, record: (
-            record.route != "flatten" and start.labels(sif).get(CONTEXT_LABEL) == context.sha256
+            record.route != "flatten" and start.labels(sif).get(CONTEXT_LABEL) == context.label_sha256
         ),
     )
 
@@ -240,7 +240,7 @@ class _Follower(BuildFollower):
 def _run(buildah: Buildah, ref: str, context: BuildContext, secrets: SecretValues, place: Place) -> str:
     """Run the steps, and return the image's id."""
     created = manifests.time_of_build(context.source_date_epoch)
-    values = manifests.labels(context.manifest, context_sha256=context.sha256, created=created)
+    values = manifests.labels(context.manifest, context_sha256=context.label_sha256, created=created)
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + labels.instruction(values)
     files.put(buildah.folder / "Dockerfile", dockerfile)
     place.log.write(dockerfile)

@@ -30,7 +30,7 @@ def created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> 
     if context.source_date_epoch is None and not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
         old = None if fresh else find(engine, tag)
         # The context contains the manifest, hence the base's id: an equal context means an equal base.
-        if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
+        if old and old.labels.get(CONTEXT_LABEL) == context.label_sha256 and old.labels.get(CREATED_LABEL):
             return old.labels[CREATED_LABEL]
     return time_of_build(context.source_date_epoch)
 

@@ -10,12 +10,13 @@ twice, once for the sha256 and once while they are sent, and never kept in memor
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import io
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -30,7 +31,7 @@ from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.recipe import portable, requirements
-from imgkit_builder.recipe.lock import LockedDeb, LockedWheel
+from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedWheel
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -49,6 +50,8 @@ class BuildContext:
     members: tuple[TarMember, ...]
     sha256: str
     """Digest of the whole tar."""
+    label_sha256: str
+    """The digest in the image's label: `sha256`; where there is a lock, one without the recipe's place."""
     size_bytes: int
     code: Packed = field(default_factory=Packed)
     """The user's code among `members`."""
@@ -120,10 +123,11 @@ def pack(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=base,
+        base=_as_locked(base, recipe.lock.base) if recipe.lock else base,
         platform=platform,
         wheel_sha256=wheel.sha256,
-        revision=revision,
+        # Two builds of a lock are equal, also outside of a git repository.
+        revision="" if recipe.lock else revision,
     )
     packed = [
         members.file("Dockerfile", dockerfile.encode()),
@@ -179,9 +183,26 @@ def sealed(
         members=tuple(packed),
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
+        label_sha256=digest.hexdigest()
+        if source_date_epoch is None
+        else _without_comments(packed, dockerfile),
         code=code or Packed(),
         source_date_epoch=source_date_epoch,
     )
+
+
+def _as_locked(base: BaseImage, lock: LockedBase) -> BaseImage:
+    """`base` with the digest of the lock: some engines invent one for an image that came from no registry."""
+    return dataclasses.replace(base, digest=lock.exact if lock.digest else "", id=lock.id or base.id)
+
+
+def _without_comments(packed: Sequence[TarMember], dockerfile: str) -> str:
+    """Digest of everything in a context but the Dockerfile's comments, which name the recipe's file."""
+    lines = dockerfile.splitlines(keepends=True)
+    digest = hashlib.sha256("".join(line for line in lines if not line.startswith("#")).encode())
+    for chunk in members.tar([one for one in packed if one.name != "Dockerfile"]):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_code(recipe: Recipe) -> None:

@@ -119,6 +119,8 @@ class Layers:
     uses_secrets: bool
     """Whether a step needs a builder that knows secrets."""
     base: Text
+    clock: tuple[KeyValue, ...]
+    """Variables of every step of a locked build, which the image does not keep."""
     ca: Authorities | None
     apt: Text | None
     apt_files: ContextFile | None

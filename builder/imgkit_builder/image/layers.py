@@ -71,6 +71,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         platform=platform or image.platforms[0],
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
+        clock=_clock(recipe),
         ca=_ca(recipe),
         apt=_apt(recipe),
         apt_files=_locked(f"imgkit/{locked_steps.APT}") if recipe.lock and recipe.lock.apt else None,
@@ -158,6 +159,14 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     if override in (None, recipe.image.base):
         return Text(origin=stated, text=recipe.image.base)
     return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
+
+
+def _clock(recipe: Recipe) -> tuple[KeyValue, ...]:
+    """Let Python write byte code with the hash of its source, and every program the time of the lock."""
+    if recipe.lock is None:
+        return ()
+    variables = {"SOURCE_DATE_EPOCH": str(recipe.lock.source_date_epoch), "PYTHONHASHSEED": "0"}
+    return _entries(variables)
 
 
 def _ca(recipe: Recipe) -> Authorities | None:

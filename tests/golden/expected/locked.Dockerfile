@@ -4,6 +4,11 @@
 # locked.yaml:3
 FROM nvcr.io/nvidia/pytorch@sha256:bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
 
+# imgkit: for every step of a locked build, so that two of them write the same bytes; the image does not keep it
+ARG SOURCE_DATE_EPOCH=1700000000
+# imgkit: for every step of a locked build, so that two of them write the same bytes; the image does not keep it
+ARG PYTHONHASHSEED=0
+
 # locked.yaml:4
 COPY ["imgkit/locked-apt/", "/opt/imgkit/locked-apt/"]
 # locked.yaml:4

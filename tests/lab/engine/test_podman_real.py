@@ -82,7 +82,8 @@ def context(*steps: str, copied: bytes = b"1") -> BuildContext:
             revision="",
         ),
         members=members,
-        sha256=hashlib.sha256(b"".join(tar(members))).hexdigest(),
+        sha256=(digest := hashlib.sha256(b"".join(tar(members))).hexdigest()),
+        label_sha256=digest,
         size_bytes=0,
     )
 
