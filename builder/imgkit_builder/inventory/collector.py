@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from imgkit_builder.image import manifest
 from imgkit_builder.image.manifest import BaseImage, Manifest
-from imgkit_builder.inventory import debian, python
+from imgkit_builder.inventory import debian, lock_entries, python
+from imgkit_builder.inventory.lock_entries import Key, LockEntry
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
 from imgkit_entrypoints.errors import UsageError
 
@@ -31,6 +32,7 @@ _MOST_TEXT_BYTES = 2 << 20
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
 _MOST_HOPS = 8
+_LOCK = f"{BAKED}/lock.toml"
 _STATUS = "var/lib/dpkg/status"
 _STATUS_FOLDER = "var/lib/dpkg/status.d/"
 _RELEASES = ("etc/os-release", "usr/lib/os-release")
@@ -54,6 +56,7 @@ class InventoryCollector:
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
+        self._locked: dict[Key, LockEntry] = {}
         self._left_out: set[str] = set()
 
     def wants(self, path: str) -> bool:
@@ -101,7 +104,7 @@ class InventoryCollector:
         """What the files so far say about an image for `arch`, made at `created_s`."""
         release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
         base = self._manifest.base if self._manifest else BaseImage(name="")
-        packages = {*self._debian(), *self._pythons()}
+        packages = {self._with_origin(one) for one in (*self._debian(), *self._pythons())}
         return Inventory(
             recipe=self._manifest.recipe if self._manifest else "",
             base=base.name,
@@ -131,6 +134,8 @@ class InventoryCollector:
                 self._manifest = manifest.from_json(data.decode())
             except (ValueError, UsageError):
                 self._leave_out(path, "not a manifest of imgkit")
+        elif path == _LOCK:
+            self._locked = lock_entries.entries(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:
         for one in debian.installed(text):
@@ -177,6 +182,13 @@ class InventoryCollector:
             kept[path] = value
         else:
             self._leave_out(posixpath.dirname(path), f"more than {_MOST_PACKAGES} files of this kind")
+
+    def _with_origin(self, one: Package) -> Package:
+        """The package with what the lock says about its file."""
+        deb = lock_entries.deb_key(one.name, one.version, one.architecture)
+        key = deb if one.kind == "deb" else lock_entries.pypi_key(one.name, one.version)
+        known = self._locked.get(key)
+        return dataclasses.replace(one, sha256=known.sha256, url=known.url) if known else one
 
     def _leave_out(self, path: str, why: str) -> None:
         if len(self._left_out) < 2 * _MOST_LEFT_OUT:

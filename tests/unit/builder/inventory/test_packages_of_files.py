@@ -5,6 +5,8 @@ import pytest
 from imgkit_builder.inventory import debian, licences, python
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory, Package
+from imgkit_builder.recipe import lock_file
+from imgkit_builder.recipe.lock import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel, LockRequest
 
 STATUS = """\
 Package: curl
@@ -178,6 +180,65 @@ def test_distribution_with_escapes_is_not_repeated() -> None:
 def test_distroless_list_of_packages_read() -> None:
     files = {"var/lib/dpkg/status.d/tzdata": "Package: tzdata\nVersion: 2024a-0\nArchitecture: all\n"}
     assert [one.name for one in collected(files).packages] == ["tzdata"]
+
+
+LOCK = Lock(
+    recipe="mine",
+    imgkit="1",
+    platforms=(
+        LockedPlatform(
+            platform="linux/amd64",
+            source_date_epoch=7,
+            request=LockRequest(base="a:1"),
+            base=LockedBase(name="a:1"),
+            apt=(
+                LockedDeb(
+                    name="curl",
+                    version="1:7.88.1-10+deb12u8",
+                    architecture="amd64",
+                    file="curl.deb",
+                    url="https://deb.example.org/curl.deb",
+                    sha256="ab" * 32,
+                    size_bytes=1,
+                ),
+            ),
+            pip=(LockedWheel(step=0, name="a-b-c", version="1", file="a.whl", sha256="cd" * 32),),
+        ),
+    ),
+)
+
+
+def test_locked_files_have_digest_and_place() -> None:
+    found = collected(
+        {
+            "opt/imgkit/lock.toml": lock_file.text(LOCK),
+            "var/lib/dpkg/status": STATUS,
+            f"{WHERE}/a-1.dist-info/METADATA": "Name: A.b_c\nVersion: 1\n",
+            f"{WHERE}/d-1.dist-info/METADATA": "Name: d\nVersion: 1\n",
+        }
+    )
+    origins = {one.name: (one.sha256, one.url) for one in found.packages}
+    assert origins == {
+        "curl": ("ab" * 32, "https://deb.example.org/curl.deb"),
+        "adduser": ("", ""),
+        "A.b_c": ("cd" * 32, ""),
+        "d": ("", ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("part", "damage"), [("ab" * 32, "xy" * 32), ('"curl"', '"curl'), ("[[platforms.apt]]", "[[other.apt]]")]
+)
+def test_damaged_lock_gives_no_digest(part: str, damage: str) -> None:
+    text = lock_file.text(LOCK).replace(part, damage)
+    found = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
+    assert {one.sha256 for one in found.packages} == {""}
+
+
+def test_place_that_is_no_url_is_not_repeated() -> None:
+    text = lock_file.text(LOCK).replace("https://deb", "file://deb")
+    found = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
+    assert {one.url for one in found.packages} == {""}
 
 
 def test_foreign_manifest_is_named_and_left_out() -> None:
