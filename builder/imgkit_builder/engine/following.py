@@ -93,7 +93,9 @@ class BuildFollower:
         return type(error)(error.what, where=self._origin(line), hint=hint)
 
     def _advice(self, error: ImgkitError) -> str:
-        return error.hint or hint_for("\n".join(self._tail)) or ""
+        # A script of imgkit's own has said what helps.
+        said = any("imgkit: " in line for line in self._tail)
+        return error.hint or ("" if said else hint_for("\n".join(self._tail))) or ""
 
     def _line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.

@@ -32,7 +32,6 @@ from imgkit_builder.image.instructions import (
 )
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
 from imgkit_entrypoints.errors import UsageError
-from imgkit_recipes import FOLDER
 
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
 # the time of the installation, and a delta would have all of it after each change. The hash of a source
@@ -62,12 +61,11 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         if re.search(r"[\n\r\0]", value):
             found = f"{'.'.join(map(str, path))}: a line end or NUL"
             refuse(found, "a Dockerfile", recipe.where(*path), "write it on one line")
-    shipped = recipe.file.parent == FOLDER
     wheel_name = wheel.file_name()
     return Layers(
         name=recipe.name,
         file=recipe.file.name,
-        reference=recipe.name if shipped else shlex.quote(recipe.file.name),
+        reference=shlex.quote(recipe.reference),
         platform=platform or image.platforms[0],
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
@@ -198,7 +196,7 @@ def _apt(recipe: Recipe) -> Text | None:
         return None
     stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
     if recipe.lock:
-        return Text(origin=stated, text=locked_steps.apt_command())
+        return Text(origin=stated, text=locked_steps.apt_command(recipe))
     parts = (
         "apt-get update",
         "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import time
 from urllib.parse import urlsplit
 
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile
 from imgkit_builder.image.manifest import EPOCH_LABEL
-from imgkit_builder.recipe import requirements
+from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.lock import LockedDeb, LockedPlatform, LockedWheel
 from imgkit_builder.recipe.model import Recipe
 
@@ -44,10 +45,11 @@ def labels(lock: LockedPlatform, text: str) -> dict[str, str]:
     }
 
 
-def apt_command() -> str:
+def apt_command(recipe: Recipe) -> str:
     """The command of the locked apt step."""
     folder = f"{INSIDE}/{APT}"
-    parts = (f"sh {folder}/{SCRIPT}", "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder}")
+    script = shlex.join(("sh", f"{folder}/{SCRIPT}", recipe.reference, _lock(recipe)))
+    parts = (script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder}")
     return f"{NEXT}&& ".join(parts)
 
 
@@ -81,7 +83,7 @@ def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
     """The folder of the wheels of step `number` that lie on this machine."""
     if not any(one.file in recipe.kept for one in wheels(recipe, number)):
         return None
-    member = f"locked-pip/{number}"
+    member = f"locked-pip-{number}"
     return ContextFile(member=f"imgkit/{member}", path=f"{INSIDE}/{member}")
 
 
@@ -92,6 +94,20 @@ def pip_options(recipe: Recipe, number: int) -> str:
         return PIP_OPTIONS
     whole = all(one.file in recipe.kept for one in wheels(recipe, number))
     return f"{PIP_OPTIONS}{' --no-index' if whole else ''}{NEXT}    --find-links {kept.path}"
+
+
+def pip_advice(recipe: Recipe) -> str:
+    """The end of a locked pip step, which says what helps where the step fails."""
+    text = (
+        "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
+        f"{recipe.reference} --upgrade, or put the wheel into {_lock(recipe)}.files/ (imgkit lock "
+        f"{recipe.reference} --keep stores all of them there)"
+    )
+    return f"{NEXT}|| {{ echo {shlex.quote(text)} >&2; exit 1; }}"
+
+
+def _lock(recipe: Recipe) -> str:
+    return f"{recipe.name}{lock_file.SUFFIX}"
 
 
 def requirements_text(recipe: Recipe, number: int) -> str:

@@ -81,6 +81,8 @@ def command(recipe: Recipe, number: int, step: PipStep, *, pip: str = "python3 -
         text += f"{NEXT}    --requirement {requirements.path}"
     if not recipe.lock:
         text += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
+    if recipe.lock:
+        text += locked_steps.pip_advice(recipe)
     if kept:
         text += f"{NEXT}&& rm -rf {kept.path}"
     return PipCommand(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from imgkit_builder.recipe.lock import LockedPlatform
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
 from imgkit_entrypoints.system import SystemFacts
+from imgkit_recipes import FOLDER
 
 __all__ = [
     "BuildSecret",
@@ -191,6 +192,11 @@ class Recipe:
     """`lock` as the content of a lock file."""
     kept: Mapping[str, Path] = field(default_factory=dict)
     """Packages of `lock` that lie on this machine, by the names of their files."""
+
+    @property
+    def reference(self) -> str:
+        """The word for it on a command line in its folder: the name of a shipped recipe, else the file."""
+        return self.name if self.file.parent == FOLDER else self.file.name
 
     def where(self, *path: str | int) -> str:
         """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""

@@ -12,7 +12,7 @@ ARG PYTHONHASHSEED=0
 # locked.yaml:4
 COPY ["imgkit/locked-apt/", "/opt/imgkit/locked-apt/"]
 # locked.yaml:4
-RUN sh /opt/imgkit/locked-apt/install-locked.sh \
+RUN sh /opt/imgkit/locked-apt/install-locked.sh locked.yaml locked.lock \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /opt/imgkit/locked-apt
 
@@ -28,19 +28,21 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --extra-index-url https://index.example.org/simple \
         --require-hashes --no-deps --only-binary=:all: \
-        --requirement /opt/imgkit/requirements-0.txt
+        --requirement /opt/imgkit/requirements-0.txt \
+    || { echo 'imgkit: where an index no longer has a wheel of the lock: imgkit lock locked.yaml --upgrade, or put the wheel into locked.lock.files/ (imgkit lock locked.yaml --keep stores all of them there)' >&2; exit 1; }
 
 # locked.yaml:8
 COPY ["imgkit/requirements-1.txt", "/opt/imgkit/requirements-1.txt"]
 # locked.yaml:8
-COPY ["imgkit/locked-pip/1/", "/opt/imgkit/locked-pip/1/"]
+COPY ["imgkit/locked-pip-1/", "/opt/imgkit/locked-pip-1/"]
 # locked.yaml:8
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --require-hashes --no-deps --only-binary=:all: \
-        --find-links /opt/imgkit/locked-pip/1 \
+        --find-links /opt/imgkit/locked-pip-1 \
         --requirement /opt/imgkit/requirements-1.txt \
-    && rm -rf /opt/imgkit/locked-pip/1
+    || { echo 'imgkit: where an index no longer has a wheel of the lock: imgkit lock locked.yaml --upgrade, or put the wheel into locked.lock.files/ (imgkit lock locked.yaml --keep stores all of them there)' >&2; exit 1; } \
+    && rm -rf /opt/imgkit/locked-pip-1
 
 # imgkit: ignore packages in the host's ~/.local
 ENV PYTHONNOUSERSITE="1"
