@@ -24,6 +24,7 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/sif/namespace.py": "files of the kernel",
     "builder/imgkit_builder/apptainer/build.py": PRIVATE,
     "builder/imgkit_builder/buildah/build.py": PRIVATE,
+    "builder/imgkit_builder/image/uv_inside.py": "it runs in the base",
     "builder/imgkit_builder/image/members.py": PRIVATE,
     "builder/imgkit_builder/recipe/whole.py": PRIVATE,
     "builder/imgkit_builder/signing/keys.py": PRIVATE,

@@ -297,6 +297,9 @@ def _locked(recipe: Recipe) -> Iterator[TarMember]:
         yield members.file(f"{folder}/{locked_steps.SCRIPT}", script)
         yield members.file(f"{folder}/{locked_steps.PACKAGES}", locked_steps.packages(recipe).encode())
         yield from _kept(recipe, folder, recipe.lock.apt)
+    if wheels := uv_step.kept(recipe):
+        yield members.folder(uv_step.KEPT.member)
+        yield from _kept(recipe, uv_step.KEPT.member, wheels)
     for number in range(len(recipe.image.pip)):
         wheels = locked_steps.wheels(recipe, number)
         if wheels:

@@ -46,6 +46,8 @@ class UvCommand:
 
     origin: str
     files: tuple[ContextFile, ...]
+    kept: ContextFile | None
+    """The folder of its wheels, where all of them lie on this machine."""
     command: str
 
 

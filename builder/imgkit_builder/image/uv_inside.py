@@ -1,8 +1,9 @@
 """Runs inside the base: chooses what a project's uv.lock adds to it, or says what does not fit together.
 
-``python3 uv_inside.py LOCK.json FOLDER`` reads what ``image/uv_step.py`` wrote. It writes ``FOLDER/uv.txt``
-(requirements with hashes) and ``FOLDER/uv.html`` (links to exactly these wheels) for pip, and adds the locked
-versions to ``FOLDER/constraint.txt``, so that later pip steps keep them. ``--json`` prints the wheels too.
+``python3 uv_inside.py LOCK.json FOLDER [CHOSEN.json]`` reads what ``image/uv_step.py`` wrote. It
+writes ``FOLDER/uv.txt`` (requirements with hashes) and ``FOLDER/uv.html`` (links to exactly these wheels) for
+pip. It adds the locked versions to ``FOLDER/constraint.txt``, so that later pip steps keep them.
+``CHOSEN.json`` gets the wheels.
 
 Notes
 -----
@@ -23,6 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PAGE = "<!DOCTYPE html>"
+"""The beginning of a page of links."""
+
 
 def main(argv: list[str]) -> int:
     """Do all of it; the exit code is 1 where lock and base do not fit together."""
@@ -41,9 +45,10 @@ def main(argv: list[str]) -> int:
     for note in chosen.notes:
         print(note)
     write(Path(argv[1]), chosen)
+    if argv[2:]:
+        Path(argv[2]).parent.mkdir(parents=True, exist_ok=True)
+        Path(argv[2]).write_text(json.dumps(chosen.wheels), encoding="utf-8")
     print(f"uv.lock: {len(chosen.wheels)} packages to install, {chosen.as_in_base} as in the base")
-    if "--json" in argv:
-        print("IMGKIT-UV " + json.dumps(chosen.wheels))
     return 0
 
 
@@ -202,18 +207,23 @@ class UvChoice:
         return min((self._tags.get(tag, len(self._tags)) for tag in tags), default=len(self._tags))
 
 
+def requirement(wheel: dict[str, str]) -> str:
+    """The line of a requirements file for one wheel."""
+    return f"{wheel['name']}=={wheel['version']} --hash=sha256:{wheel['sha256']}"
+
+
+def link(wheel: dict[str, str]) -> str:
+    """The line of a page of links for one wheel."""
+    # Not name @ URL: pip would record the address of every wheel in the image.
+    return f'<a href="{html.escape(wheel["url"])}#sha256={wheel["sha256"]}">{html.escape(wheel["file"])}</a>'
+
+
 def write(folder: Path, chosen: UvChoice) -> None:
     """Write the files for pip."""
-    lines = [f"{one['name']}=={one['version']} --hash=sha256:{one['sha256']}" for one in chosen.wheels]
-    # Not name @ URL: pip would record the address of every wheel in the image.
-    links = [
-        f'<a href="{html.escape(one["url"])}#sha256={one["sha256"]}">{html.escape(one["file"])}</a>'
-        for one in chosen.wheels
-    ]
     pinned = [f"{name}=={version}" for name, version in sorted(chosen.versions.items())]
     for name, mode, text in (
-        ("uv.txt", "w", lines),
-        ("uv.html", "w", ["<!DOCTYPE html>", *links]),
+        ("uv.txt", "w", map(requirement, chosen.wheels)),
+        ("uv.html", "w", [PAGE, *map(link, chosen.wheels)]),
         ("constraint.txt", "a", pinned),
     ):
         with (folder / name).open(mode, encoding="utf-8") as stream:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from imgkit_builder.lock.failures import Failure, Unresolved
-from imgkit_builder.recipe.lock import LockedDeb, LockedWheel
+from imgkit_builder.recipe.lock import UV_STEP, LockedDeb, LockedWheel
 from imgkit_builder.recipe.uv_lock import canonical
 from imgkit_entrypoints import json_text
 
@@ -75,6 +75,17 @@ def _digest_at(digests: Mapping[str, str], url: str) -> str:
     # The same version in two archives has two records; a path in an archive is the end of its URL.
     path = unquote(urlsplit(url).path)
     return next((sha256 for file, sha256 in digests.items() if path.endswith(f"/{file}")), "")
+
+
+def uv_wheels(text: str) -> tuple[LockedWheel, ...]:
+    """The wheels of a uv project in `text`, which ``image/uv_inside`` wrote, sorted by name.
+
+    Raises
+    ------
+    ValueError : `text` is none of it.
+    """
+    found = (json_text.typed(LockedWheel(step=UV_STEP, **one)) for one in json_text.parse(text))
+    return tuple(sorted(found, key=lambda one: canonical(one.name)))
 
 
 def wheels(text: str, step: int, files: Mapping[str, BaseFile]) -> tuple[LockedWheel, ...]:

@@ -24,7 +24,7 @@ from imgkit_recipes import FOLDER
 PLACE = f"{INSIDE}/lock"
 """The folder of the questions and answers in the base."""
 OUT = f"{PLACE}/out"
-APT_JSON, FAILED_JSON = "apt.json", "failed.json"
+APT_JSON, UV_JSON, FAILED_JSON = "apt.json", "uv.json", "failed.json"
 _MEMBER = "imgkit/lock"
 _SCRIPTS = ("inside_apt.py", "inside_pip.py")
 
@@ -69,8 +69,7 @@ def pack(
     packages = "".join(f"{NEXT}    {shlex.quote(one)}" for one in recipe.image.apt)
     made = dataclasses.replace(
         made,
-        # A uv project is pinned by its own lock: the pip steps below only have to meet what it installs.
-        uv=made.uv if recipe.image.pip else None,
+        uv=uv_step.question(recipe, f"{OUT}/{UV_JSON}", keep=f"{OUT}/files" if wishes.keep else ""),
         apt=made.apt and dataclasses.replace(made.apt, text=f"python3 {PLACE}/{_SCRIPTS[0]}{packages}"),
         pip=tuple(
             pip_steps.command(recipe, number, step, pip=f"python3 {PLACE}/{_SCRIPTS[1]} {number}")

@@ -29,7 +29,7 @@ from imgkit_builder.sif import compression, mksquashfs
 from imgkit_entrypoints.errors import ToolFailed
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
-_REPORT = re.compile(r"(apt|failed|pip-\d+)\.json")
+_REPORT = re.compile(r"(apt|uv|failed|pip-\d+)\.json")
 
 
 def resolve(
@@ -60,7 +60,7 @@ def resolve(
     context = order.pack(recipe, request, base, old=old, wishes=wishes, kept=kept)
     secret_values.refuse_in(context, values)
     log = ""
-    if request.apt or request.pip:
+    if request.apt or request.uv or request.pip:
         tag = f"imgkit-lock:{secrets.token_hex(6)}"
         try:
             # Nothing from a cache: an index may have changed since.
@@ -139,12 +139,15 @@ def _read(folder: Path, request: LockRequest, *, hide: Callable[[str], str]) -> 
         request=request,
         base=LockedBase(name=request.base),
         apt=answers.debs(debs) if debs else (),
-        pip=tuple(
-            wheel
-            for number in range(len(request.pip))
-            for wheel in answers.wheels(
-                (folder / order.report_member(number)).read_text(encoding="utf-8"), number, stored
-            )
+        pip=(
+            *(answers.uv_wheels((folder / order.UV_JSON).read_text(encoding="utf-8")) if request.uv else ()),
+            *(
+                wheel
+                for number in range(len(request.pip))
+                for wheel in answers.wheels(
+                    (folder / order.report_member(number)).read_text(encoding="utf-8"), number, stored
+                )
+            ),
         ),
     )
 

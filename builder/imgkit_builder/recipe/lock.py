@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 SCHEMA = 1
+UV_STEP = -1
+"""The step of the wheels of a uv project, which come before those of the pip steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class LockRequest:
     apt: tuple[str, ...] = ()
     constraints: tuple[str, ...] = ("keep",)
     """The policy, and behind ``drop`` the names."""
+    uv: str = ""
+    """Digest of the project's uv.lock with the chosen extras and groups; empty without a uv project."""
     pip: tuple[LockedStep, ...] = ()
 
 
@@ -78,7 +82,7 @@ class LockedWheel:
     """One wheel that a pip step installs."""
 
     step: int
-    """Number of the step, from 0."""
+    """Number of the step, from 0, or `UV_STEP`."""
     name: str
     version: str
     file: str

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.recipe import toml_text
-from imgkit_builder.recipe.lock import SCHEMA, Lock, LockedDeb, LockedPlatform, LockedWheel
+from imgkit_builder.recipe.lock import SCHEMA, UV_STEP, Lock, LockedDeb, LockedPlatform, LockedWheel
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
 from imgkit_builder.recipe.rules import PLATFORMS
@@ -246,7 +246,8 @@ def _check_values(lock: Lock, found: _Faults) -> None:
             _check_package(deb, ".deb", (*path, "apt", index), found)
         for index, wheel in enumerate(part.pip):
             _check_package(wheel, ".whl", (*path, "pip", index), found)
-            if not 0 <= wheel.step < len(part.request.pip):
+            first = UV_STEP if part.request.uv else 0
+            if not first <= wheel.step < len(part.request.pip):
                 found.add((*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request")
             if not (wheel.url or wheel.kept):
                 found.add((*path, "pip", index, "url"), "is missing, and the wheel is not a kept one")

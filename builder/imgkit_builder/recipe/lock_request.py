@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,11 @@ from dataclasses import dataclass
 
 from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.lock import LockedStep, LockRequest
-from imgkit_builder.recipe.model import PipStep, Recipe
+from imgkit_builder.recipe.model import PipStep, Recipe, UvProject
 from imgkit_builder.recipe.problems import KeyPath
+from imgkit_builder.recipe.uv_lock import UV_LOCK
+
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +39,18 @@ def of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
         base=base or image.base,
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
+        uv=_uv(image.uv) if image.uv else "",
         pip=tuple(_step(one) for one in image.pip),
     )
+
+
+def _uv(uv: UvProject) -> str:
+    """The digest of what a lock takes from a uv project."""
+    lock = uv.project / UV_LOCK
+    # A recipe out of an image comes without the files that it names; its lock is whole without them.
+    content = lock.read_bytes() if lock.is_file() else None
+    words = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
+    return _UNKNOWN if content is None else hashlib.sha256(content + words.encode()).hexdigest()
 
 
 def options_of(step: PipStep) -> tuple[str, ...]:
@@ -75,6 +89,11 @@ def difference(now: LockRequest, locked: LockRequest) -> Difference | None:
     if now.constraints != locked.constraints:
         words = (" ".join(one.constraints) for one in (now, locked))
         return Difference(path=("image", "constraints"), what="constraints: {}, and was {}".format(*words))
+    if now.uv not in (locked.uv, _UNKNOWN):
+        said = (
+            "uv.lock, or the chosen extras and groups, have changed" if now.uv else "there is no uv project"
+        )
+        return Difference(path=("image", "uv"), what=said)
     for number, (new, old) in enumerate(zip(now.pip, locked.pip, strict=False)):
         path: KeyPath = ("image", "pip", number)
         found = (
