@@ -57,7 +57,7 @@ def installed() -> dict[str, str]:
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions():
         name = one.metadata["Name"]
-        if name:
+        if name and one.version:
             found.setdefault(canonical(name), one.version)
     return found
 
@@ -150,7 +150,7 @@ class UvChoice:
                 self.notes.append(f"{name}: the base's {has} stays in place of {version}")
             return False
         self.versions[name] = version
-        if has and self._versions.Version(has) == self._versions.Version(version):
+        if has and self._is_same(has, version):
             self.as_in_base += 1
             return True
         if name in self._constrained:
@@ -163,6 +163,13 @@ class UvChoice:
 
     def _is_protected(self, name: str) -> bool:
         return bool(re.fullmatch(self._lock["protected"], name, re.IGNORECASE))
+
+    def _is_same(self, has: str, version: str) -> bool:
+        # A distribution package may have a version that is none of PEP 440.
+        try:
+            return bool(self._versions.Version(has) == self._versions.Version(version))
+        except ValueError:
+            return has == version
 
     def _release(self, version: str) -> Any:
         """The version 2.3.0 for ``2.3.0a0+nv24.03``."""

@@ -162,7 +162,7 @@ def _package(about: Mapping[str, Any], listed: list[dict[str, Any]]) -> UvPackag
     return UvPackage(
         name=about["name"],
         version=about.get("version", ""),
-        source=f"{_ELSEWHERE[kind]} {place.partition('#')[0]}" if kind in _ELSEWHERE else "",
+        source=f"{_ELSEWHERE[kind]} {_public(place)}" if kind in _ELSEWHERE else "",
         wheels=tuple(_wheel(one, about["name"]) for one in wheels if "url" in one and "linux" in _tags(one)),
         needs=tuple(_needs(about.get("dependencies", ()), listed)),
         extras={
@@ -170,6 +170,11 @@ def _package(about: Mapping[str, Any], listed: list[dict[str, Any]]) -> UvPackag
             for extra, needs in about.get("optional-dependencies", {}).items()
         },
     )
+
+
+def _public(place: str) -> str:
+    """`place` without the commit, and without credentials, which must not reach the image."""
+    return re.sub(r"://[^/@]*@", "://", place.partition("#")[0])
 
 
 def _tags(wheel: Mapping[str, Any]) -> str:

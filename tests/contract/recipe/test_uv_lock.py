@@ -131,14 +131,19 @@ def test_package_without_wheel_is_named(edited: Edit) -> None:
 
 def test_git_source_is_named(edited: Edit) -> None:
     old = 'name = "einops"\nversion = "0.8.0"\nsource = { registry = "https://index.example.org/simple" }'
-    git = 'name = "einops"\nversion = "0.8.0"\nsource = { git = "https://example.org/einops?rev=main#0123" }'
+    git = 'name = "einops"\nversion = "0.8.0"\nsource = { git = "https://me:x@example.org/e?rev=main#01" }'
     file = edited(old=old, new=git)
     lock = file.parent / "my-project" / "uv.lock"
     lock.write_text(
         re.sub(r'(name = "einops"\n(?:.*\n){2}(?:sdist.*\n)?)wheels = \[\n.*\n\]\n', r"\1", lock.read_text())
     )
     ((what, _),) = chosen(SAME_TORCH, recipe=file).problems
-    assert what == "einops 0.8.0 comes from git https://example.org/einops?rev=main (wanted by my-project)"
+    assert what == "einops 0.8.0 comes from git https://example.org/e?rev=main (wanted by my-project)"
+
+
+def test_odd_version_of_the_base_is_replaced(edited: Edit) -> None:
+    choice = chosen({**SAME_TORCH, "einops": "0.8.0-unknown"}, recipe=edited())
+    assert "einops" in {one["name"] for one in choice.wheels}
 
 
 def test_python_that_the_lock_excludes(edited: Edit) -> None:
