@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.lock.changes import Change
     from imgkit_builder.lock.order import Wishes
-    from imgkit_builder.recipe.lock import Lock, LockedPlatform, LockRequest
+    from imgkit_builder.recipe.lock import LockedPlatform, LockRequest
     from imgkit_builder.recipe.model import Recipe
 
 SCHEMA = 1
@@ -163,18 +163,16 @@ def _request(recipe: Recipe, base: str | None) -> LockRequest:
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
     from imgkit_builder.base.platform import host_platform
     from imgkit_builder.engine import choose_platform
-    from imgkit_builder.recipe import lock_file, lock_request
+    from imgkit_builder.recipe import lock_file, lock_follow
 
     file = lock_file.beside(recipe)
     target = choose_platform(recipe, wanted=platform, host=host_platform())
-    lock: Lock | None = lock_file.read(file) if file.exists() else None
-    part = lock.of(target) if lock else None
-    if part is None:
-        why = f"{file}: there is no lock for {target}"
-    else:
-        differs = lock_request.difference(_request(recipe, base), part.request)
-        why = f"{recipe.where(*differs.path)}: {differs.what}" if differs else ""
-    text = f"{why}\n  -> imgkit lock {recipe.file.name}" if why else f"{file} fits the recipe on {target}"
+    why = ""
+    try:
+        lock_follow.follow(recipe, platform=target, base=base, required=True)
+    except UsageError as error:
+        why = str(error)
+    text = why or f"{file} fits the recipe on {target}"
     data = {"schema": SCHEMA, "file": str(file), "platform": target, "current": not why, "why": why or None}
     show(data, text, as_json=as_json)
     if why:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from imgkit_builder.image.pip_steps import PROTECTED
+from imgkit_builder.recipe import lock_follow
 from imgkit_builder.recipe.model import PipStep, Recipe
 from imgkit_builder.recipe.problems import KeyPath
 from imgkit_entrypoints import json_text
@@ -65,7 +66,7 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
     where = place(recipe, failure)
     said = "\n".join(lines(failure.output))
     quoted = f"its words:\n{said}\nfull log: {log}" if said else f"full log: {log}"
-    keep = f"imgkit lock {recipe.file.name} --keep"
+    keep = f"{lock_follow.command(recipe)} --keep"
     match failure.kind:
         case "source":
             return UsageError(

@@ -7,16 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from imgkit_builder import __version__
-from imgkit_builder.recipe import lock_file
+from imgkit_builder.recipe import lock_file, lock_follow
 from imgkit_builder.recipe.lock import Lock, LockedPlatform
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
-
-
-def folder_of(file: Path) -> Path:
-    """The folder of the kept files of the lock `file`: ``mine.lock.files``."""
-    return file.with_name(f"{file.name}.files")
 
 
 def kept(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
@@ -26,7 +21,9 @@ def kept(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
     ------
     UsageError : one is missing.
     """
-    found = {one.file: folder_of(file) / one.file for one in (part.pip if part else ()) if one.kept}
+    found = {
+        one.file: lock_follow.kept_folder(file) / one.file for one in (part.pip if part else ()) if one.kept
+    }
     for name, path in found.items():
         if not path.is_file():
             raise UsageError(
@@ -49,13 +46,13 @@ def write(recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, ma
     lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
     if made is not None:
-        _store(folder_of(file), made, part.digests)
+        _store(lock_follow.kept_folder(file), made, part.digests)
     hint = "choose a folder that this user may write to"
     with files.replacing(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(lock_file.text(new).encode())
     named = {name for one in new.platforms for name in one.digests}
     for name in {name for one in lock.platforms for name in one.digests} - named:
-        (folder_of(file) / name).unlink(missing_ok=True)
+        (lock_follow.kept_folder(file) / name).unlink(missing_ok=True)
 
 
 def _store(folder: Path, made: Path, digests: Mapping[str, str]) -> None:

@@ -36,7 +36,7 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
     if not file.exists():
         if required:
             raise UsageError(
-                f"{recipe.name} has no lock", where=str(shown(file)), hint=f"make it: {_command(recipe)}"
+                f"{recipe.name} has no lock", where=str(shown(file)), hint=f"make it: {command(recipe)}"
             )
         # A lock that appears later changes what a build makes.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
@@ -46,7 +46,7 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
 
 def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None = None) -> Recipe:
     """`recipe` with the part of `lock`, which `file` holds, for `platform`. Raises as `follow` does."""
-    again = f"{_command(recipe)}; to ignore the lock: --no-lock"
+    again = f"{command(recipe)}; to ignore the lock: --no-lock"
     place = str(shown(file))
     if lock.recipe != recipe.name:
         what = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
@@ -54,7 +54,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
     part = lock.of(platform)
     if part is None:
         has = ", ".join(one.platform for one in lock.platforms) or "none"
-        hint = f"{_command(recipe)} --platform {platform}; to ignore the lock: --no-lock"
+        hint = f"{command(recipe)} --platform {platform}; to ignore the lock: --no-lock"
         raise UsageError(f"the lock is not for {platform}; it has: {has}", where=place, hint=hint)
     try:
         asked = lock_request.of(recipe, base=base)
@@ -67,13 +67,13 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
     if stale:
         where = "--base" if base and stale.path == ("image", "base") else recipe.where(*stale.path)
         raise UsageError(f"the lock {file.name} is stale: {stale.what}", where=where, hint=again)
-    kept = _kept(part, file.with_name(file.name + KEPT_SUFFIX))
+    kept = _kept(part, kept_folder(file))
     for wheel in part.pip:
         if wheel.kept and wheel.file not in kept:
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
-                where=str(shown(file.with_name(file.name + KEPT_SUFFIX))),
-                hint=f"copy that folder to this machine too, or: {_command(recipe)} --keep",
+                where=str(shown(kept_folder(file))),
+                hint=f"copy that folder to this machine too, or: {command(recipe)} --keep",
             )
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
     return dataclasses.replace(
@@ -85,11 +85,17 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
     )
 
 
+def kept_folder(file: Path) -> Path:
+    """The folder of the packages that ``imgkit lock --keep`` stores for the lock `file`."""
+    return file.with_name(file.name + KEPT_SUFFIX)
+
+
 def _kept(part: LockedPlatform, folder: Path) -> Mapping[str, Path]:
     names = (*(one.file for one in part.apt), *(one.file for one in part.pip))
     return {name: folder / name for name in names if (folder / name).is_file()}
 
 
-def _command(recipe: Recipe) -> str:
+def command(recipe: Recipe) -> str:
+    """The command that makes the lock of `recipe`."""
     shipped = recipe.file.parent == FOLDER
     return f"imgkit lock {recipe.name if shipped else shlex.quote(str(shown(recipe.file)))}"
