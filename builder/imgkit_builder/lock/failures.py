@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ _NETWORK = re.compile(
     r"|ReadTimeoutError",
     re.IGNORECASE,
 )
-_NOISE = re.compile(r"^(WARNING: |\[notice\]|DEPRECATION: |Looking in |  Downloading |Collecting |     [━ ])")
+_NOISE = re.compile(r"^(WARNING: |\[notice\]|DEPRECATION: |Looking in |  Downloading |Collecting | +━)")
 _NAMED = re.compile(
     r"(?:The user requested|Cannot install|found for|satisfies the requirement|Unable to locate package"
     r"|Version '[^']*' for|Package '?) ?'?([A-Za-z0-9][A-Za-z0-9.+_-]*)"
@@ -63,6 +64,9 @@ def read(text: str) -> Failure:
 
 def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
     """The error of `failure`, at the line of `recipe` that asks for the package."""
+    unprepared = "metadata-generation-failed" in failure.output
+    if unprepared and (collected := re.findall(r"^ *Collecting (\S+)", failure.output, re.MULTILINE)):
+        failure = dataclasses.replace(failure, about=collected[-1])
     where = place(recipe, failure)
     said = "\n".join(lines(failure.output))
     quoted = f"its words:\n{said}\nfull log: {log}" if said else f"full log: {log}"
@@ -102,6 +106,12 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
             return ToolFailed(
                 f"the wheel of {failure.about} cannot be built in this base", where=where, hint=quoted
             )
+    if unprepared:
+        return ToolFailed(
+            f"the source of {failure.about or 'a package'} cannot be prepared in this base",
+            where=where,
+            hint=quoted,
+        )
     tool = "apt" if failure.step == "apt" else "pip"
     if _NETWORK.search(failure.output):
         return ToolFailed(f"{tool} reaches no package in the base's network", where=where, hint=quoted)
@@ -116,7 +126,12 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
 
 def lines(output: str) -> list[str]:
     """The last lines that say something; pip's own begin with ``ERROR:``."""
-    found = [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
+    # pip frames what a setup.py said, and says less itself.
+    framed, ended, _ = output.rpartition("[end of output]")
+    said = framed if ended else output
+    found = [line.rstrip() for line in said.splitlines() if line.strip() and not _NOISE.match(line)]
+    if ended:
+        return found[-_MOST_LINES:]
     first = next((at for at, line in enumerate(found) if line.startswith(("ERROR:", "E: "))), None)
     return found[-_MOST_LINES:] if first is None else found[first:][:_MOST_LINES]
 

@@ -142,7 +142,10 @@ def explained(pip: list[str], said: str, options: list[str], *, keep: bool) -> U
     versions = re.findall(r"[^\s,]+", listed.partition("Available versions:")[2].partition("\n")[0])
     exact = re.fullmatch(r"==([^*,]+)", found[2])
     has_source = versions and (exact is None or exact[1] in versions)
-    return Unanswered("source" if not code and has_source else "pip", found[1] + found[2], said)
+    if not code and has_source:
+        return Unanswered("source", found[1] + found[2], said)
+    # Without retries only this one tells of a network that fails.
+    return Unanswered("pip", found[1] + found[2], said + listed)
 
 
 def index_options(words: list[str]) -> list[str]:
