@@ -163,7 +163,8 @@ def add_hash(pip: list[str], item: dict, options: list[str]) -> None:  # type: i
     """Add the sha256 of a wheel whose index states none."""
     place = item["download_info"]
     archive = place.get("archive_info")
-    if archive is None or hashes(archive) or not urlsplit(place["url"]).path.endswith(".whl"):
+    parts = urlsplit(place["url"])
+    if archive is None or hashes(archive) or parts.scheme == "file" or not parts.path.endswith(".whl"):
         return
     with tempfile.TemporaryDirectory() as folder:
         name, version = item["metadata"]["name"], item["metadata"]["version"]

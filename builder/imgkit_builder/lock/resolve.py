@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder import engine as engines
@@ -26,7 +27,7 @@ from imgkit_builder.lock.order import Wishes
 from imgkit_builder.recipe.lock import LockedBase, LockedPlatform, LockedTools, LockRequest
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import compression, mksquashfs
-from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
 _REPORT = re.compile(r"(apt|uv|failed|pip-\d+)\.json")
@@ -77,9 +78,11 @@ def resolve(
             report.stage("read the answers")
             _fetch(engine, built.image.ref, folder, platform=base.platform)
         finally:
-            images.remove(engine, tag)
+            # The engine may be what failed.
+            with contextlib.suppress(ImgkitError):
+                images.remove(engine, tag)
     try:
-        found = _read(folder, request, hide=values.masked)
+        found = _read(folder, request, kept, hide=values.masked)
     except Unresolved as error:
         raise failures.explained(recipe, error.failure, log=log) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -120,7 +123,9 @@ def _fetch(engine: Engine, name: str, folder: Path, *, platform: str) -> None:
     )
 
 
-def _read(folder: Path, request: LockRequest, *, hide: Callable[[str], str]) -> LockedPlatform:
+def _read(
+    folder: Path, request: LockRequest, kept: Mapping[str, Path], *, hide: Callable[[str], str]
+) -> LockedPlatform:
     """The packages that the reports in `folder` name.
 
     Raises
@@ -131,7 +136,7 @@ def _read(folder: Path, request: LockRequest, *, hide: Callable[[str], str]) -> 
     if failed.exists():
         failure = failures.read(failed.read_text(encoding="utf-8"))
         raise Unresolved(dataclasses.replace(failure, output=hide(failure.output)))
-    stored = {one.name: one for one in _files(folder)}
+    stored = {one.name: one for one in _files((*kept.values(), *sorted(folder.iterdir())))}
     debs = (folder / order.APT_JSON).read_text(encoding="utf-8") if request.apt else ""
     return LockedPlatform(
         platform="",
@@ -152,8 +157,8 @@ def _read(folder: Path, request: LockRequest, *, hide: Callable[[str], str]) -> 
     )
 
 
-def _files(folder: Path) -> Iterator[BaseFile]:
-    for file in sorted(folder.iterdir()):
+def _files(paths: Iterable[Path]) -> Iterator[BaseFile]:
+    for file in paths:
         if _FILE.fullmatch(file.name):
             with file.open("rb") as stream:
                 digest = files.sha256(stream, 0, file.stat().st_size)
