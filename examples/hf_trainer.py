@@ -1,44 +1,40 @@
-"""Hugging Face's Trainer, started by dist-run: it finds the ranks by itself and wraps the model in DDP.
+"""Hugging Face's Trainer, made to stop, save and resume. Copy the class, and lines with `run` or `saver`.
 
-    singularity exec --nv mn5-llm.sif dist-run hf_trainer.py
-
-A small model with random weights and random text, so that nothing is downloaded.
+imgkit submit mn5-llm -A bsc98 --qos acc_debug --time 2h -- dist-run hf_trainer.py
 """
 
-from __future__ import annotations
-
 import torch
-from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from imgkit_entrypoints.run import Checkpoint, Run
 
 
-class RandomText(Dataset):
-    """512 sequences of 64 tokens, the same on every rank; Trainer gives each rank its share."""
+class SaveAndResume(TrainerCallback):
+    def __init__(self, run):
+        self.run, self.checkpoint = run, Checkpoint(run)
 
-    def __init__(self) -> None:
-        self.tokens = torch.randint(0, 256, (512, 64), generator=torch.Generator().manual_seed(0))
+    def on_step_end(self, args, state, control, **_):
+        control.should_save |= self.run.due()  # all ranks agree that one was asked to stop
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-def main() -> None:
-    """Train for 20 steps."""
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2))
-    arguments = TrainingArguments(
-        output_dir="hf-run",
-        max_steps=20,
-        per_device_train_batch_size=8,
-        logging_steps=5,
-        save_steps=20,
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-    )
-    Trainer(model=model, args=arguments, train_dataset=RandomText()).train()
+    def on_save(self, args, state, control, **_):
+        self.checkpoint.place(f"{args.output_dir}/checkpoint-{state.global_step}")
+        self.run.save()  # from now on this checkpoint counts; after a request to stop, the program ends here
 
 
 if __name__ == "__main__":
-    main()
+    with Run.start() as run:
+        saver = SaveAndResume(run)
+        torch.manual_seed(0)
+        text = torch.randint(256, (480, 64))
+        config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+        arguments = TrainingArguments(
+            output_dir=f"{run.folder}/trainer",  # in the run's folder
+            save_steps=20,
+            save_total_limit=3,  # at least 3
+            num_train_epochs=3,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        data = [{"input_ids": row, "labels": row} for row in text]
+        trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[saver])
+        run.restore()
+        trainer.train(resume_from_checkpoint=saver.checkpoint.path)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from imgkit_entrypoints.run.checkpoint import Checkpoint
+
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.run import Run
 
-__all__ = ["Run"]
+__all__ = ["Checkpoint", "Run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,8 @@ from imgkit_entrypoints.run.snapshots import FoundSnapshot, first_difference
 
 RESERVED = ("random", "pass")
 """Names of a snapshot's own parts."""
+SHARDING = ("FullyShardedDataParallel", "DeepSpeedEngine")
+"""Classes of wrappers that share a model among the ranks; parameters of FSDP2 are DTensors instead."""
 
 
 class Tracked:
@@ -59,7 +61,7 @@ class Tracked:
         if isinstance(value, nn.Module):
             _refuse_sharded(name, value)
         elif not isinstance(value, torch.optim.Optimizer):
-            _read(name, _written(value.state_dict()))
+            _read(name, _written(_state(name, value)))
             if hasattr(value, "__iter__"):
                 self._by_rank.add(name)
         self._parts[name] = value
@@ -140,12 +142,24 @@ def _listed(names: Any) -> str:
 
 
 def _refuse_sharded(name: str, model: nn.Module) -> None:
-    sharded = [key for key, one in model.named_parameters() if type(one.data).__name__ == "DTensor"]
-    if sharded:
+    parts = [f"{name}.{key}" for key, one in model.named_parameters() if type(one.data).__name__ == "DTensor"]
+    if any(type(one).__name__ in SHARDING for one in model.modules()):
+        parts = [name]  # the state_dict of these is a collective call, and rank 0 alone would wait in it
+    if parts:
         raise UsageError(
-            f"run.track: {name}.{sharded[0]} is sharded over the ranks, and rank 0 has only a part of it",
-            hint="save it by torch.distributed.checkpoint where run.due() says so",
+            f"run.track: {parts[0]} is sharded over the ranks, and rank 0 has only a part of it",
+            hint="let its library save to the place() of a Checkpoint(run) where run.due() says so",
         )
+
+
+def _state(name: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:  # the object is not ours
+        raise UsageError(
+            f"run.track: the state of {name}, a {type(value).__name__}, cannot be read: {error}",
+            hint="a loader of accelerate has a state only with use_stateful_dataloader=True",
+        ) from error
 
 
 def _written(state: Any) -> bytes:

@@ -154,6 +154,17 @@ class Short(list):
         return iter(range(3 + int(os.environ["RANK"])))
 assert start(2, lambda: training(Short([0] * 5)), "short") == [1, 1]
 assert start(1, lambda: training(range(3), track={"loss": 3}), "stateless") == [2]
+class Broken:
+    def state_dict(self):
+        raise AttributeError("no inner loader")
+    load_state_dict = None.__init__
+assert start(1, lambda: training(range(3), track={"loader": Broken()}), "stateless") == [2]
+from torch.distributed.fsdp import FullyShardedDataParallel
+def sharded():
+    shared = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
+    dist.barrier()
+    training(range(3), track={"shared": shared})
+assert start(2, sharded, "sharded") == [2, 2]
 assert start(2, lambda: training(range(3), save_every=1 + dist.get_rank()), "options") == [2, 2]
 assert start(1, lambda: training(range(3)), "kept") == [0]
 def forgetful():
@@ -172,6 +183,8 @@ assert start(1, lambda: training(range(3)), "held") == [2]
         "the loaders of the ranks have different lengths: rank 0: 3, rank 1: 4",
         "the ranks have taken different numbers of steps: rank 0: 3, rank 1: 4",
         "run.track: loss is a int without a state",
+        "run.track: the state of loader, a Broken, cannot be read: no inner loader",
+        "run.track: shared is sharded over the ranks",
         "the ranks have different values of save_every: rank 0: 1, rank 1: 2",
         "this run would replace the snapshots of another one",
         "the snapshot holds model, and this program tracks model, other",

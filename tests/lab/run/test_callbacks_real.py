@@ -1,0 +1,129 @@
+"""Examples with Lightning, Hugging Face's Trainer and accelerate on two ranks: killed, stopped, resumed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from labkit import ROOT, in_image, output
+
+PROGRAMS = ("lightning_trainer", "hf_trainer", "accelerate_loop")
+HERE = Path(__file__).parent
+IMAGE = "imgkit.local/standin:24.03-trainers"
+PACKAGES = "accelerate==1.15.0 lightning==2.6.6 torchdata==0.11.0 transformers==5.23.0"
+
+STARTS = """
+set -u
+program="/test/trainer.py /examples/$1.py"
+dist_run() { exec python3 -I -m imgkit_entrypoints dist-run --device cpu --nproc 2 $program; }
+torchrun() { exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 $program; }
+alone() { exec python3 $program; }
+start() { # folder, launcher, variables...
+  export IMGKIT_RUN_DIR=/runs/$1
+  local how=$2
+  shift 2
+  [ $# = 0 ] || export "$@"
+  $how
+}
+ask() { # folder, launcher, signal: the launcher gets the signal in the middle of an epoch
+  rm -f /tmp/now
+  start $1 $2 AT=70 ASK=/tmp/now PAUSE=0.1 &
+  until [ -e /tmp/now ] || ! kill -0 $!; do sleep 0.1; done
+  kill -$3 $!
+  wait $!
+}
+"""
+UNDER_DIST_RUN = """
+(start whole dist_run); echo "whole: $?"
+(start cut dist_run AT=40); echo "killed: $?"
+ask cut dist_run USR1; echo "stopped: $?"
+ls /runs/cut/state-saved
+(start cut dist_run); echo "resumed: $?"
+python3 - <<'END'
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+
+def newest(folder):
+    snapshot = max(Path(folder, "snapshots").glob("step-*"))
+    path = Path(folder, torch.load(snapshot / "checkpoint.pt")["path"])
+    if path.is_file():
+        found = torch.load(path, weights_only=True)
+        return found["global_step"], found["state_dict"], found["optimizer_states"][0]["state"]
+    (optimizer,) = [*path.glob("optimizer.*")]
+    return snapshot.name, load_file(path / "model.safetensors"), torch.load(optimizer)["state"]
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+one, other = newest("/runs/whole"), newest("/runs/cut")
+print("steps, weights and optimizer are equal:", *(same(*pair) for pair in zip(one, other)))
+END
+"""
+WITHOUT_LAUNCHER = """
+ask torchrun torchrun TERM
+ls /runs/torchrun/state-saved
+(start torchrun torchrun); echo "resumed: $?"
+ls /runs/torchrun/state-saved
+(start alone alone AT=-1); echo "whole: $?"
+ask asked alone USR1; echo "stopped: $?"
+"""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_example_is_short_and_on_the_page(name: str) -> None:
+    text = (ROOT / f"examples/{name}.py").read_text()
+    assert len(text.splitlines()) <= 40
+    ast.parse(text)
+    shown = f"```{{literalinclude}} ../../examples/{name}.py\n"
+    assert shown in (ROOT / "docs/howto/own-loop.md").read_text()
+
+
+@pytest.fixture(scope="session")
+def trainers(standin: str) -> str:
+    """The stand-in with the real libraries; the engine keeps the layer for the next run."""
+    install = f"pip install -q --root-user-action ignore {PACKAGES}"
+    output(
+        "docker", "build", "-q", "-t", IMAGE, "-", given=f"FROM {standin}\nRUN {install}\n", timeout_s=1800
+    )
+    return IMAGE
+
+
+def told(trainers: str, runs: Path, name: str, script: str) -> str:
+    mounted = ("--volume", f"{HERE}:/test:ro", "--volume", f"{ROOT}/examples:/examples:ro")
+    here = (*mounted, "--volume", f"{runs}:/runs", "--workdir", "/runs", "--env", "HOME=/tmp")
+    done = in_image(trainers, "bash", "-c", STARTS + script, "bash", name, options=here, timeout_s=1800)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.docker
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_killed_and_stopped_program_resumes_bitwise(trainers: str, tmp_path: Path, name: str) -> None:
+    found = told(trainers, tmp_path, name, UNDER_DIST_RUN)
+    for text in (
+        "whole: 0",
+        "killed: 1",
+        "stopped: 85",
+        "/runs/cut/state-saved",
+        "resumed: 0",
+        "steps, weights and optimizer are equal: True True True",
+    ):
+        assert f"\n{text}\n" in f"\n{found}", (text, found)
+    assert found.count("run: resumes after step ") == 2
+    assert found.count("run: stopped after step ") == 1
+
+
+@pytest.mark.docker
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_stops_without_imgkits_launcher(trainers: str, tmp_path: Path, name: str) -> None:
+    found = told(trainers, tmp_path, name, WITHOUT_LAUNCHER)
+    for text in ("resumed: 0", "whole: 0", "stopped: 85"):
+        assert f"\n{text}\n" in f"\n{found}", (text, found)
+    assert found.count("\n/runs/torchrun/state-saved\n") == 1, found  # the start that follows removes it
+    assert found.count("run: stopped after step ") == 2
+    assert found.count("run: resumes after step ") == 1

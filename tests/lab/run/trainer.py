@@ -1,0 +1,48 @@
+"""Runs an example on the run library slowly, and lets something happen to it; runs in the image.
+
+``trainer.py PROGRAM``: at the end of step AT, rank 1 kills itself, or with ASK makes the file of that name.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from imgkit_entrypoints.run import Run
+
+torch.set_num_threads(1)
+counted = Run._count
+
+
+def count(run):
+    counted(run)
+    time.sleep(float(os.environ.get("PAUSE", "0")))
+    if run.step == int(os.environ.get("AT", "0")) and os.environ.get("RANK", "1") == "1":
+        if os.environ.get("ASK"):
+            Path(os.environ["ASK"]).touch()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_dropout():
+    """Add random numbers to the model of Lightning's example."""
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    made = BoringModel.__init__
+
+    def make(model):
+        made(model)
+        model.layer = torch.nn.Sequential(torch.nn.Dropout(0.1), model.layer)
+
+    BoringModel.__init__ = make
+
+
+Run._count = count
+sys.argv = sys.argv[1:]
+if "lightning" in sys.argv[0]:
+    with_dropout()
+runpy.run_path(sys.argv[0], run_name="__main__")

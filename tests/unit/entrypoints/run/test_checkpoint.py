@@ -1,0 +1,83 @@
+"""`Checkpoint`: paths for checkpoints of other libraries, and which of them counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from imgkit_entrypoints.run import Checkpoint
+
+
+class FakeRun:
+    """The part of a run that `Checkpoint` uses; the real one needs torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step = folder, 0
+        self.tracked: dict[str, Any] = {}
+
+    def track(self, **parts: Any) -> None:
+        self.tracked.update(parts)
+
+
+def checkpoint(folder: Path, step: int = 0) -> Checkpoint:
+    run = FakeRun(folder)
+    run.step = step
+    made = Checkpoint(cast("Any", run))
+    assert run.tracked == {"checkpoint": made}
+    return made
+
+
+def restored(folder: Path, state: dict[str, Any]) -> Checkpoint:
+    made = checkpoint(folder)
+    made.load_state_dict(state)
+    return made
+
+
+def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path: Path) -> None:
+    one = checkpoint(tmp_path)
+    places = [one.place() for _ in range(7)]
+    for number in range(2, 7):
+        assert len(set(places[number - 2 : number + 1])) == 3
+    assert len(set(places)) == 3
+
+
+def test_next_start_finds_path_and_step_also_in_a_moved_folder(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    one = checkpoint(before, step=40)
+    one.place().mkdir(parents=True)
+    before.rename(after)
+    found = restored(after, one.state_dict())
+    assert found.path == after / "checkpoint-1"
+    assert found.step == 40
+    assert found.place() == after / "checkpoint-2"
+
+
+def test_library_may_name_its_checkpoints_itself(tmp_path: Path) -> None:
+    one = checkpoint(tmp_path)
+    (tmp_path / "trainer/checkpoint-20").mkdir(parents=True)
+    one.place(f"{tmp_path}/trainer/checkpoint-20")
+    assert restored(tmp_path, one.state_dict()).path == tmp_path / "trainer/checkpoint-20"
+
+
+def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
+    assert restored(tmp_path, checkpoint(tmp_path).state_dict()).path is None
+
+
+def test_removed_checkpoint_is_refused(tmp_path: Path) -> None:
+    one = checkpoint(tmp_path)
+    one.place()
+    with pytest.raises(ValueError, match=r"there is no .*/checkpoint-1"):
+        restored(tmp_path, one.state_dict())
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "link/inner"])
+def test_path_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    # Libraries unpickle what they find there.
+    run = tmp_path / "run"
+    for folder in (run, tmp_path / "elsewhere", tmp_path / "elsewhere/inner"):
+        folder.mkdir()
+    (run / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is outside of"):
+        restored(run, {"path": path, "step": 1, "count": 1})
