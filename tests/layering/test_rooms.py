@@ -25,7 +25,8 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
-        "examine": "signing delta buildah apptainer sif archive engine image recipe base entrypoints/values",
+        "examine": "signing delta buildah apptainer sif inventory archive engine image recipe base "
+        "entrypoints/values",
         "signing": "delta sif archive image recipe base entrypoints/values",
         "job": "delta sif image recipe base "
         "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",

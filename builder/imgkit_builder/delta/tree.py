@@ -197,10 +197,10 @@ def _changes(
         elif other.entry.kind == "dir":
             lower = one.layers if one and one.entry.kind == "dir" else ()
             within = list(_changes(lower, other.layers, inside, was, now, skip))
-            if within or one is None or _differ(one.entry, other.entry):
+            if within or one is None or differ(one.entry, other.entry):
                 yield inside, other.entry
                 yield from within
-        elif one is None or _differ(one.entry, other.entry) or _relinked(one.entry, other.entry, was, now):
+        elif one is None or differ(one.entry, other.entry) or _relinked(one.entry, other.entry, was, now):
             yield inside, other.entry
 
 
@@ -214,7 +214,8 @@ def _relinked(one: TreeEntry, other: TreeEntry, was: _Links, now: _Links) -> boo
     return (len(was.of(one)) > 1 or len(now.of(other)) > 1) and was.of(one) != now.of(other)
 
 
-def _differ(one: TreeEntry, other: TreeEntry) -> bool:
+def differ(one: TreeEntry, other: TreeEntry) -> bool:
+    """Whether two entries of one name are different: in kind, owner, rights, time of a file, or content."""
     if one is other:
         return False
     if _about(one) != _about(other) or dict(one.xattrs) != dict(other.xattrs):

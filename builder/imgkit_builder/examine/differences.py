@@ -1,0 +1,255 @@
+"""What is different between two images, or between what recipes and locks say about them. Pure values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from imgkit_builder.delta import source, tree
+from imgkit_builder.delta.opened import OpenedImage
+from imgkit_builder.delta.tree import TreeEntry
+
+_RANK = ("recipe", "lock", "image")
+"""What knows less comes first: a recipe names some packages, a lock also what they need, an image all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedSide:
+    """One of the two that are compared, with what it can tell."""
+
+    name: str
+    kind: Literal["recipe", "lock", "image"]
+    base: str
+    """Name of the base; empty where it is not known."""
+    base_digest: str = ""
+    packages: Mapping[tuple[str, str], str]
+    """Kind (``deb``, ``pypi``) and name to the version, or to what a recipe asks for."""
+    env: Mapping[str, str] | None
+    """None where it tells nothing about variables."""
+    image: OpenedImage | None = None
+    """None where it tells nothing about files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """One name that is not the same on both sides; an empty text stands for a side that lacks it."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDifference:
+    """One file, link or folder."""
+
+    path: str
+    how: Literal["added", "removed", "changed", "attributes"]
+    """``attributes``: the same content with another time, owner or mode."""
+    before_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDifference:
+    """A layer that only one side has, by its place from the bottom."""
+
+    number: int
+    before: str
+    before_bytes: int
+    after: str
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """All that is different; None where one of the sides cannot tell."""
+
+    base: tuple[ValueDifference, ...]
+    packages: tuple[ValueDifference, ...]
+    env: tuple[ValueDifference, ...] | None
+    files: tuple[FileDifference, ...] | None
+    layers: tuple[LayerDifference, ...] | None
+    untold: tuple[str, ...]
+    """What a side cannot tell, a sentence each."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing that both tell is different."""
+        return not any((self.base, self.packages, self.env, self.files, self.layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {"equal": self.equal, **dataclasses.asdict(self)}
+
+
+def compare(one: ComparedSide, other: ComparedSide) -> Differences:
+    """What `other` has that `one` has not, and the other way round.
+
+    Where the two are of different kinds, only what the lesser one names is compared: the rest is the base's.
+    """
+    lesser = min(one, other, key=lambda side: _RANK.index(side.kind))
+    names = lesser.packages.keys() if one.kind != other.kind else one.packages.keys() | other.packages.keys()
+    found = ((f"{key[0]} {key[1]}", one.packages.get(key, ""), other.packages.get(key, "")) for key in names)
+    images = one.image is not None and other.image is not None
+    return Differences(
+        base=tuple(_base(one, other)),
+        packages=tuple(
+            ValueDifference(name=name, before=before, after=after)
+            for name, before, after in sorted(found)
+            if not _fits(before, after)
+        ),
+        env=_env(one, other, lesser),
+        files=tuple(_files(one.image, other.image)) if one.image and other.image else None,
+        layers=_layers(one.image, other.image) if images else None,
+        untold=tuple(_untold(one, other)),
+    )
+
+
+def _base(one: ComparedSide, other: ComparedSide) -> Iterator[ValueDifference]:
+    if one.base_digest and other.base_digest:
+        if one.base_digest != other.base_digest:
+            yield ValueDifference(name="digest", before=one.base_digest, after=other.base_digest)
+    elif one.base and other.base and one.base != other.base:
+        yield ValueDifference(name="name", before=one.base, after=other.base)
+
+
+def _fits(before: str, after: str) -> bool:
+    """Whether two versions are one, or one is a version that the other asks for."""
+    if before == after:
+        return True
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion
+
+    for asked, version in ((before, after), (after, before)):
+        try:
+            if asked == "*" or (
+                asked and version and SpecifierSet(asked).contains(version, prereleases=True)
+            ):
+                return bool(version)
+        except (InvalidSpecifier, InvalidVersion):
+            continue
+    return False
+
+
+def _env(one: ComparedSide, other: ComparedSide, lesser: ComparedSide) -> tuple[ValueDifference, ...] | None:
+    if one.env is None or other.env is None:
+        return None
+    names = set(one.env.keys() | other.env.keys())
+    if one.kind != other.kind:
+        names = set(lesser.env or {})
+    found = ((name, one.env.get(name, ""), other.env.get(name, "")) for name in sorted(names))
+    return tuple(
+        ValueDifference(name=name, before=before, after=after)
+        for name, before, after in found
+        if before != after
+    )
+
+
+def _untold(one: ComparedSide, other: ComparedSide) -> Iterator[str]:
+    if one.kind != other.kind:
+        lesser, more = sorted((one, other), key=lambda side: _RANK.index(side.kind))
+        yield f"compared is what the {lesser.kind} names; {more.name} may have more packages and variables"
+    for kind in dict.fromkeys((one.kind, other.kind)):
+        if kind == "recipe":
+            yield "a recipe has no files, no layers, and versions only where it states them"
+        elif kind == "lock":
+            yield "a lock has no files, no layers and no variables"
+    images = [side.image for side in (one, other) if side.image]
+    if len(images) == 2 and not all(image.layers for image in images):
+        yield "a .sif keeps no layers"
+
+
+def _files(old: OpenedImage, new: OpenedImage) -> Iterator[FileDifference]:
+    """Files that differ; those that a conversion or a runtime makes only where both sides have them."""
+    both = bool(old.layers) == bool(new.layers)
+    skip = source.NEVER - source.OWN if both else source.NEVER
+    before = _ByPath(old.stack)
+    for path, entry in tree.changes(old.stack, new.stack, skip=skip).items():
+        was = before.entry(path)
+        if was is not None and (entry is None or (was.kind == "dir") != (entry.kind == "dir")):
+            gone = before.below(path) if was.kind == "dir" else [(path, was)]
+            for name, one in gone:
+                yield FileDifference(path=name, how="removed", before_bytes=one.size_bytes, after_bytes=0)
+            was = None
+        if entry is None:
+            continue
+        size = was.size_bytes if was else 0
+        if was is None:
+            yield FileDifference(path=path, how="added", before_bytes=0, after_bytes=entry.size_bytes)
+        elif tree.differ(was, entry):
+            same = _same_content(was, entry)
+            yield FileDifference(
+                path=path,
+                how="attributes" if same else "changed",
+                before_bytes=size,
+                after_bytes=entry.size_bytes,
+            )
+
+
+def _same_content(one: TreeEntry, other: TreeEntry) -> bool:
+    if (one.kind, one.size_bytes, one.link, one.device) != (
+        other.kind,
+        other.size_bytes,
+        other.link,
+        other.device,
+    ):
+        return False
+    return one.kind != "file" or tree.digest(one) == tree.digest(other)
+
+
+class _ByPath:
+    """Entries of a tree by their path; each folder is listed once."""
+
+    def __init__(self, stack: tree.Stack) -> None:
+        self._folders: dict[str, dict[str, tree.Node]] = {"": tree.children(stack, "")}
+
+    def entry(self, path: str) -> TreeEntry | None:
+        node = self._node(path)
+        return node.entry if node else None
+
+    def below(self, path: str) -> Iterator[tuple[str, TreeEntry]]:
+        """The folder `path` and all that is in it."""
+        node = self._node(path)
+        if node:
+            yield path, node.entry
+            yield from tree.everything(node.layers, path)
+
+    def _node(self, path: str) -> tree.Node | None:
+        folder, _, name = path.rpartition("/")
+        if folder not in self._folders:
+            above = self._node(folder)
+            self._folders[folder] = tree.children(above.layers, folder) if above else {}
+        return self._folders[folder].get(name)
+
+
+def _layers(one: OpenedImage | None, other: OpenedImage | None) -> tuple[LayerDifference, ...] | None:
+    if one is None or other is None or not one.layers or not other.layers:
+        return None
+    found = []
+    for number in range(max(len(one.layers), len(other.layers))):
+        before, before_bytes = _layer(one, number, other)
+        after, after_bytes = _layer(other, number, one)
+        if before != after:
+            found.append(
+                LayerDifference(
+                    number=number + 1,
+                    before=before,
+                    before_bytes=before_bytes,
+                    after=after,
+                    after_bytes=after_bytes,
+                )
+            )
+    return tuple(found)
+
+
+def _layer(image: OpenedImage, number: int, other: OpenedImage) -> tuple[str, int]:
+    """Digest of a layer, and the bytes of its files, which count only where the other side lacks it."""
+    if number >= len(image.layers):
+        return "", 0
+    digest, layer = image.layers[number]
+    if number < len(other.layers) and other.layers[number][0] == digest:
+        return digest, 0
+    return digest, sum(entry.size_bytes for _, entry in tree.everything((layer,)))
