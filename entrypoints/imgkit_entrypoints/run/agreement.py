@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from imgkit_entrypoints.errors import CheckFailed
 from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.stop_requests import reason_of
 
 LATENCY_S = 0.5
 """Approximate time between two looks if steps are slow; with fast steps, a look comes every `most` steps."""
@@ -35,8 +36,19 @@ class Agreed:
     """Their duration on this rank's clock."""
     sums: tuple[float, ...]
     """The numbers of all ranks, added up."""
-    asked: tuple[bool, ...]
-    """Whether any rank was asked, for each question."""
+
+
+class AddedNumbers(Protocol):
+    """What the ranks add up at each look, beside their answers."""
+
+    def take(self, *, everything: bool) -> Tensor:
+        """This rank's numbers since the last call: float64, equally many on all ranks.
+
+        `everything` asks for those up to now, even if it has to wait for a device.
+        """
+
+    def arrived(self, agreed: Agreed) -> None:
+        """Take the sums of all ranks. Every rank gets the same; what this raises, it raises on all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,30 +70,62 @@ class Agreement:
     Parameters
     ----------
     here : ranks and the device of the numbers.
-    asked : returns this rank's answers; equally many on all ranks.
+    asked : returns this rank's answer to each of `stop_requests.REASONS`.
     """
 
-    def __init__(self, here: Ranks, asked: Callable[[], Sequence[bool]]) -> None:
-        self._here, self._asked = here, asked
+    def __init__(self, here: Ranks, asked: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
+        self._here, self._asked, self.numbers = here, asked, numbers
         self._under_way: _UnderWay | None = None
         self._interval = self._most = 1
-        self.sent_step, self._last_time = 0, time.perf_counter()
-        """Step of the last look that was sent, or of `begin`."""
+        self._sent_step, self._last_time = 0, time.perf_counter()
+        """Step of the last look, or of `begin`."""
+        self.stop = ""
+        """Reason why all ranks stop after this step; empty: go on."""
 
     def begin(self, step: int, most: int) -> None:
         """Start the clock after `step` steps; at most `most` steps lie between two looks."""
         self._most = most
-        self.sent_step, self._last_time = step, time.perf_counter()
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Do so with the same limit."""
+        self._sent_step, self._last_time = step, time.perf_counter()
 
     def looks(self, step: int) -> bool:
-        """Whether a look is due after `step`, since the last one that was sent."""
-        return step // self._interval > self.sent_step // self._interval
+        """Whether a look is due after `step`."""
+        return step // self._interval > self._sent_step // self._interval
 
-    def send(self, step: int, numbers: Tensor) -> None:
-        """Send this rank's answers after `step`, and `numbers`: float64 on the device, as many on all."""
+    def after(self, step: int) -> None:
+        """Look, if it is time: take the sums of the last look, and send what has come since.
+
+        Raises
+        ------
+        CheckFailed : on every rank, if the ranks have taken different numbers of steps; names them.
+        """
+        if self.looks(step):
+            self._exchange(step, everything=False)
+            if self.stop:  # the ranks will save, and all numbers belong to that
+                self._receive()
+
+    def settle(self, step: int) -> None:
+        """Wait for the numbers of all steps up to `step`; a collective call, as are `after` and `meet`."""
+        if step > self._sent_step:
+            self._exchange(step, everything=True)
+        self._receive()
+
+    def meet(self, step: int) -> None:
+        """Do the same where the ranks may have taken different numbers of steps: at the end of a loop."""
+        self._exchange(step, everything=True)
+        self._receive()
+
+    def _exchange(self, step: int, *, everything: bool) -> None:
+        self._receive()
+        self._send(step, self.numbers.take(everything=everything).to(self._here.device))
+
+    def _send(self, step: int, numbers: Tensor) -> None:
         now = time.perf_counter()
-        seconds, steps = now - self._last_time, step - self.sent_step
-        self._last_time, self.sent_step = now, step
+        seconds, steps = now - self._last_time, step - self._sent_step
+        self._last_time, self._sent_step = now, step
         turn = step % _CYCLE
         own = [seconds / max(1, steps), turn, turn * turn, *map(float, self._asked())]
         answers = torch.tensor(own, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
@@ -104,16 +148,11 @@ class Agreement:
             copied=copied,
         )
 
-    def receive(self) -> Agreed | None:
-        """Wait for the sums that are under way; None if there are none.
-
-        Raises
-        ------
-        CheckFailed : on every rank, if the ranks have taken different numbers of steps; names them.
-        """
+    def _receive(self) -> None:
+        """Wait for the sums that are under way, if there are any."""
         arrived, self._under_way = self._under_way, None
         if arrived is None:
-            return None
+            return
         if arrived.copied is not None:
             arrived.copied.synchronize()
         elif arrived.work is not None:
@@ -125,12 +164,14 @@ class Agreement:
         if arrived.steps:
             self._interval = interval(seconds_a_step / ranks, self._most)
         answers = len(rest) - arrived.count
-        return Agreed(
-            step=arrived.step,
-            steps=arrived.steps,
-            seconds=arrived.seconds,
-            asked=tuple(some > 0 for some in rest[:answers]),
-            sums=tuple(rest[answers:]),
+        self.stop = self.stop or reason_of([some > 0 for some in rest[:answers]])
+        self.numbers.arrived(
+            Agreed(
+                step=arrived.step,
+                steps=arrived.steps,
+                seconds=arrived.seconds,
+                sums=tuple(rest[answers:]),
+            )
         )
 
     def _unequal(self, step: int) -> CheckFailed:

@@ -9,12 +9,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed
 from imgkit_entrypoints.run import stop_requests
 from imgkit_entrypoints.run.ranks import Ranks
 
 _CODES: list[int] = []
 """Exit codes of runs that were stopped."""
+
+
+class NotSaved(CheckFailed):
+    """The last state of a run that is done could not be written; all ranks raise it."""
 
 
 def code_of(step: int, saved: int, why: str, folder: Path, here: Ranks, env: Mapping[str, str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.run.agreement import Agreed
 
 MOST = 16
 """Most names. All ranks send as many numbers, also those that log nothing."""
@@ -30,9 +31,15 @@ class _Window:
 
 
 class NumberLog:
-    """Sums of logged numbers since the last look. No call waits for a device."""
+    """Sums of logged numbers since the last look. No call waits for a device.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    note : gets the means of all ranks by name, each time that they arrive.
+    """
+
+    def __init__(self, note: Callable[[Agreed, Mapping[str, float]], None] = lambda *_: None) -> None:
+        self._note = note
         self.names: tuple[str, ...] = ()
         """Names of the first call."""
         self._sums: dict[str, Any] = {}
@@ -101,13 +108,16 @@ class NumberLog:
         copied.record()
         return _Window(count=count, sums=host, copied=copied)
 
-    def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Average the sums of all ranks over steps and ranks that logged, by name; empty: nobody has.
+    def arrived(self, agreed: Agreed) -> None:
+        """Average the sums of all ranks over steps and ranks that logged.
 
         Raises
         ------
         CheckFailed : the ranks log different names.
         """
+        self._note(agreed, self._means(agreed.sums))
+
+    def _means(self, sums: Sequence[float]) -> dict[str, float]:
         ranks, marks, squares, count = map(int, sums[:4])
         if ranks * squares != marks**2:
             raise CheckFailed(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
-from pathlib import Path
+from collections.abc import Mapping
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints.run.metrics_file import MetricsFile, now
 
-METRICS = "metrics.jsonl"
 EVERY_S = 5.0
 """Time between two lines."""
 
@@ -19,14 +15,14 @@ EVERY_S = 5.0
 class ProgressLines:
     """Averages what is logged between two lines."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder, self._say, self._failed = folder, say, False
+    def __init__(self, metrics: MetricsFile) -> None:
+        self._metrics = metrics
         self._means: list[tuple[int, Mapping[str, float]]] = []
         self._steps, self._seconds, self._last = 0, 0.0, -math.inf
 
     def note(self, step: int, epoch: float, steps: int, seconds: float, means: Mapping[str, float]) -> None:
         """Add the averages of the latest `steps` steps; write a line when it is time."""
-        self._means.append((steps, means))
+        self._means.append((max(1, steps), means))  # what a GPU has sent late comes without steps
         self._steps, self._seconds = self._steps + steps, self._seconds + seconds
         if time.monotonic() - self._last >= EVERY_S:
             self.write(step, epoch)
@@ -42,17 +38,7 @@ class ProgressLines:
             rate = self._steps / self._seconds if self._seconds else 0.0
             shown = "".join(f"  {name} {value:.6g}" for name, value in numbers.items())
             print(f"step {step}{shown}  {rate:.1f} steps/s", flush=True)
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            line = {"time": now, "step": step, "epoch": epoch, "steps_per_s": rate}
             kept = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-            self._append(json.dumps({**line, **kept}) + "\n")
+            self._metrics.add({"time": now(), "step": step, "epoch": epoch, "steps_per_s": rate, **kept})
             self._last = time.monotonic()
             self._means, self._steps, self._seconds = [], 0, 0.0
-
-    def _append(self, text: str) -> None:
-        try:
-            files.append(self._folder / METRICS, text.encode())
-        except OSError as error:
-            if not self._failed:
-                self._say(f"metrics are incomplete: {error.filename or self._folder}: {error.strerror}")
-            self._failed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 LONGEST = 1 << 20
 """Most bytes of one rank's value in `Ranks.gather`; the longest is the state of the generators, 24 KiB."""
@@ -93,4 +94,33 @@ def _refused(rank: int, what: str) -> ToolFailed:
     return ToolFailed(
         f"rank {rank} sent a value that is none of this program: {what}",
         hint="start the same image on every node; if it is the same, a stranger may have joined the run",
+    )
+
+
+def connected(env: Mapping[str, str], own_rank: int) -> Ranks:
+    """The ranks of the process group that the program has opened, with a gloo group for calls of their own.
+
+    Raises
+    ------
+    UsageError : there is no process group yet, or it knows this process by another rank than `own_rank`.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    if not grouped and int(env.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "the ranks are not connected yet",
+            hint="call torch.distributed.init_process_group() before run.restore and run.steps",
+        )
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    if rank != own_rank:
+        raise UsageError(
+            f"this is rank {rank} of the process group, but RANK said {own_rank} at Run.start",
+            hint="start the program by dist-run or torchrun, or set RANK and LOCAL_RANK before Run.start",
+        )
+    return Ranks(
+        rank=rank,
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+        device=torch.device("cpu"),
+        # Its calls mix with none of the program's, and use no GPU.
+        group=dist.new_group(backend="gloo") if world_size > 1 else None,
     )

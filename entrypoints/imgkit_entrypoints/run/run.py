@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import torch
 import torch.distributed as dist
 
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.hang_watch import Pulse
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.run import (
     ending,
     folder_lock,
     place,
-    random_state,
+    ranks,
+    rehearsal,
     resumable,
     snapshot_files,
     snapshots,
     stop_requests,
 )
-from imgkit_entrypoints.run.agreement import Agreed, Agreement
+from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement
+from imgkit_entrypoints.run.metrics_file import MetricsFile
 from imgkit_entrypoints.run.number_log import NumberLog
-from imgkit_entrypoints.run.place import PassOptions, RunPosition
+from imgkit_entrypoints.run.place import LivePlace, PassOptions, RunPosition
 from imgkit_entrypoints.run.progress_lines import ProgressLines
-from imgkit_entrypoints.run.random_state import SentState
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.stop_requests import StopRequests, reason_of
+from imgkit_entrypoints.run.snapshots import FoundSnapshot, SnapshotWriter
+from imgkit_entrypoints.run.stop_requests import StopRequests
 from imgkit_entrypoints.run.tracked import Tracked
 
 MOST_STEPS = 1000
@@ -45,62 +46,64 @@ WAIT_TOLD_S = 30.0
 """Time after which a rank that waits for the others at the end of its loop says so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Resumed:
-    """Random states of a snapshot, for the first pass after it."""
-
-    pass_drawn: Mapping[str, Any]
-    drawn: Mapping[str, Any]
+def _say(text: str) -> None:
+    print(f"run: {text}", file=sys.stderr, flush=True)
 
 
 class Run:
     """A run: it stops on request, saves its state, and goes on from it. `start` makes one.
 
-    All ranks call `restore`, `steps`, `due` and `save` equally often; `track` comes first.
+    All ranks call `restore`, `steps`, `due`, `save` and what else is a collective call equally often; `track`
+    comes first.
     """
 
-    def __init__(self, folder: Path, keep: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, env: Mapping[str, str], until: float, say: Callable[[str], None]
+    ) -> None:
         self.folder = folder
         """The run's folder."""
-        self.step = 0
-        """Steps done."""
-        self.epoch = 0
-        """Passes over the loader that are done."""
-        self._env, self._keep, self._rank = env, keep, int(env.get("RANK", "0"))
-        self._tracked, self._log = Tracked(), NumberLog()
-        self._batch, self._loader, self._length = 0, None, -1
-        self._batch_size: int | None = None
-        self._pass_drawn: Mapping[str, Any] | None = None
-        self._resumed: _Resumed | None = None
-        self._may_write = self._has_written = self._rehearses = False
-        self._saved = RunPosition()
-        self._stop = ""
+        self._env, self._keep, self._say, self._rank = env, keep, say, int(env.get("RANK", "0"))
+        self._tracked, self._place, self._log = Tracked(), LivePlace(), NumberLog(self._note)
+        self._most = 0
+        self._has_begun = self._may_write = self._has_written = self._rehearses = False
+        self._saved, self._due_step = RunPosition(), 0
         self._here: Ranks | None = None
         self._agreement: Agreement
-        self._keeper: snapshots.SnapshotWriter
-        own = stop_requests.own_folder(folder, env, _say)
+        self._keeper: SnapshotWriter
+        kept = folder if keep else None
+        own = stop_requests.own_folder(kept, env, say)
         if own:
             own.refuse_stopped()
         self._lock: BinaryIO | None = None
         self._lines: ProgressLines | None = None
         if self._rank == 0:
-            self._lock, self._lines = folder_lock.hold(folder, _say), ProgressLines(folder, _say)
+            self._lock = folder_lock.hold(folder, say, env) if keep else None
+            self._lines = ProgressLines(MetricsFile(kept, say))
             if own:
                 own.clear()
-        self._requests = StopRequests(env, own if self._rank == 0 else None, _say)
+        self._requests = StopRequests(env, own if self._rank == 0 else None, say, until)
         self._pulse = Pulse(env.get("IMGKIT_STOP_DIR"), self._rank)
         self._progress = ProgressNotes(env.get("IMGKIT_STOP_DIR"), self._rank)
         self._requests.listen()
 
     @classmethod
-    def start(cls, folder: str | Path | None = None, *, keep: int = 2) -> Run:
+    def start(
+        cls,
+        folder: str | Path | None = None,
+        *,
+        keep: int = 2,
+        stop_after_s: float = math.inf,
+        say: Callable[[str], None] = _say,
+    ) -> Run:
         """Look out for requests to stop, and open the run's folder. Needs no process group.
 
         Parameters
         ----------
         folder : the run's folder, which all nodes share; by default IMGKIT_RUN_DIR, else
             ``runs/NAME-OF-THE-PROGRAM``. A new run needs a folder of its own.
-        keep : number of snapshots that stay.
+        keep : number of snapshots that stay; 0: the run needs no folder and saves nothing.
+        stop_after_s : seconds after which the run saves and stops by itself.
+        say : gets the run's messages; by default they go to stderr.
 
         Raises
         ------
@@ -108,7 +111,22 @@ class Run:
         """
         program = Path(sys.argv[0]).stem or "program"
         chosen = folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program
-        return cls(Path(chosen), keep, os.environ)
+        return cls(Path(chosen), keep, os.environ, time.monotonic() + stop_after_s, say)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._place.step
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the loader that are done."""
+        return self._place.epoch
+
+    @property
+    def stopping(self) -> str:
+        """Why the run stops at the next `save`; empty: it goes on. All ranks see the same."""
+        return self._agreement.stop if self._here else ""
 
     def __enter__(self) -> Run:
         return self
@@ -122,7 +140,7 @@ class Run:
                 self._finish(here)
         finally:
             self._requests.deaf()
-            in_step = kind is None or self._stop  # after an error, others may still use it
+            in_step = kind is None or self.stopping  # after an error, others may still use it
             if in_step and here is not None and here.group is not None:
                 with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
                     dist.destroy_process_group(here.group)
@@ -139,49 +157,61 @@ class Run:
         ------
         UsageError : an object has no state_dict and load_state_dict, or is sharded over the ranks.
         """
-        if self._here is not None:
+        if self._may_write or self._has_begun:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in parts.items():
             self._tracked.add(name, value)
 
-    def restore(self) -> bool:
-        """Take over the newest whole snapshot; False if there is none. A collective call.
+    def connect(self, here: Ranks) -> None:
+        """Use a process group of the program, not a gloo group of the run's own: fewer connections.
+
+        Its calls and the program's must then come in the same order on all ranks.
+        """
+        self._here = here
+        self._agreement = Agreement(here, self._requests.asked, self._log)
+        self._keeper = SnapshotWriter(self.folder, self._keep, here, self._say, self._progress.keeps)
+
+    def _join(self) -> Ranks:
+        """Connect the ranks, once the program has opened its process group."""
+        if self._here is not None:
+            return self._here
+        here = ranks.connected(self._env, self._rank)
+        self.connect(here)
+        return here
+
+    def find(self, where: str | Path | None = None) -> FoundSnapshot | None:
+        """Find the newest whole snapshot, for a program that needs it before its objects exist.
+
+        `tensors("NAME.pt")` of the result is the state of what was tracked as NAME. A collective call.
+
+        Parameters
+        ----------
+        where : the folder of another run, or one snapshot; by default this run's folder.
+        """
+        if where is None and not self._keep:
+            return None
+        return snapshots.newest(Path(where or self.folder), self._join(), self._tell)
+
+    def restore(self, found: FoundSnapshot | None = None) -> bool:
+        """Take over `found`, or the newest whole snapshot; False if there is none. A collective call.
 
         Raises
         ------
         UsageError : the snapshot holds other objects, or cannot be read.
         """
-        here = self._join()
+        here, newest = self._join(), found or self.find()
         self._may_write = True
-        found = snapshots.newest(self.folder, here, self._tell)
-        if found is None:
+        if newest is None:
             return False
-        position = place.position_in(found)
-        self._tracked.load(self._tracked.read(found, here), str(found.where))
-        drawn, pass_drawn = found.tensors("random.pt"), found.tensors("pass.pt")
-        self.step, self.epoch, self._batch = position.step, position.epoch, position.batch
-        self._batch_size = position.batch_size
-        if len(drawn) == here.world_size:
-            random_state.restore(drawn[here.rank])
-            own = drawn[here.rank]
-        else:
-            own = self._of_other_ranks(len(drawn), drawn[0], here)
-        self._resumed = _Resumed(pass_drawn=pass_drawn[here.rank % len(pass_drawn)], drawn=own)
-        self._saved = self._now()
+        position = place.position_in(newest)
+        self._tracked.load(self._tracked.read(newest, here), str(newest.where))
+        self._place.take_over(position, newest, here, self._tell)
+        self._saved, self._due_step = self._place.position(), self.step
         # With two ranks, the order of a sum does not matter.
         self._rehearses = self._tracked.sums_gradients and here.world_size > 2
-        self._tell(f"resumes after step {self.step}: {found.where}")
+        if found is None:
+            self._tell(f"resumes after step {self.step}: {newest.where}")
         return True
-
-    def _of_other_ranks(self, ranks: int, drawn: Mapping[str, Any], here: Ranks) -> Mapping[str, Any]:
-        """Convert the place of each of `ranks` ranks, and draw new random numbers for every rank."""
-        batches = self._batch * ranks
-        self._batch = batches // here.world_size
-        if batches % here.world_size:
-            self._tell(f"{here.world_size} ranks instead of {ranks}: some samples of this epoch come again")
-        random_state.restore(drawn)
-        random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + here.rank)
-        return random_state.current()
 
     def steps(self, loader: Any, *, save_every: int = 0, accumulate: int = 1) -> Iterator[tuple[int, Any]]:
         """Iterate once over `loader`; yield the number of each step, from 1, and its batch.
@@ -200,30 +230,32 @@ class Run:
         UsageError : the loader cannot resume, or the ranks have loaders of different lengths.
         CheckFailed : the ranks have taken different numbers of steps.
         """
-        here = self._join()
-        for batch in self._opened(loader, save_every, accumulate, here):
+        for batch in self._opened(loader, save_every, accumulate):
             if self._rehearses:
-                yield from self._rehearsal(batch, accumulate)
-            self._pulse.begins(self.step + 1)
-            self._progress.trains()
+                self._rehearses, log, self._log = False, self._log, NumberLog()
+                for again in rehearsal.rehearsed(batch, accumulate, loader, self._tracked):
+                    yield self.step + 1, again
+                self._log = log
+            self.begins()
             try:
                 yield self.step + 1, batch
             except GeneratorExit:
                 self._count()
                 raise
             self._count()
-            if (self._batch % accumulate == 0 or self._batch == self._length) and self._agree(save_every):
+            if self._place.between_updates(accumulate) and self._agree(save_every):
                 self.save()
         waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
         waits.daemon = True
         waits.start()
-        self._look(everything=True)
+        self._agreement.meet(self.step)
         waits.cancel()
-        if self._stop:
+        if self._agreement.stop:
             self.save()
-        self.epoch, self._batch, self._loader, self._pass_drawn = self.epoch + 1, 0, None, None
+        self._place.close()
 
-    def _opened(self, loader: Any, save_every: int, accumulate: int, here: Ranks) -> Iterator[Any]:
+    def _opened(self, loader: Any, save_every: int, accumulate: int) -> Iterator[Any]:
+        here = self._join()
         resumable.refuse_without_position(loader)
         if resumable.has_state(loader) and not self._tracked.has(loader):
             raise UsageError(
@@ -233,38 +265,14 @@ class Run:
         length = len(loader) if hasattr(loader, "__len__") else -1
         own = PassOptions(batches=length, save_every=save_every, accumulate=accumulate, step=self.step)
         place.refuse_different(here.gather(own, PassOptions))
-        self._loader, self._length, more = loader, length, resumable.generators(loader)
-        self._agreement.begin(self.step, save_every or MOST_STEPS)
+        self._begin(save_every)
+        return self._place.open(loader, length)
+
+    def _begin(self, save_every: int) -> None:
+        self._join()
+        self._has_begun = True
+        self._agreement.begin(self.step, self._most or save_every or MOST_STEPS)
         self._pulse.done(self.step)
-        resumed, self._resumed = self._resumed, None
-        size = resumable.batch_size(loader)
-        if resumed is None or not self._batch:
-            self._batch_size, self._pass_drawn = size, random_state.current(more)
-            return iter(loader)
-        self._batch = self._now().batches_of(size)
-        self._batch_size, self._pass_drawn = size, resumed.pass_drawn
-        return resumable.rest(
-            loader,
-            self._batch,
-            rewind=lambda: random_state.restore(resumed.pass_drawn, more),
-            wind=lambda: random_state.restore(resumed.drawn, more),
-        )
-
-    def _rehearsal(self, batch: Any, accumulate: int) -> Iterator[tuple[int, Any]]:
-        """Let the loop take the first step after a restore once before it counts, and undo its effects.
-
-        DDP arranges the gradients in other buckets after its first backward pass, which changes the order of
-        sums. Without this, a resumed run on 3 or more ranks would not equal an undisturbed one bit by bit.
-        """
-        more = resumable.generators(self._loader)
-        drawn, before = random_state.current(more), snapshots.on_host(self._tracked.of_all())
-        log, self._log = self._log, NumberLog()
-        for _ in range(accumulate):
-            yield self.step + 1, copy.deepcopy(batch)
-        self._log, self._rehearses = log, False
-        self._tracked.load(before, "the state before the first step")
-        self._tracked.drop_gradients()
-        random_state.restore(drawn, more)
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -274,43 +282,73 @@ class Run:
         """
         self._log.add(numbers)
 
+    def _note(self, agreed: Agreed, means: Mapping[str, float]) -> None:
+        if self._lines:
+            self._lines.note(agreed.step, self._place.passes(), agreed.steps, agreed.seconds, means)
+
+    def add_up(self, numbers: AddedNumbers, *, every: int) -> None:
+        """Add up `numbers` over all ranks in place of what `log` gets; a collective call.
+
+        What their `arrived` raises ends the run on all ranks alike, and nothing is saved.
+
+        Parameters
+        ----------
+        every : most steps between two exchanges, which come at its multiples and at those of a divisor.
+        """
+        self._join()
+        self._agreement.numbers, self._most = numbers, every
+
     def lives(self) -> None:
         """Tell the hang watch that this rank is busy between two steps, for example in an evaluation."""
         self._pulse.lives()
 
+    def begins(self) -> None:
+        """Tell the hang watch that this rank has the next batch; optional in a loop with `due`."""
+        if not self._has_begun:
+            self._begin(0)
+        self._pulse.begins(self._place.step + 1)
+        self._progress.trains()
+
+    def looks(self) -> bool:
+        """Whether the numbers of the step that begins are sent at its end, so that costly ones pay off."""
+        return self._agreement.looks(self._place.step + 1)
+
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`; True if the loop has to call `save` now."""
-        self._join()
+        if not self._has_begun:
+            self._begin(save_every)
         self._count()
         return self._agree(save_every)
 
     def _count(self) -> None:
-        self.step, self._batch = self.step + 1, self._batch + (self._loader is not None)
-        self._pulse.done(self.step)
+        self._place.count()
+        self._pulse.done(self._place.step)
         self._progress.moved()
 
     def _agree(self, save_every: int) -> bool:
-        self._look()
-        return bool(self._stop) or (
-            save_every > 0 and self.step // save_every > self._saved.step // save_every
-        )
+        step = self._place.step
+        self._agreement.after(step)
+        if not self._agreement.stop and (
+            not self._keep or save_every <= 0 or step // save_every <= self._due_step // save_every
+        ):
+            return False
+        self._agreement.settle(step)
+        self._due_step = step
+        return True
 
-    def _look(self, *, everything: bool = False) -> None:
-        if everything or self._agreement.looks(self.step):
-            self._take(self._agreement.receive())
-            self._agreement.send(self.step, self._log.take(everything=everything))
-            if everything:
-                self._take(self._agreement.receive())
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do something between two steps that is no training, such as an evaluation; a collective call.
 
-    def _take(self, agreed: Agreed | None) -> None:
-        if agreed is not None:
-            means = self._log.means(agreed.sums)
-            self._stop = self._stop or reason_of(agreed.asked)
-            if self._lines:
-                self._lines.note(agreed.step, self._passes(), agreed.steps, agreed.seconds, means)
+        All numbers of the steps before have arrived, and the time in it counts for no step.
+        """
+        self._agreement.settle(self.step)
+        yield
+        self._goes_on()
 
-    def _passes(self) -> float:
-        return self.epoch + (self._batch / self._length if self._length > 0 else 0.0)
+    def _goes_on(self) -> None:
+        self._agreement.restart(self.step)
+        self._pulse.done(self.step)
 
     def save(self) -> None:
         """Save the state; a collective call. After a request to stop this does not return.
@@ -323,97 +361,82 @@ class Run:
         UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored.
         """
         here = self._join()
+        if self._keep:
+            self._write(here)
+        if self._agreement.stop:
+            self._leave(here)
+        self._goes_on()
+
+    def _write(self, here: Ranks) -> None:
         if not len(self._tracked):
             raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
         if not self._may_write:
-            older = snapshot_files.newest_first(self.folder / snapshots.FOLDER)
-            if any(here.gather(bool(older), bool)):
-                raise UsageError(
-                    "this run would replace the snapshots of another one",
-                    where=str(self.folder),
-                    hint="call run.restore() after run.track(), or name another folder",
-                )
-        drawn = random_state.current(resumable.generators(self._loader))
-        pass_drawn = drawn if self._pass_drawn is None else self._pass_drawn
-        by_rank = self._tracked.of_ranks(here)
-        self._saved, self._may_write, self._has_written = self._now(), True, True
+            self.refuse_older()
         with self._progress.saving(self.step):
+            by_rank = self._tracked.of_ranks(here)
+            self._saved, self._has_written = self._place.position(), True
             self._keeper.save(
                 self.step,
                 tensors=lambda: {
                     f"{name}.pt": one for name, one in {**self._tracked.of_all(), **by_rank}.items()
                 },
-                drawn={"random.pt": SentState.of(drawn), "pass.pt": SentState.of(pass_drawn)},
+                drawn=self._place.drawn(),
                 about={"run": dataclasses.asdict(self._saved)},
             )
-        if self._stop:
-            self._leave(here)
 
-    def _now(self) -> RunPosition:
-        return RunPosition(step=self.step, epoch=self.epoch, batch=self._batch, batch_size=self._batch_size)
+    def refuse_older(self) -> None:
+        """Insist on a new run, in place of `restore`; a collective call.
+
+        Raises
+        ------
+        UsageError : the folder holds snapshots.
+        """
+        older = snapshot_files.newest_first(self.folder / snapshots.FOLDER) if self._keep else []
+        if any(self._join().gather(bool(older), bool)):
+            raise UsageError(
+                "this run would replace the snapshots of another run",
+                where=str(self.folder),
+                hint="call run.restore() after run.track(), or name another folder",
+            )
+        self._may_write = True
+
+    def wait(self) -> SnapshotWriter:
+        """Wait until the last snapshot is whole; the result has the step of it. A collective call."""
+        with self._progress.saving():
+            self._keeper.close()
+        return self._keeper
 
     def _leave(self, here: Ranks) -> None:
-        self._look(everything=True)
-        if self._lines:
-            self._lines.write(self.step, self._passes())
-        saved = self._keeper.close()
-        kept = f"the state of step {saved} is saved" if saved >= 0 else "this start saved no state"
-        self._tell(f"stopped after step {self.step}: {self._stop}; {kept}")
-        ending.leave(ending.code_of(self.step, saved, self._stop, self.folder, here, self._env))
+        self._end_lines()
+        saved, why = self.wait().saved_step, self._agreement.stop
+        kept = f"; the state of step {saved} is saved" if saved >= 0 else "; this start saved no state"
+        self._tell(f"stopped after step {self.step}: {why}{kept if self._keep else ''}")
+        ending.leave(ending.code_of(self.step, saved, why, self.folder, here, self._env))
 
     def _finish(self, here: Ranks) -> None:
         """Save the last state, after the loop."""
-        moved = self._saved != self._now() and len(self._tracked) > 0
+        moved = self._saved != self._place.position() and len(self._tracked) > 0
         if here.world_size > 1 and not dist.is_initialized():
             if moved:
                 self._tell(
                     "warning: the last state is not saved: there is no process group at the end of `with`"
                 )
             return
-        self._look(everything=True)
-        if self._lines:
-            self._lines.write(self.step, self._passes())
-        self._stop = ""  # all is done
+        self._end_lines()
+        self._agreement.stop = ""  # all is done
         if moved:
             self.save()
-        if self._has_written and self._keeper.close() != self.step:
-            raise CheckFailed(f"the state of step {self.step} is not saved", where=str(self.folder))
+        if self._has_written and self.wait().saved_step != self.step:
+            raise ending.NotSaved(f"the state of step {self.step} is not saved", where=str(self.folder))
 
-    def _join(self) -> Ranks:
-        """Connect the ranks, once the program has opened its process group."""
-        if self._here is not None:
-            return self._here
-        grouped = dist.is_available() and dist.is_initialized()
-        if not grouped and int(self._env.get("WORLD_SIZE", "1")) > 1:
-            raise UsageError(
-                "the ranks are not connected yet",
-                hint="call torch.distributed.init_process_group() before run.restore and run.steps",
-            )
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        if rank != self._rank:
-            raise UsageError(
-                f"this is rank {rank} of the process group, but RANK said {self._rank} at Run.start",
-                hint="start the program by dist-run or torchrun, or set RANK and LOCAL_RANK before Run.start",
-            )
-        self._here = here = Ranks(
-            rank=rank,
-            local_rank=int(self._env.get("LOCAL_RANK", "0")),
-            world_size=world_size,
-            device=torch.device("cpu"),
-            # A group of its own: its calls mix with none of the program's, and use no GPU.
-            group=dist.new_group(backend="gloo") if world_size > 1 else None,
-        )
-        self._agreement = Agreement(here, self._requests.asked)
-        self._keeper = snapshots.SnapshotWriter(self.folder, self._keep, here, _say, self._progress.keeps)
-        return here
+    def _end_lines(self) -> None:
+        self._agreement.meet(self.step)
+        if self._lines:
+            self._lines.write(self.step, self._place.passes())
 
     def _tell(self, text: str) -> None:
         if self._rank == 0:
-            _say(text)
+            self._say(text)
 
     def _tell_wait(self) -> None:
-        _say(f"rank {self._rank} has no batch after step {self.step}, and waits for the other ranks")
-
-
-def _say(text: str) -> None:
-    print(f"run: {text}", file=sys.stderr, flush=True)
+        self._say(f"rank {self._rank} has no batch after step {self.step}, and waits for the other ranks")

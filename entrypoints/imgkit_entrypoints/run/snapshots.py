@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -57,8 +58,9 @@ class SnapshotWriter:
         self._error: OSError | None = None
         self._warned = False
         self.saved_step = -1
-        """Step of the newest snapshot that is safely written, on rank 0; -1: none."""
-        self.longest_stall_s = 0.0
+        """Step of the newest snapshot that is safely written, or -1; on rank 0, after `close` on all."""
+        self.stalled_s = self.longest_stall_s = 0.0
+        """Seconds in which training waited for this: of all calls, and of the longest `save`."""
 
     def save(
         self,
@@ -97,7 +99,8 @@ class SnapshotWriter:
             }
             self._thread = threading.Thread(target=self._write, args=(step, parts))
             self._thread.start()
-        self.longest_stall_s = max(self.longest_stall_s, time.perf_counter() - began)
+        stall_s = time.perf_counter() - began
+        self.stalled_s, self.longest_stall_s = self.stalled_s + stall_s, max(self.longest_stall_s, stall_s)
 
     def _write(self, step: int, parts: Mapping[str, snapshot_files.WriteFile]) -> None:
         try:
@@ -126,10 +129,12 @@ class SnapshotWriter:
             self._say(f"cannot write a snapshot to {self._folder}: {self._error.strerror}; {newest}")
             self._error = None
 
-    def close(self) -> int:
-        """Wait for the last snapshot; returns the newest safely written step, or -1, on every rank."""
+    def close(self) -> None:
+        """Wait for the last snapshot; a collective call."""
+        began = time.perf_counter()
         self._finish_writing()
-        return int(self._here.broadcast(str(self.saved_step).encode(), 0))
+        self.saved_step = int(self._here.broadcast(str(self.saved_step).encode(), 0))
+        self.stalled_s += time.perf_counter() - began
 
 
 def _saving(value: Any) -> snapshot_files.WriteFile:
@@ -157,10 +162,17 @@ class FoundSnapshot:
         sent = here.broadcast(os.fsencode(mine) if mine is not None else b"", source)
         self.where = Path(os.fsdecode(sent))
         """Its folder on the rank that reads it."""
+        self._values: Mapping[str, Any] = {}
         names = sorted(path.name for path in mine.iterdir()) if mine is not None else []
         self.parts: tuple[str, ...] = tuple(
             json_text.parse(here.broadcast(json.dumps(names).encode(), source))
         )
+
+    def with_values(self, values: Mapping[str, Any]) -> FoundSnapshot:
+        """The same snapshot, in which parts of these names have these values."""
+        other = copy.copy(self)
+        other.parts, other._values = (*self.parts, *values), {**self._values, **values}
+        return other
 
     def read(self, name: str) -> bytes:
         """The bytes of a part."""
@@ -175,6 +187,8 @@ class FoundSnapshot:
         ------
         UsageError : it is no JSON.
         """
+        if name in self._values:
+            return self._values[name]
         try:
             return json_text.parse(self.read(name))
         except ValueError as error:
@@ -187,6 +201,8 @@ class FoundSnapshot:
         ------
         UsageError : it holds something else.
         """
+        if name in self._values:
+            return self._values[name]
         content = io.BytesIO(self.read(name))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)

@@ -186,7 +186,7 @@ assert start(1, lambda: training(range(3)), "held") == [2]
         "run.track: the state of loader, a Broken, cannot be read: no inner loader",
         "run.track: shared is sharded over the ranks",
         "the ranks have different values of save_every: rank 0: 1, rank 1: 2",
-        "this run would replace the snapshots of another one",
+        "this run would replace the snapshots of another run",
         "the snapshot holds model, and this program tracks model, other",
         "held: another run writes into this folder (process ",
     ):

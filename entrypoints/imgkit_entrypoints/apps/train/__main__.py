@@ -4,53 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import platform
 import resource
 import sys
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import components, options, plugins
 from imgkit_entrypoints.apps.train.config import Config, due, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.apps.train.data.batches import Batches
-from imgkit_entrypoints.apps.train.data.order import Order, Position, arrange
+from imgkit_entrypoints.apps.train.data.order import Order, arrange
 from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.report import utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Seen
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
 from imgkit_entrypoints.apps.train.report.tracing import traced
-from imgkit_entrypoints.apps.train.state import snapshot
+from imgkit_entrypoints.apps.train.state import course
+from imgkit_entrypoints.apps.train.state.course import Course
 from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.watch import Watch, refuse_stopped, tell_counts
+from imgkit_entrypoints.apps.train.step_sums import LossIsNoNumber, StepSums
 from imgkit_entrypoints.apps.train.work_clock import WorkClock
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, ImgkitError
+from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError
+from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.start_up import StartUp
+from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.ending import NotSaved
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.snapshots import SnapshotWriter
-from imgkit_entrypoints.run.stop_requests import FOR_GOOD, tell_saved
 
 
 def main() -> None:
     """Train to the last step, or until a stop request; the state is saved in both cases."""
-    began, started = time.monotonic(), StartUp.of_worker(os.environ)
+    started = StartUp.of_worker(os.environ)
     started.ends("imports")
     try:
         config = options.read(sys.argv[1:], os.environ)
-        refuse_stopped(config, os.environ)
+        run = Run.start(
+            config.run_dir,
+            keep=config.keep if config.run_dir else 0,
+            stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+            say=say,
+        )
         torch.use_deterministic_algorithms(config.deterministic)
         own = components.load(
             config
         )  # mistakes in user code end the run here, before ranks wait for each other
         with ranks.opened() as here:
             started.ends("process_group")
-            sys.exit(train(config, own, here, began, started))
+            sys.exit(train(config, own, run, here, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
             say(str(error))
@@ -58,14 +69,15 @@ def main() -> None:
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
-def train(config: Config, own: components.Components, here: Ranks, began: float, started: StartUp) -> int:
+def train(config: Config, own: components.Components, run: Run, here: Ranks, started: StartUp) -> int:
     """Run the training; returns the exit code."""
-    work = WorkClock(here)
-    watch = Watch(config, here, os.environ, began, work)
-    found = snapshot.find(config, here, say)
+    run.connect(here)
+    found = course.find(config, run)
+    done = Course()
     changes: tuple[str, ...] = ()
     if found is not None:
-        config, changes = resumed(config, found.config, found.where)
+        done = course.course_of(found)
+        config, changes = resumed(config, done.config, found.where)
     samples = own.data(config, "train")
     order = _order(config, len(samples), here)
     tell_counts(order.global_batch, here, os.environ)
@@ -75,14 +87,15 @@ def train(config: Config, own: components.Components, here: Ranks, began: float,
     )
     saves, looks = (every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every))
     held_out_samples = own.data(config, "eval") if looks else None
-    position = start = Position() if found is None else found.position
+    start, done.config = done.position, config.values()
     if found is not None and here.rank == 0:
         for text in (f"resumes after step {start.step} of {steps}: {found.where}", *changes):
             say(text)
     if found is not None and start.step >= steps:
-        export(config, found.weights, here)
+        export(config, found.tensors("weights.pt"), here)
         return 0
     started.ends("data")
+    work = WorkClock(here)
     trainer = Trainer(config, own.model(config), own.loss, steps, here, work)
     started.ends("model")
     feed = Batches(samples, order, config, here, channels_last=trainer.channels_last)
@@ -93,8 +106,9 @@ def train(config: Config, own: components.Components, here: Ranks, began: float,
     trainer.settle(first[1][0])
     started.ends("first_step")
     gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
+    run.track(weights=trainer.plain, optimizer=trainer, course=done)
     if found is not None:
-        trainer.restore(found, here)
+        run.restore(found)
     started.ends("model")
     places = here.gather(RankPlace(node=platform.node(), local_rank=here.local_rank), RankPlace)
     report = None
@@ -110,43 +124,74 @@ def train(config: Config, own: components.Components, here: Ranks, began: float,
             started=started,
             say=say,
         )
-        report.first_loss = found.first_loss if found else report.first_loss
-    keeper = None
-    if config.run_dir is not None:
-        keeper = SnapshotWriter(config.run_dir, config.keep, here, say, watch.progress.keeps)
-    pauses = Pauses()
-    with watch.signals():
-        watch.begin(start.step, config.log_every)
-        watch.progress.trains()
-        for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
-            watch.enters(position.step)
-            look, save = due(position.step, looks, steps), due(position.step, saves, steps)
-            measured = look or save or watch.looks(position.step)
-            trainer.step(position.step - 1, micro_batches, measured=measured)
-            if position.step == start.step + 1:
-                started.ends("first_step")
-            news = watch.after(position.step, trainer.window)
-            if look or save or watch.stop:  # before saving, check every step for NaN
-                news += watch.after(position.step, trainer.window, everything=True)
-            if report:
-                report.note(*news)
-            if look and held_out and not (watch.stop or watch.broken):
-                with pauses.evaluation():
-                    loss = held_out.loss(watch.lives)
+        report.first_loss = done.first_loss
+
+    def note(seen: Seen) -> None:
+        if report:
+            report.note(seen)
+            done.first_loss = report.first_loss
+
+    def evaluate(step: int) -> None:
+        with run.pause():
+            if held_out and not run.stopping:
+                began = time.perf_counter()
+                loss = held_out.loss(run.lives)
                 if report:
-                    report.held_out(position.step, loss)
-            if (save or watch.stop) and keeper and not watch.broken:
-                with pauses.saving(), watch.progress.saving(position.step):
-                    first_loss = report.first_loss if report else 0.0
-                    snapshot.save(keeper, config, position, first_loss, trainer.state)
-            if watch.stop or watch.broken:
-                break
-            if look or save:
-                watch.begin(position.step, config.log_every)  # neither counts as training time
-    code = _end(watch, position.step, steps, keeper, report, pauses, here)
-    if code == 0:
-        with watch.progress.saving():
-            export(config, trainer.plain.state_dict(), here)
+                    report.held_out(step, loss, time.perf_counter() - began)
+
+    def loop() -> None:
+        run.add_up(StepSums(trainer, work, here, note), every=config.log_every)
+        for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
+            run.begins()
+            step = position.step
+            look, save = due(step, looks, steps), due(step, saves, steps)
+            trainer.step(step - 1, micro_batches, measured=look or save or run.looks())
+            if step == start.step + 1:
+                started.ends("first_step")
+            done.position = position
+            save = run.due(save_every=saves)
+            if look:
+                evaluate(step)
+            if (save or run.stopping) and step < steps:
+                run.save()
+
+    code = _ended(run, loop, report, steps, config, here)
+    if code == 0 and not run.stopping:
+        export(config, trainer.plain.state_dict(), here)
+    return code
+
+
+def _ended(
+    run: Run, loop: Callable[[], None], report: RunLog | None, steps: int, config: Config, here: Ranks
+) -> int:
+    """Run the loop to its end, and report on it; returns the exit code."""
+    code, reason, hint = 0, "all steps are done", ""
+    try:
+        with run:
+            loop()
+    except (LossIsNoNumber, NotSaved) as error:
+        code, reason, hint = error.exit_code, error.what, f"; {error.hint}" if error.hint else ""
+    except SystemExit as stopped:
+        if not run.stopping:  # a function of the user ends the program
+            raise
+        code, reason = int(str(stopped.code)), run.stopping
+    saved = run.wait()
+    if report:
+        report.close(
+            step=run.step,
+            reason=reason,
+            saved_step=saved.saved_step,
+            saving_s=saved.stalled_s,
+            stall_s=saved.longest_stall_s,
+        )
+    if here.rank == 0 and code == EXIT_NO:
+        kept = (
+            f"the state of step {saved.saved_step} is saved"
+            if saved.saved_step >= 0
+            else "this start saved no state"
+        )
+        where = "" if config.run_dir else " (no --run-dir)"
+        say(f"{run.step} of {steps} steps are done: {reason}; {kept}{where}{hint}")
     return code
 
 
@@ -158,43 +203,6 @@ def _order(config: Config, samples: int, here: Ranks) -> Order:
         accumulate=config.accumulate,
         global_batch=config.global_batch,
     )
-
-
-def _end(
-    watch: Watch,
-    step: int,
-    steps: int,
-    keeper: SnapshotWriter | None,
-    report: RunLog | None,
-    pauses: Pauses,
-    here: Ranks,
-) -> int:
-    with pauses.saving(), watch.progress.saving():
-        saved = keeper.close() if keeper else -1
-    reason = "a loss is not a number" if watch.broken else watch.stop or "all steps are done"
-    if report:
-        report.close(
-            step=step,
-            reason=reason,
-            saved_step=saved,
-            stall_s=keeper.longest_stall_s if keeper else 0.0,
-            pauses=pauses,
-        )
-    if step == steps and not watch.broken and (keeper is None or saved == step):
-        return 0
-    safe = watch.stop and saved == step
-    if here.rank == 0:
-        kept = f"the state of step {saved} is saved" if saved >= 0 else "this start saved no state"
-        hint = "; try a smaller --lr, --clip 1, or --on-nan skip" if watch.broken else ""
-        say(
-            f"stopped after step {step} of {steps}: {reason}; {kept}{hint}"
-            + ("" if keeper else " (no --run-dir)")
-        )
-    if not safe:
-        return EXIT_NO
-    if watch.stop == FOR_GOOD:
-        return 0
-    return 0 if tell_saved(step, here.local_rank, os.environ) else EXIT_SAVED
 
 
 def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: Ranks) -> Gauges:
@@ -218,6 +226,15 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: R
         tokens_a_sample=inputs.shape[1] if tokens else None,
         names=trainer.names,
     )
+
+
+def tell_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
+    """Tell this node's launcher which numbers of nodes can share the global batch equally."""
+    if env.get("IMGKIT_STOP_DIR") and here.local_rank == 0:
+        nproc = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        nodes = range(1, here.world_size // nproc + 1)
+        counts = (str(count) for count in nodes if global_batch % (count * nproc) == 0)
+        files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.COUNTS, f"{' '.join(counts)}\n")
 
 
 def say(text: str) -> None:

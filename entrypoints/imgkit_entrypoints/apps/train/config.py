@@ -79,13 +79,16 @@ class Config:
         start, steps = map(int, self.profile.split(":"))
         return range(start + 1, start + steps + 1)
 
-    def to_json(self) -> str:
-        """The JSON form in the run's folder and in snapshots; ``--config`` reads it."""
-        values = {
+    def values(self) -> dict[str, Any]:
+        """The options in plain values, as snapshots keep them."""
+        return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
-        return json.dumps(values, indent=2) + "\n"
+
+    def to_json(self) -> str:
+        """The JSON form in the run's folder; ``--config`` reads it."""
+        return json.dumps(self.values(), indent=2) + "\n"
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

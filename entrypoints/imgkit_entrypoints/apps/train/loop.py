@@ -14,12 +14,10 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.batches import MicroBatch
 from imgkit_entrypoints.apps.train.data.order import seed_of
 from imgkit_entrypoints.apps.train.schedule import learning_rate
-from imgkit_entrypoints.apps.train.state import snapshot
 from imgkit_entrypoints.apps.train.work_clock import WorkClock
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.snapshots import first_difference
 
 Loss = Callable[[nn.Module, Any], Any]
 NOTHING = contextlib.nullcontext()
@@ -195,36 +193,17 @@ class Trainer:
         first = next(iter(batch.values() if isinstance(batch, dict) else batch))
         return 3 * float(counter.get_total_flops()) / len(first)
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        """The weights with buffers, and the state of the optimizer and the gradient scaler."""
-        return self.plain.state_dict(), {
-            "optimizer": self._optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer and the gradient scaler."""
+        return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
-    def restore(self, saved: snapshot.Snapshot, here: Ranks) -> None:
-        """Take over the state of a snapshot.
-
-        Raises
-        ------
-        UsageError : the snapshot holds another model.
-        """
-        if different := first_difference(saved.weights, self.plain.state_dict()):
-            raise UsageError(
-                f"the snapshot holds another model: {different}",
-                where=str(saved.where),
-                hint="give the same --model to resume, or start a new run: --resume never --run-dir OTHER",
-            )
-        self.plain.load_state_dict(saved.weights)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over such a state, with the learning rate of this start if it has changed."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(saved.optimizer["optimizer"])
+        self._optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # the learning rate of this start, if it has changed
-        self._scaler.load_state_dict(saved.optimizer["scaler"])
-        if here.world_size == len(saved.random):
-            random_state.restore(saved.random[here.rank])
-        else:  # another number of ranks: draw new random numbers, not those of the first steps again
-            random_state.seed_everything(seed_of(self._config.seed, "rank", here.rank, saved.position.step))
+            group["lr"] = rate
+        self._scaler.load_state_dict(state["scaler"])
 
 
 def _parted(returned: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,24 +105,3 @@ class Gauges:
     """Tokens of a sample; None: the samples are not rows of tokens."""
     names: tuple[str, ...] = ()
     """Names of the user's numbers."""
-
-
-class Pauses:
-    """The time in which this rank evaluated or saved instead of training."""
-
-    def __init__(self) -> None:
-        self.evaluation_s = self.saving_s = 0.0
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Time an evaluation."""
-        began = time.perf_counter()
-        yield
-        self.evaluation_s += time.perf_counter() - began
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Time the part of a save that training waits for."""
-        began = time.perf_counter()
-        yield
-        self.saving_s += time.perf_counter() - began

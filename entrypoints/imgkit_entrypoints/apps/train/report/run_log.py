@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
 from imgkit_entrypoints.apps.train.report.loggers import Loggers
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Pauses, Seen, line
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Seen, line
 from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRanks
 from imgkit_entrypoints.apps.train.schedule import learning_rate
 from imgkit_entrypoints.launch.start_up import StartUp
+from imgkit_entrypoints.run.metrics_file import METRICS, MetricsFile, now
 
 SCHEMA = 1
-METRICS = "metrics.jsonl"
 CURVES = "curves.svg"
 
 
@@ -42,33 +41,21 @@ class RunLog:
         say: Callable[[str], None],
     ) -> None:
         assert config.global_batch is not None
-        self._config, self._run_dir, self._log_every = config, config.run_dir, config.log_every
+        self._config, self._log_every = config, config.log_every
         self._steps_per_epoch = steps_per_epoch
         self._start, self._steps, self._ranks, self._gauges = start, steps, ranks, gauges
-        self._samples_a_step, self._say, self._failed = config.global_batch, say, False
+        self._samples_a_step, self._metrics = config.global_batch, MetricsFile(config.run_dir, say)
         self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
         self._slow, self._usual_s = slow, math.nan
         self._started = started
         self._since: list[Seen] = []
-        self._training_s, self._trained_steps = 0.0, 0
+        self._training_s, self._evaluation_s, self._trained_steps = 0.0, 0.0, 0
         self._waited_s = gauges.waited_s()
         self._loggers = Loggers(config, start, say)
         self._began = time.perf_counter()
-        if self._run_dir is not None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._write(lambda folder: files.put(folder / "config.json", config.to_json()))
-            self._write(lambda folder: _forget_after(folder / METRICS, start))
-
-    def _write(self, write: Callable[[Path], None]) -> None:
-        """Write into the run folder. If that fails, as on a full disk, training goes on."""
-        if self._run_dir is None:
-            return
-        try:
-            write(self._run_dir)
-        except OSError as error:
-            if not self._failed:
-                self._say(f"metrics are incomplete: {error.filename or self._run_dir}: {error.strerror}")
-            self._failed = True
+        self._metrics.write(lambda folder: folder.mkdir(parents=True, exist_ok=True))
+        self._metrics.write(lambda folder: files.put(folder / "config.json", config.to_json()))
+        self._metrics.write(lambda folder: _forget_after(folder / METRICS, start))
 
     def note(self, *news: Seen) -> None:
         """Add the sums over the latest steps."""
@@ -85,13 +72,12 @@ class RunLog:
             if at_its_time or at_its_step:
                 self._write_line(seen.step)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Report the loss on held-out data."""
-        self.eval_loss = loss
+    def held_out(self, step: int, loss: float, seconds: float) -> None:
+        """Report the loss on held-out data, which took `seconds` to compute."""
+        self.eval_loss, self._evaluation_s = loss, self._evaluation_s + seconds
         print(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}", flush=True)
-        place = {"time": _now(), "step": step, "epoch": step / self._steps_per_epoch}
-        text = json.dumps({**place, "eval_loss": _number(loss)})
-        self._write(lambda folder: _append(folder / METRICS, text + "\n"))
+        place = {"time": now(), "step": step, "epoch": step / self._steps_per_epoch}
+        self._metrics.add({**place, "eval_loss": _number(loss)})
         self._loggers.log(step, {"eval_loss": loss})
 
     def _write_line(self, step: int) -> None:
@@ -110,7 +96,7 @@ class RunLog:
         tokens = self._gauges.tokens_a_sample
         waited_s, at_peak = self._gauges.waited_s(), self._gauges.samples_per_s_at_peak
         metrics = Metrics(
-            time=_now(),
+            time=now(),
             step=step,
             epoch=step / self._steps_per_epoch,
             loss=_number(self.last_loss) if counted else None,
@@ -135,11 +121,11 @@ class RunLog:
             flush=True,
         )
         values = asdict(metrics)
-        self._write(lambda folder: _append(folder / METRICS, json.dumps(values) + "\n"))
+        self._metrics.add(values)
         del values["step"]
         self._loggers.log(step, {**values, **values.pop("numbers")})
 
-    def close(self, *, step: int, reason: str, saved_step: int, stall_s: float, pauses: Pauses) -> None:
+    def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line, and the summary of this start."""
         if self._since:
             self._write_line(self._since[-1].step)
@@ -150,7 +136,7 @@ class RunLog:
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,
-            "ended": _now(),
+            "ended": now(),
             "reason": reason,
             "step": step,
             "steps": self._steps,
@@ -164,28 +150,26 @@ class RunLog:
             "seconds": seconds,
             "start_s": {name: round(spent, 3) for name, spent in self._started.parts.items()},
             "training_s": self._training_s,
-            "evaluation_s": pauses.evaluation_s,
-            "saving_s": pauses.saving_s,
+            "evaluation_s": self._evaluation_s,
+            "saving_s": saving_s,
             "skipped": self.skipped,
             "slow_ranks": self._slow.all(),
             "longest_save_stall_s": stall_s,
         }
-        self._write(lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n"))
-        self._write(_draw)
+        self._metrics.write(
+            lambda folder: files.put(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        )
+        self._metrics.write(_draw)
         largest = max(self._started.parts.items(), key=lambda part: part[1], default=("", 0.0))
         times = (
             (sum(self._started.parts.values()), f"starting ({largest[0]} {largest[1]:.1f} s)"),
             (self._training_s, "training"),
-            (pauses.evaluation_s, "evaluation"),
-            (pauses.saving_s, "saving"),
+            (self._evaluation_s, "evaluation"),
+            (saving_s, "saving"),
         )
         told = ", ".join(f"{spent:.1f} s {what}" for spent, what in times if spent)
         losses = f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}"
         print(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {told}", flush=True)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _number(value: float) -> float | None:
@@ -224,7 +208,3 @@ def _draw(folder: Path) -> None:
     files.put(
         folder / CURVES, curves.document((loss, curves.StepChart("samples/s", (curve("", "samples_per_s"),))))
     )
-
-
-def _append(path: Path, text: str) -> None:
-    files.append(path, text.encode())

@@ -16,7 +16,7 @@ import pytest
 from imgkit_entrypoints.apps.train import options
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves, utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Pauses, Seen, clock
+from imgkit_entrypoints.apps.train.report.metrics import Gauges, Seen, clock
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
 from imgkit_entrypoints.launch.start_up import StartUp
@@ -55,10 +55,8 @@ def seen(step: int, steps: int, loss: float, skipped: int = 0) -> Seen:
     return Seen(step=step, steps=steps, loss=loss, skipped=skipped, seconds=1.0)
 
 
-def end(of: RunLog, step: int, *, evaluation_s: float = 0.0, saving_s: float = 0.0) -> None:
-    pauses = Pauses()
-    pauses.evaluation_s, pauses.saving_s = evaluation_s, saving_s
-    of.close(step=step, reason="all steps are done", saved_step=-1, stall_s=0.0, pauses=pauses)
+def end(of: RunLog, step: int, *, saving_s: float = 0.0) -> None:
+    of.close(step=step, reason="all steps are done", saved_step=-1, stall_s=0.0, saving_s=saving_s)
 
 
 def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +75,8 @@ def test_lines_come_at_round_steps(capsys: pytest.CaptureFixture[str]) -> None:
 def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = report(tmp_path)
     one.note(seen(1, 1, 9.0), seen(20, 19, 3.0))  # 20 steps of 64 samples in 2 s
-    end(one, 20, evaluation_s=60.0, saving_s=5.25)
+    one.held_out(20, 1.0, 60.0)
+    end(one, 20, saving_s=5.25)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("640 samples/s while training; 2.0 s training, 60.0 s evaluation, 5.2 s saving")
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -107,7 +106,7 @@ def test_metrics_tell_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureF
         dataclasses.replace(seen(9, 9, 3.0, skipped=1), numbers=(0.25,)),
         dataclasses.replace(seen(10, 1, 1.0), numbers=(1.0,), grad_norm=2.5),
     )
-    one.held_out(10, 4.0)
+    one.held_out(10, 4.0, 0.5)
     told, held_out = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert told["numbers"] == {"accuracy": pytest.approx((8 * 0.25 + 1) / 9)}
     assert (told["epoch"], told["lr"], told["grad_norm"]) == (1.25, pytest.approx(0.275), 2.5)
@@ -180,7 +179,7 @@ def test_peak_is_only_told_where_published(device: str, amp: str, flops: float |
 def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:
     one = report(tmp_path)
     one.note(seen(1, 1, 9.0), seen(10, 9, 3.0))
-    one.held_out(10, 4.0)
+    one.held_out(10, 4.0, 0.5)
     end(one, 10)
     root = ElementTree.parse(tmp_path / "curves.svg").getroot()  # noqa: S314 - our own
     told = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -343,7 +342,7 @@ def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     for step in (10, 20):
         one.note(dataclasses.replace(seen(step, 10, math.nan if step == 10 else 2.0), numbers=(0.5,)))
-    one.held_out(20, 1.5)
+    one.held_out(20, 1.5, 0.5)
     end(one, 20)
     first, second, held_out, last = (tmp_path / "kept").read_text().splitlines()
     assert first.startswith("10 [('accuracy', 0.5), ")

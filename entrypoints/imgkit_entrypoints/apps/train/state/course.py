@@ -1,0 +1,95 @@
+"""The part ``course`` of dist-train's snapshots: the place in the data, and the options that led there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.data.order import Position
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run import Run, snapshots
+from imgkit_entrypoints.run.place import RunPosition
+from imgkit_entrypoints.run.snapshots import FoundSnapshot
+
+PART = "course.pt"
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """What a snapshot keeps beside model and optimizer; it is needed before these exist."""
+
+    position: Position = field(default_factory=Position)
+    first_loss: float = math.nan
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The options, as JSON has them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values in a snapshot."""
+        return {**dataclasses.asdict(self), "config": dict(self.config)}
+
+    def load_state_dict(self, _: Mapping[str, Any]) -> None:
+        """Do nothing: `course_of` has read it."""
+
+
+def find(config: Config, run: Run) -> FoundSnapshot | None:
+    """Find the snapshot that ``--resume`` selects; a collective call.
+
+    Raises
+    ------
+    UsageError : the path of ``--resume`` holds no valid snapshot on any node, or ``--resume never`` would
+        replace the snapshots of another run.
+    """
+    if config.resume == "never":
+        run.refuse_older()
+        return None
+    if config.resume == "auto":
+        found = run.find()
+    elif (found := run.find(config.resume)) is None:
+        raise UsageError(
+            "no valid snapshot found",
+            where=str(Path(config.resume)),
+            hint="--resume auto, or --resume never to start over",
+        )
+    return None if found is None else _converted(found)
+
+
+def _converted(found: FoundSnapshot) -> FoundSnapshot:
+    """Give a snapshot of imgkit 0.1 the parts of today's; others stay as they are."""
+    about = found.values(snapshots.STATE)
+    if not isinstance(about, dict) or "position" not in about or "config.json" not in found.parts:
+        return found
+    course = {key: about[key] for key in ("position", "first_loss")}
+    step = about["position"]["step"]
+    run = dataclasses.asdict(RunPosition(step=step))
+    return found.with_values(
+        {snapshots.STATE: {"run": run}, PART: {**course, "config": found.values("config.json")}}
+    )
+
+
+def course_of(found: FoundSnapshot) -> Course:
+    """Read the course that a snapshot keeps; a collective call.
+
+    Raises
+    ------
+    UsageError : another program has written it.
+    """
+    try:
+        if PART not in found.parts:
+            raise ValueError("there is none")
+        values = found.tensors(PART)
+        position: Position = json_text.read(Position, values["position"], "position")
+        return Course(
+            position=position, first_loss=float(values["first_loss"]), config=dict(values["config"])
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"this snapshot is of another program: its course is missing or wrong ({error})",
+            where=str(found.where / PART),
+            hint="name another folder by --run-dir",
+        ) from None
