@@ -6,12 +6,16 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch.distributed as dist
 
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed
 from imgkit_entrypoints.run import stop_requests
+from imgkit_entrypoints.run.kept_state import KeptState
 from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.stepping import Stepping
 
 _CODES: list[int] = []
 """Exit codes of runs that were stopped."""
@@ -38,10 +42,41 @@ def code_of(step: int, saved: int, why: str, folder: Path, here: Ranks, env: Map
     return 0
 
 
-def leave(code: int) -> None:
-    """Raise SystemExit. Whatever the destructors do then, the process ends with `code`."""
+def leave(
+    state: KeptState, stepping: Stepping, here: Ranks, env: Mapping[str, str], tell: Callable[[str], None]
+) -> None:
+    """Raise SystemExit once the saved state is whole. Whatever destructors do then, its code stays."""
+    stepping.end()
+    step, why = state.place.step, stepping.agreement.stop
+    saved = state.wait(here).saved_step
+    if state.folder is None:
+        tell(f"stopped after step {step}: {why}")
+        code = EXIT_NO
+    else:
+        kept = f"the state of step {saved} is saved" if saved >= 0 else "this start saved no state"
+        tell(f"stopped after step {step}: {why}; {kept}")
+        code = code_of(step, saved, why, state.folder, here, env)
     _CODES.append(code)
     raise SystemExit(code)
+
+
+def finish(state: KeptState, stepping: Stepping, here: Ranks, tell: Callable[[str], None]) -> None:
+    """Save the last state of a run that is done.
+
+    Raises
+    ------
+    NotSaved : it could not be written.
+    """
+    if here.world_size > 1 and not dist.is_initialized():
+        if state.has_moved:
+            tell("warning: the last state is not saved: there is no process group at the end of `with`")
+        return
+    stepping.end()
+    stepping.agreement.stop = ""  # all is done
+    if state.has_moved:
+        state.save(here)
+    if state.has_written and state.wait(here).saved_step != state.place.step:
+        raise NotSaved(f"the state of step {state.place.step} is not saved", where=str(state.folder))
 
 
 def _end_in_order() -> None:

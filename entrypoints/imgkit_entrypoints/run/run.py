@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import sys
@@ -22,26 +21,18 @@ from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.run import (
     ending,
     folder_lock,
-    place,
     ranks,
     rehearsal,
-    resumable,
-    snapshot_files,
-    snapshots,
     stop_requests,
 )
-from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement
-from imgkit_entrypoints.run.metrics_file import MetricsFile
+from imgkit_entrypoints.run.agreement import AddedNumbers
+from imgkit_entrypoints.run.kept_state import KeptState
 from imgkit_entrypoints.run.number_log import NumberLog
-from imgkit_entrypoints.run.place import LivePlace, PassOptions, RunPosition
-from imgkit_entrypoints.run.progress_lines import ProgressLines
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.snapshots import FoundSnapshot, SnapshotWriter
+from imgkit_entrypoints.run.stepping import Stepping
 from imgkit_entrypoints.run.stop_requests import StopRequests
-from imgkit_entrypoints.run.tracked import Tracked
 
-MOST_STEPS = 1000
-"""Most steps between two looks."""
 WAIT_TOLD_S = 30.0
 """Time after which a rank that waits for the others at the end of its loop says so."""
 
@@ -62,28 +53,24 @@ class Run:
     ) -> None:
         self.folder = folder
         """The run's folder."""
-        self._env, self._keep, self._say, self._rank = env, keep, say, int(env.get("RANK", "0"))
-        self._tracked, self._place, self._log = Tracked(), LivePlace(), NumberLog(self._note)
-        self._most = 0
-        self._has_begun = self._may_write = self._has_written = self._rehearses = False
-        self._saved, self._due_step = RunPosition(), 0
+        self._env, self._say, self._rank = env, say, int(env.get("RANK", "0"))
         self._here: Ranks | None = None
-        self._agreement: Agreement
-        self._keeper: SnapshotWriter
+        self._rehearses = False
         kept = folder if keep else None
         own = stop_requests.own_folder(kept, env, say)
         if own:
             own.refuse_stopped()
         self._lock: BinaryIO | None = None
-        self._lines: ProgressLines | None = None
         if self._rank == 0:
-            self._lock = folder_lock.hold(folder, say, env) if keep else None
-            self._lines = ProgressLines(MetricsFile(kept, say))
+            self._lock = folder_lock.hold(kept, say, env) if kept else None
             if own:
                 own.clear()
         self._requests = StopRequests(env, own if self._rank == 0 else None, say, until)
-        self._pulse = Pulse(env.get("IMGKIT_STOP_DIR"), self._rank)
-        self._progress = ProgressNotes(env.get("IMGKIT_STOP_DIR"), self._rank)
+        node = env.get("IMGKIT_STOP_DIR")
+        notes = ProgressNotes(node, self._rank)
+        self._state = KeptState(kept, keep, notes, say)
+        self._place = self._state.place
+        self._stepping = Stepping(self._place, kept, Pulse(node, self._rank), notes, say)
         self._requests.listen()
 
     @classmethod
@@ -126,7 +113,7 @@ class Run:
     @property
     def stopping(self) -> str:
         """Why the run stops at the next `save`; empty: it goes on. All ranks see the same."""
-        return self._agreement.stop if self._here else ""
+        return self._stepping.agreement.stop if self._here else ""
 
     def __enter__(self) -> Run:
         return self
@@ -137,7 +124,7 @@ class Run:
         here = self._here
         try:
             if kind is None and here is not None:
-                self._finish(here)
+                ending.finish(self._state, self._stepping, here, self._tell)
         finally:
             self._requests.deaf()
             in_step = kind is None or self.stopping  # after an error, others may still use it
@@ -157,10 +144,10 @@ class Run:
         ------
         UsageError : an object has no state_dict and load_state_dict, or is sharded over the ranks.
         """
-        if self._may_write or self._has_begun:
+        if self._state.may_write or self._stepping.has_begun:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in parts.items():
-            self._tracked.add(name, value)
+            self._state.tracked.add(name, value)
 
     def connect(self, here: Ranks) -> None:
         """Use a process group of the program, not a gloo group of the run's own: fewer connections.
@@ -168,8 +155,7 @@ class Run:
         Its calls and the program's must then come in the same order on all ranks.
         """
         self._here = here
-        self._agreement = Agreement(here, self._requests.asked, self._log)
-        self._keeper = SnapshotWriter(self.folder, self._keep, here, self._say, self._progress.keeps)
+        self._stepping.connect(here, self._requests.asked)
 
     def _join(self) -> Ranks:
         """Connect the ranks, once the program has opened its process group."""
@@ -188,9 +174,8 @@ class Run:
         ----------
         where : the folder of another run, or one snapshot; by default this run's folder.
         """
-        if where is None and not self._keep:
-            return None
-        return snapshots.newest(Path(where or self.folder), self._join(), self._tell)
+        folder = self._state.folder if where is None else Path(where)
+        return None if folder is None else self._state.find(folder, self._join())
 
     def restore(self, found: FoundSnapshot | None = None) -> bool:
         """Take over `found`, or the newest whole snapshot; False if there is none. A collective call.
@@ -200,15 +185,13 @@ class Run:
         UsageError : the snapshot holds other objects, or cannot be read.
         """
         here, newest = self._join(), found or self.find()
-        self._may_write = True
+        self._state.may_write = True
         if newest is None:
             return False
-        position = place.position_in(newest)
-        self._tracked.load(self._tracked.read(newest, here), str(newest.where))
-        self._place.take_over(position, newest, here, self._tell)
-        self._saved, self._due_step = self._place.position(), self.step
+        self._state.restore(newest, here)
+        self._stepping.saved_step = self.step
         # With two ranks, the order of a sum does not matter.
-        self._rehearses = self._tracked.sums_gradients and here.world_size > 2
+        self._rehearses = self._state.tracked.sums_gradients and here.world_size > 2
         if found is None:
             self._tell(f"resumes after step {self.step}: {newest.where}")
         return True
@@ -230,49 +213,31 @@ class Run:
         UsageError : the loader cannot resume, or the ranks have loaders of different lengths.
         CheckFailed : the ranks have taken different numbers of steps.
         """
-        for batch in self._opened(loader, save_every, accumulate):
+        batches = self._state.open_pass(loader, save_every, accumulate, self._join())
+        self._stepping.begin(save_every)
+        for batch in batches:
             if self._rehearses:
-                self._rehearses, log, self._log = False, self._log, NumberLog()
-                for again in rehearsal.rehearsed(batch, accumulate, loader, self._tracked):
+                self._rehearses, log, self._stepping.log = False, self._stepping.log, NumberLog()
+                for again in rehearsal.rehearsed(batch, accumulate, loader, self._state.tracked):
                     yield self.step + 1, again
-                self._log = log
-            self.begins()
+                self._stepping.log = log
+            self._stepping.enter()
             try:
                 yield self.step + 1, batch
             except GeneratorExit:
                 self._count()
                 raise
             self._count()
-            if self._place.between_updates(accumulate) and self._agree(save_every):
+            if self._place.between_updates(accumulate) and self._stepping.agree(save_every):
                 self.save()
         waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
         waits.daemon = True
         waits.start()
-        self._agreement.meet(self.step)
+        self._stepping.agreement.meet(self.step)
         waits.cancel()
-        if self._agreement.stop:
+        if self.stopping:
             self.save()
         self._place.close()
-
-    def _opened(self, loader: Any, save_every: int, accumulate: int) -> Iterator[Any]:
-        here = self._join()
-        resumable.refuse_without_position(loader)
-        if resumable.has_state(loader) and not self._tracked.has(loader):
-            raise UsageError(
-                f"run.steps: the state of this {type(loader).__name__} is not tracked",
-                hint="run.track(loader=loader, ...)",
-            )
-        length = len(loader) if hasattr(loader, "__len__") else -1
-        own = PassOptions(batches=length, save_every=save_every, accumulate=accumulate, step=self.step)
-        place.refuse_different(here.gather(own, PassOptions))
-        self._begin(save_every)
-        return self._place.open(loader, length)
-
-    def _begin(self, save_every: int) -> None:
-        self._join()
-        self._has_begun = True
-        self._agreement.begin(self.step, self._most or save_every or MOST_STEPS)
-        self._pulse.done(self.step)
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -280,11 +245,7 @@ class Run:
         Their means over steps and ranks go to the terminal and to ``metrics.jsonl`` in the run's folder.
         Every rank logs the same names, or one rank alone logs.
         """
-        self._log.add(numbers)
-
-    def _note(self, agreed: Agreed, means: Mapping[str, float]) -> None:
-        if self._lines:
-            self._lines.note(agreed.step, self._place.passes(), agreed.steps, agreed.seconds, means)
+        self._stepping.log.add(numbers)
 
     def add_up(self, numbers: AddedNumbers, *, every: int) -> None:
         """Add up `numbers` over all ranks in place of what `log` gets; a collective call.
@@ -296,45 +257,34 @@ class Run:
         every : most steps between two exchanges, which come at its multiples and at those of a divisor.
         """
         self._join()
-        self._agreement.numbers, self._most = numbers, every
+        self._stepping.add_up(numbers, every)
 
     def lives(self) -> None:
         """Tell the hang watch that this rank is busy between two steps, for example in an evaluation."""
-        self._pulse.lives()
+        self._stepping.pulse.lives()
 
     def begins(self) -> None:
         """Tell the hang watch that this rank has the next batch; optional in a loop with `due`."""
-        if not self._has_begun:
-            self._begin(0)
-        self._pulse.begins(self._place.step + 1)
-        self._progress.trains()
+        self._begin(0)
+        self._stepping.enter()
 
     def looks(self) -> bool:
         """Whether the numbers of the step that begins are sent at its end, so that costly ones pay off."""
-        return self._agreement.looks(self._place.step + 1)
+        return self._stepping.agreement.looks(self._place.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`; True if the loop has to call `save` now."""
-        if not self._has_begun:
-            self._begin(save_every)
+        self._begin(save_every)
         self._count()
-        return self._agree(save_every)
+        return self._stepping.agree(save_every)
+
+    def _begin(self, save_every: int) -> None:
+        if not self._stepping.has_begun:
+            self._join()
+            self._stepping.begin(save_every)
 
     def _count(self) -> None:
-        self._place.count()
-        self._pulse.done(self._place.step)
-        self._progress.moved()
-
-    def _agree(self, save_every: int) -> bool:
-        step = self._place.step
-        self._agreement.after(step)
-        if not self._agreement.stop and (
-            not self._keep or save_every <= 0 or step // save_every <= self._due_step // save_every
-        ):
-            return False
-        self._agreement.settle(step)
-        self._due_step = step
-        return True
+        self._stepping.count()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -342,13 +292,9 @@ class Run:
 
         All numbers of the steps before have arrived, and the time in it counts for no step.
         """
-        self._agreement.settle(self.step)
+        self._stepping.agreement.settle(self.step)
         yield
-        self._goes_on()
-
-    def _goes_on(self) -> None:
-        self._agreement.restart(self.step)
-        self._pulse.done(self.step)
+        self._stepping.go_on()
 
     def save(self) -> None:
         """Save the state; a collective call. After a request to stop this does not return.
@@ -361,28 +307,11 @@ class Run:
         UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored.
         """
         here = self._join()
-        if self._keep:
-            self._write(here)
-        if self._agreement.stop:
-            self._leave(here)
-        self._goes_on()
-
-    def _write(self, here: Ranks) -> None:
-        if not len(self._tracked):
-            raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
-        if not self._may_write:
-            self.refuse_older()
-        with self._progress.saving(self.step):
-            by_rank = self._tracked.of_ranks(here)
-            self._saved, self._has_written = self._place.position(), True
-            self._keeper.save(
-                self.step,
-                tensors=lambda: {
-                    f"{name}.pt": one for name, one in {**self._tracked.of_all(), **by_rank}.items()
-                },
-                drawn=self._place.drawn(),
-                about={"run": dataclasses.asdict(self._saved)},
-            )
+        self._state.save(here)
+        if self.stopping:
+            ending.leave(self._state, self._stepping, here, self._env, self._tell)
+        self._stepping.saved_step = self.step
+        self._stepping.go_on()
 
     def refuse_older(self) -> None:
         """Insist on a new run, in place of `restore`; a collective call.
@@ -391,48 +320,11 @@ class Run:
         ------
         UsageError : the folder holds snapshots.
         """
-        older = snapshot_files.newest_first(self.folder / snapshots.FOLDER) if self._keep else []
-        if any(self._join().gather(bool(older), bool)):
-            raise UsageError(
-                "this run would replace the snapshots of another run",
-                where=str(self.folder),
-                hint="call run.restore() after run.track(), or name another folder",
-            )
-        self._may_write = True
+        self._state.refuse_older(self._join())
 
     def wait(self) -> SnapshotWriter:
-        """Wait until the last snapshot is whole; the result has the step of it. A collective call."""
-        with self._progress.saving():
-            self._keeper.close()
-        return self._keeper
-
-    def _leave(self, here: Ranks) -> None:
-        self._end_lines()
-        saved, why = self.wait().saved_step, self._agreement.stop
-        kept = f"; the state of step {saved} is saved" if saved >= 0 else "; this start saved no state"
-        self._tell(f"stopped after step {self.step}: {why}{kept if self._keep else ''}")
-        ending.leave(ending.code_of(self.step, saved, why, self.folder, here, self._env))
-
-    def _finish(self, here: Ranks) -> None:
-        """Save the last state, after the loop."""
-        moved = self._saved != self._place.position() and len(self._tracked) > 0
-        if here.world_size > 1 and not dist.is_initialized():
-            if moved:
-                self._tell(
-                    "warning: the last state is not saved: there is no process group at the end of `with`"
-                )
-            return
-        self._end_lines()
-        self._agreement.stop = ""  # all is done
-        if moved:
-            self.save()
-        if self._has_written and self.wait().saved_step != self.step:
-            raise ending.NotSaved(f"the state of step {self.step} is not saved", where=str(self.folder))
-
-    def _end_lines(self) -> None:
-        self._agreement.meet(self.step)
-        if self._lines:
-            self._lines.write(self.step, self._place.passes())
+        """Wait until the last snapshot is whole; the result has its step. A collective call."""
+        return self._state.wait(self._join())
 
     def _tell(self, text: str) -> None:
         if self._rank == 0:

@@ -9,8 +9,7 @@ import os
 import platform
 import resource
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,26 @@ import torch._dynamo  # DDP and the optimizers do; here the garbage collector st
 from imgkit_entrypoints import files
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import components, options, plugins
-from imgkit_entrypoints.apps.train.config import Config, due, every, resumed, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.apps.train.data.batches import Batches
 from imgkit_entrypoints.apps.train.data.order import Order, arrange
 from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
+from imgkit_entrypoints.apps.train.main_loop import DONE, MainLoop, RunEnd
 from imgkit_entrypoints.apps.train.report import utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Seen
+from imgkit_entrypoints.apps.train.report.metrics import Gauges
 from imgkit_entrypoints.apps.train.report.run_log import RunLog
 from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
 from imgkit_entrypoints.apps.train.report.tracing import traced
 from imgkit_entrypoints.apps.train.state import course
 from imgkit_entrypoints.apps.train.state.course import Course
 from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.step_sums import LossIsNoNumber, StepSums
+from imgkit_entrypoints.apps.train.step_sums import StepSums
 from imgkit_entrypoints.apps.train.work_clock import WorkClock
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
-from imgkit_entrypoints.run.ending import NotSaved
 from imgkit_entrypoints.run.ranks import Ranks
 
 
@@ -110,89 +109,62 @@ def train(config: Config, own: components.Components, run: Run, here: Ranks, sta
     if found is not None:
         run.restore(found)
     started.ends("model")
-    places = here.gather(RankPlace(node=platform.node(), local_rank=here.local_rank), RankPlace)
-    report = None
-    if here.rank == 0:
-        report = RunLog(
-            config,
-            start=start.step,
-            steps=steps,
-            steps_per_epoch=order.steps_per_epoch,
-            ranks=here.world_size,
-            gauges=gauges,
-            slow=SlowRanks(places, say),
-            started=started,
-            say=say,
-        )
+    report = _report(config, start.step, steps, order.steps_per_epoch, gauges, started, here)
+    if report:
         report.first_loss = done.first_loss
-
-    def note(seen: Seen) -> None:
-        if report:
-            report.note(seen)
-            done.first_loss = report.first_loss
-
-    def evaluate(step: int) -> None:
-        with run.pause():
-            if held_out and not run.stopping:
-                began = time.perf_counter()
-                loss = held_out.loss(run.lives)
-                if report:
-                    report.held_out(step, loss, time.perf_counter() - began)
-
-    def loop() -> None:
-        run.add_up(StepSums(trainer, work, here, note), every=config.log_every)
-        for position, micro_batches in traced(itertools.chain((first,), batches), config, here):
-            run.begins()
-            step = position.step
-            look, save = due(step, looks, steps), due(step, saves, steps)
-            trainer.step(step - 1, micro_batches, measured=look or save or run.looks())
-            if step == start.step + 1:
-                started.ends("first_step")
-            done.position = position
-            save = run.due(save_every=saves)
-            if look:
-                evaluate(step)
-            if (save or run.stopping) and step < steps:
-                run.save()
-
-    code = _ended(run, loop, report, steps, config, here)
-    if code == 0 and not run.stopping:
+    loop = MainLoop(
+        run, trainer, done, report, held_out, started, steps=steps, save_every=saves, eval_every=looks
+    )
+    run.add_up(StepSums(trainer, work, here, loop.note), every=config.log_every)
+    end = loop.end(traced(itertools.chain((first,), batches), config, here))
+    _tell(end, run, report, steps, config, here)
+    if end.reason == DONE:
         export(config, trainer.plain.state_dict(), here)
-    return code
+    return end.exit_code
 
 
-def _ended(
-    run: Run, loop: Callable[[], None], report: RunLog | None, steps: int, config: Config, here: Ranks
-) -> int:
-    """Run the loop to its end, and report on it; returns the exit code."""
-    code, reason, hint = 0, "all steps are done", ""
-    try:
-        with run:
-            loop()
-    except (LossIsNoNumber, NotSaved) as error:
-        code, reason, hint = error.exit_code, error.what, f"; {error.hint}" if error.hint else ""
-    except SystemExit as stopped:
-        if not run.stopping:  # a function of the user ends the program
-            raise
-        code, reason = int(str(stopped.code)), run.stopping
+def _report(
+    config: Config,
+    start: int,
+    steps: int,
+    steps_per_epoch: int,
+    gauges: Gauges,
+    started: StartUp,
+    here: Ranks,
+) -> RunLog | None:
+    """Open the log of the run on rank 0; a collective call."""
+    places = here.gather(RankPlace(node=platform.node(), local_rank=here.local_rank), RankPlace)
+    if here.rank != 0:
+        return None
+    return RunLog(
+        config,
+        start=start,
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        ranks=here.world_size,
+        gauges=gauges,
+        slow=SlowRanks(places, say),
+        started=started,
+        say=say,
+    )
+
+
+def _tell(end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Config, here: Ranks) -> None:
+    """Write the summary of this start; a collective call."""
     saved = run.wait()
     if report:
         report.close(
             step=run.step,
-            reason=reason,
+            reason=end.reason,
             saved_step=saved.saved_step,
             saving_s=saved.stalled_s,
             stall_s=saved.longest_stall_s,
         )
-    if here.rank == 0 and code == EXIT_NO:
-        kept = (
-            f"the state of step {saved.saved_step} is saved"
-            if saved.saved_step >= 0
-            else "this start saved no state"
-        )
-        where = "" if config.run_dir else " (no --run-dir)"
-        say(f"{run.step} of {steps} steps are done: {reason}; {kept}{where}{hint}")
-    return code
+    if here.rank == 0 and end.exit_code == EXIT_NO:
+        nothing = f"this start saved no state{'' if config.run_dir else ' (no --run-dir)'}"
+        kept = f"the state of step {saved.saved_step} is saved" if saved.saved_step >= 0 else nothing
+        hint = f"; {end.hint}" if end.hint else ""
+        say(f"{run.step} of {steps} steps are done: {end.reason}; {kept}{hint}")
 
 
 def _order(config: Config, samples: int, here: Ranks) -> Order:

@@ -1,0 +1,103 @@
+"""The steps of a run on the run library: train, evaluate, save, and end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from imgkit_entrypoints.apps.train.config import due
+from imgkit_entrypoints.apps.train.data.batches import MicroBatch
+from imgkit_entrypoints.apps.train.data.order import Position
+from imgkit_entrypoints.apps.train.evaluation import Evaluation
+from imgkit_entrypoints.apps.train.loop import Trainer
+from imgkit_entrypoints.apps.train.report.metrics import Seen
+from imgkit_entrypoints.apps.train.report.run_log import RunLog
+from imgkit_entrypoints.apps.train.state.course import Course
+from imgkit_entrypoints.apps.train.step_sums import LossIsNoNumber
+from imgkit_entrypoints.launch.start_up import StartUp
+from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.ending import NotSaved
+
+DONE = "all steps are done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended, the same on all ranks."""
+
+    reason: str
+    exit_code: int
+    hint: str = ""
+
+
+class MainLoop:
+    """Takes the steps up to `steps`, and saves and evaluates every so many of them.
+
+    Parameters
+    ----------
+    course : kept at the step that the run has reached.
+    report : gets the numbers on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        trainer: Trainer,
+        course: Course,
+        report: RunLog | None,
+        held_out: Evaluation | None,
+        started: StartUp,
+        *,
+        steps: int,
+        save_every: int,
+        eval_every: int,
+    ) -> None:
+        self._run, self._trainer, self._course = run, trainer, course
+        self._report, self._held_out, self._started = report, held_out, started
+        self._steps, self._save_every, self._eval_every = steps, save_every, eval_every
+
+    def note(self, seen: Seen) -> None:
+        """Note the sums over the latest steps."""
+        if self._report:
+            self._report.note(seen)
+            self._course.first_loss = self._report.first_loss
+
+    def end(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> RunEnd:
+        """Take the steps to their end, or until a request to stop; the state is saved then."""
+        try:
+            with self._run:
+                self._take(steps)
+        except (LossIsNoNumber, NotSaved) as error:
+            return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
+        except SystemExit as stopped:
+            if not self._run.stopping:  # a function of the user ends the program
+                raise
+            return RunEnd(reason=self._run.stopping, exit_code=int(str(stopped.code)))
+        return RunEnd(reason=DONE, exit_code=0)
+
+    def _take(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> None:
+        run, first = self._run, self._run.step + 1
+        for position, micro_batches in steps:
+            run.begins()
+            step = position.step
+            evaluates, saves = (
+                due(step, every, self._steps) for every in (self._eval_every, self._save_every)
+            )
+            self._trainer.step(step - 1, micro_batches, measured=evaluates or saves or run.looks())
+            if step == first:
+                self._started.ends("first_step")
+            self._course.position = position
+            saves = run.due(save_every=self._save_every)
+            if evaluates:
+                self._evaluate(step)
+            if (saves or run.stopping) and step < self._steps:  # the last state is saved behind the loop
+                run.save()
+
+    def _evaluate(self, step: int) -> None:
+        with self._run.pause():
+            if self._held_out and not self._run.stopping:
+                began = time.perf_counter()
+                loss = self._held_out.loss(self._run.lives)
+                if self._report:
+                    self._report.held_out(step, loss, time.perf_counter() - began)

@@ -1,0 +1,127 @@
+"""What a run keeps in snapshots: the state of its objects, its place and its random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch.progress import ProgressNotes
+from imgkit_entrypoints.run import place, resumable, snapshot_files, snapshots
+from imgkit_entrypoints.run.place import LivePlace, PassOptions, RunPosition
+from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.snapshots import FoundSnapshot, SnapshotWriter
+from imgkit_entrypoints.run.tracked import Tracked
+
+
+class KeptState:
+    """The state of a run, and its snapshots. Collective calls take the ranks.
+
+    Parameters
+    ----------
+    folder : the run's folder; None: nothing is written.
+    keep : number of snapshots that stay.
+    notes : get the time that saving takes.
+    """
+
+    def __init__(
+        self, folder: Path | None, keep: int, notes: ProgressNotes, say: Callable[[str], None]
+    ) -> None:
+        self.folder, self._keep, self._notes, self._say = folder, keep, notes, say
+        self.tracked, self.place = Tracked(), LivePlace()
+        self.may_write = self.has_written = False
+        self._saved = RunPosition()
+        self._writer: SnapshotWriter | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether there is a state that no snapshot has."""
+        return self._saved != self.place.position() and len(self.tracked) > 0
+
+    def find(self, folder: Path, here: Ranks) -> FoundSnapshot | None:
+        """Find the newest whole snapshot in `folder`, which may also be a snapshot."""
+        return snapshots.newest(folder, here, self._say if here.rank == 0 else lambda _: None)
+
+    def restore(self, found: FoundSnapshot, here: Ranks) -> None:
+        """Take over a snapshot.
+
+        Raises
+        ------
+        UsageError : it holds other objects, or cannot be read.
+        """
+        position = place.position_in(found)
+        self.tracked.load(self.tracked.read(found, here), str(found.where))
+        self.place.take_over(position, found, here, self._say)
+        self._saved = self.place.position()
+
+    def open_pass(self, loader: Any, save_every: int, accumulate: int, here: Ranks) -> Iterator[Any]:
+        """Iterate over `loader` from its beginning, or from where the snapshot was taken.
+
+        Raises
+        ------
+        UsageError : the loader cannot resume, or the ranks have different loaders or options.
+        """
+        resumable.refuse_without_position(loader)
+        if resumable.has_state(loader) and not self.tracked.has(loader):
+            raise UsageError(
+                f"run.steps: the state of this {type(loader).__name__} is not tracked",
+                hint="run.track(loader=loader, ...)",
+            )
+        length = len(loader) if hasattr(loader, "__len__") else -1
+        own = PassOptions(batches=length, save_every=save_every, accumulate=accumulate, step=self.place.step)
+        place.refuse_different(here.gather(own, PassOptions))
+        return self.place.open(loader, length)
+
+    def refuse_older(self, here: Ranks) -> None:
+        """Raise UsageError, on every rank, if the folder holds snapshots on any node."""
+        older = self.folder and snapshot_files.newest_first(self.folder / snapshots.FOLDER)
+        if any(here.gather(bool(older), bool)):
+            raise UsageError(
+                "this run would replace the snapshots of another run",
+                where=str(self.folder),
+                hint="call run.restore() after run.track(), or name another folder",
+            )
+        self.may_write = True
+
+    def save(self, here: Ranks) -> None:
+        """Write a snapshot in the background.
+
+        Raises
+        ------
+        UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored.
+        """
+        if self.folder is None:
+            return
+        if not len(self.tracked):
+            raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
+        if not self.may_write:
+            self.refuse_older(here)
+        step = self.place.step
+        with self._notes.saving(step):
+            by_rank = self.tracked.of_ranks(here)
+            self._saved, self.has_written = self.place.position(), True
+            self.writer(here).save(
+                step,
+                tensors=lambda: {
+                    f"{name}.pt": one for name, one in {**self.tracked.of_all(), **by_rank}.items()
+                },
+                drawn=self.place.drawn(),
+                about={"run": dataclasses.asdict(self._saved)},
+            )
+
+    def writer(self, here: Ranks) -> SnapshotWriter:
+        """What writes the snapshots; made at the first call, which may come before any `save`."""
+        if self._writer is None:
+            self._writer = SnapshotWriter(
+                self.folder or Path(), self._keep, here, self._say, self._notes.keeps
+            )
+        return self._writer
+
+    def wait(self, here: Ranks) -> SnapshotWriter:
+        """Wait until the last snapshot is whole."""
+        writer = self.writer(here)
+        with self._notes.saving():
+            writer.close()
+        return writer
