@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps.train import __main__ as app
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.snapshots import SnapshotWriter
 
 WARM_UP = 2
 """Turns that are not counted."""
@@ -50,10 +49,12 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
 
 def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     """Run `count` steps with a snapshot and as many without, in turn."""
+    from imgkit_entrypoints.run import kept_state  # an older imgkit, which takes its turns, has none
+
     keepers = []
 
-    def kept(*words: Any) -> SnapshotWriter:
-        keepers.append(SnapshotWriter(*words))
+    def kept(*words: Any) -> Any:
+        keepers.append(made(*words))
         return keepers[0]
 
     def timed(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
@@ -69,7 +70,8 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
                 began = clocks()
             yield step
 
-    app.traced, app.SnapshotWriter = timed, kept
+    made = kept_state.SnapshotWriter
+    app.traced, kept_state.SnapshotWriter = timed, kept  # type: ignore[misc, assignment]
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 

@@ -50,7 +50,7 @@ def launched(standin: str, runs: Path, script: str) -> str:
 def kept(run: Path, step: int) -> dict[str, str]:
     """Checksums of a snapshot's files; torch.save of equal state gives equal bytes."""
     manifest = json.loads((run / f"snapshots/step-{step:010d}/manifest.json").read_text())
-    return {name: said["sha256"] for name, said in manifest["files"].items() if name != "config.json"}
+    return {name: said["sha256"] for name, said in manifest["files"].items() if name != "course.pt"}
 
 
 @pytest.mark.parametrize("world_sizes", [(1, 2, 3), pytest.param((4,), marks=pytest.mark.soak)])
@@ -156,6 +156,43 @@ assert train(2, "--steps 8 --resume never --run-dir same") == 2
     assert "model is 'mlp', the snapshot has 'linear'" in told
     assert "nowhere: no valid snapshot found" in told
     assert "replace the snapshots of another run" in told
+
+
+OF_0_1 = """
+import json, shutil
+from pathlib import Path
+from imgkit_entrypoints.run import snapshot_files
+
+def part(data):
+    return lambda sink: sink.write(data if isinstance(data, bytes) else json.dumps(data).encode())
+
+def rewrite(run, state):
+    (snapshot,) = Path(run, "snapshots").iterdir()
+    course = torch.load(snapshot / "course.pt")
+    tensors = {name: (snapshot / name).read_bytes() for name in ("weights.pt", "optimizer.pt", "random.pt")}
+    parts = {"state.json": state(course), "config.json": course["config"], **tensors}
+    where, step = snapshot.parent, course["position"]["step"]
+    shutil.rmtree(snapshot)
+    snapshot_files.write(where, step, {name: part(data) for name, data in parts.items()}, keep=1)
+"""
+
+
+def test_snapshots_of_older_versions_resume_and_others_are_refused(standin: str, runs: Path) -> None:
+    script = """
+words = "--model mlp --momentum 0.9 --samples 100 --global-batch 12"
+for run in ("newer", "older", "other"):
+    assert train(2, f"{words} --steps 6 --run-dir {run}") == 0
+rewrite("older", lambda course: {"position": course["position"], "first_loss": course["first_loss"]})
+rewrite("other", lambda course: {"run": {"step": 6}})
+for run in ("newer", "older"):
+    assert train(2, f"{words} --steps 13 --run-dir {run}") == 0
+assert train(2, f"{words} --steps 13 --run-dir other") == 2
+"""
+    told = many(standin, runs, OF_0_1 + script)
+    assert told.count("resumes after step 6 of 13") == 2
+    one, other = kept(runs / "newer", 13), kept(runs / "older", 13)
+    assert one == other
+    assert "this snapshot is of another program" in told
 
 
 def test_changed_model_is_refused_by_its_first_key(standin: str, runs: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
+import sys
 from pathlib import Path
 
 import pytest
-from labkit import ROOT, in_image
+from labkit import ROOT, in_image, run
 
 pytestmark = pytest.mark.docker
 HERE = Path(__file__).parent
@@ -118,6 +120,119 @@ assert torch.equal(one["random.pt"][0]["torch"], other["random.pt"][0]["torch"])
     assert told.count("run: resumes after step ") == 2, told
 
 
+SAME = """
+def same(one, other):
+    one, other = weights(one), weights(other)
+    assert sorted(one) == sorted(other)
+    assert all(torch.equal(value, other["model.pt"][key]) for key, value in one["model.pt"].items())
+    for mine, others in zip(one["random.pt"], other["random.pt"], strict=True):
+        assert torch.equal(mine["torch"], others["torch"])
+"""
+
+
+def test_loops_of_every_kind_resume_bitwise(standin: str, tmp_path: Path) -> None:
+    # Without `steps`, and with a stop that has to wait for the update of the weights.
+    script = """
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+
+def free(until):
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with Run.start() as run:
+        run.track(model=net, optimizer=optimizer)
+        run.restore()
+        while run.step < until:
+            run.begins()
+            optimizer.zero_grad()
+            loss = net(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            for one in net.parameters():
+                dist.all_reduce(one.grad)
+            optimizer.step()
+            run.log(loss=loss)
+            if run.due(save_every=7):
+                run.save()
+                run.wait()  # the kill comes later
+
+assert start(2, lambda: free(40), "whole") == [0, 0]
+assert -9 in start(2, lambda: free(40), "cut", at=10, rank=1, pause=0.01)
+assert start(2, lambda: free(40), "cut", at=20, how=signal.SIGUSR1, pause=0.01) == [85, 85]
+assert start(2, lambda: free(40), "cut") == [0, 0]
+same("whole", "cut")
+
+def accumulating():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(TensorDataset(torch.arange(22.0)[:, None]))  # five updates of 4, and one of 2
+    with Run.start() as run:
+        run.track(model=model, optimizer=optimizer)
+        run.restore()
+        for epoch in range(run.epoch, 2):
+            for step, (values,) in run.steps(loader, save_every=3, accumulate=4):
+                model(values).square().mean().backward()
+                number = step - 22 * epoch
+                if number % 4 == 0 or number == 22:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if step == 10:
+                    run.wait()  # the kill comes later
+
+assert start(1, accumulating, "updates") == [0]
+assert start(1, accumulating, "parts", at=11, pause=0.02) == [-9]
+kept = sorted(path.name[-2:] for path in Path("parts/snapshots").iterdir())
+assert kept == ["04", "08"], kept
+assert start(1, accumulating, "parts", at=30, how=signal.SIGTERM, pause=0.01) == [85]
+stopped = int(max(Path("parts/snapshots").iterdir()).name[-2:])
+assert (stopped - 22) % 4 == 0, stopped
+assert start(1, accumulating, "parts") == [0]
+same("updates", "parts")
+"""
+    told = many(standin, tmp_path, SAME + script)
+    assert told.count("run: resumes after step ") == 4, told
+    assert "run: resumes after step 7: cut" in told
+    assert "run: resumes after step 8: parts" in told
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 40
+    assert len(lines) < 10  # the ranks do not meet in every step
+
+
+@pytest.mark.soak  # it fetches a package
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_of_torchdata_resumes_bitwise(standin: str, tmp_path: Path, workers: int) -> None:
+    fetch = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "torchdata==0.11.0")
+    done = run(*fetch)
+    assert done.returncode == 0, done.stderr
+    # A kill and two stops, one of them at the last batch of a pass.
+    script = """
+import subprocess, sys
+words = "install -q --no-index --no-deps --find-links . --root-user-action ignore torchdata".split()
+subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+def stateful():
+    torch.manual_seed(7)
+    data = TensorDataset(torch.arange(24.0)[:, None])
+    loader = StatefulDataLoader(data, batch_size=2, shuffle=True, num_workers=WORKERS)
+    model = torch.nn.Linear(1, 1)
+    with Run.start() as run:
+        run.track(model=model, loader=loader)
+        run.restore()
+        for epoch in range(run.epoch, 3):
+            for step, (values,) in run.steps(loader, save_every=1):
+                with torch.no_grad():
+                    model.weight.mul_(1.01).add_(values.sum() * 0.001 * torch.rand(()))
+
+assert start(1, stateful, "whole") == [0]
+assert start(1, stateful, "cut", at=5) == [-9]
+assert start(1, stateful, "cut", at=17, how=signal.SIGTERM) == [85]
+assert start(1, stateful, "cut", at=24, how=signal.SIGTERM) == [85]
+assert start(1, stateful, "cut") == [0]
+same("whole", "cut")
+"""
+    told = many(standin, tmp_path, SAME + script.replace("WORKERS", str(workers)))
+    assert told.count("run: resumes after step ") == 3, told
+
+
 def test_requests_to_stop_end_with_their_codes(standin: str, tmp_path: Path) -> None:
     script = """
 loop = lambda: training(range(400))
@@ -173,11 +288,18 @@ def forgetful():
         for step, batch in run.steps(range(3), save_every=1):
             pass
 assert start(1, forgetful, "kept") == [2]
+def new_run():
+    with Run.start() as run:
+        run.track(model=torch.nn.Linear(1, 1))
+        run.refuse_older()
+        print("a used folder counts as new")
+assert start(1, new_run, "kept") == [2]
 assert start(1, lambda: training(range(3), track={"other": torch.nn.Linear(1, 1)}), "kept") == [2]
 held = Run.start("held")
 assert start(1, lambda: training(range(3)), "held") == [2]
 """
     told = many(standin, tmp_path, PROGRAMS + script)
+    assert "a used folder counts as new" not in told
     for text in (
         "this loader cannot resume at its sample: a DataLoader over the IterableDataset Endless",
         "the loaders of the ranks have different lengths: rank 0: 3, rank 1: 4",

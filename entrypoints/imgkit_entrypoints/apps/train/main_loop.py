@@ -77,7 +77,7 @@ class MainLoop:
         return RunEnd(reason=DONE, exit_code=0)
 
     def _take(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> None:
-        run, first = self._run, self._run.step + 1
+        run, first, last = self._run, self._run.step + 1, self._steps
         for position, micro_batches in steps:
             run.begins()
             step = position.step
@@ -91,7 +91,7 @@ class MainLoop:
             saves = run.due(save_every=self._save_every)
             if evaluates:
                 self._evaluate(step)
-            if (saves or run.stopping) and step < self._steps:  # the last state is saved behind the loop
+            if (saves or run.stopping) and step < last:  # the last state is saved behind the loop
                 run.save()
 
     def _evaluate(self, step: int) -> None:
