@@ -39,7 +39,7 @@ def hold(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
         raise UsageError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or path),
-            hint="name another folder in Run.start(FOLDER) or IMGKIT_RUN_DIR",
+            hint="name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
         ) from error
     end = time.monotonic() + PATIENCE_S
     while not _locked(stream, path, say):
@@ -52,7 +52,7 @@ def hold(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
             raise UsageError(
                 f"another run writes into this folder ({who})",
                 where=str(folder),
-                hint="end that run, or name another folder in Run.start(FOLDER) or IMGKIT_RUN_DIR",
+                hint="end that run, or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
             )
         time.sleep(0.1)
     stream.truncate()

@@ -29,7 +29,7 @@ class KeptState:
     def __init__(
         self, folder: Path | None, keep: int, notes: ProgressNotes, say: Callable[[str], None]
     ) -> None:
-        self.folder, self._keep, self._notes, self._say = folder, keep, notes, say
+        self.folder, self._keep, self.notes, self._say = folder, keep, notes, say
         self.tracked, self.place = Tracked(), LivePlace()
         self.may_write = self.has_written = False
         self._saved = RunPosition()
@@ -99,7 +99,7 @@ class KeptState:
         if not self.may_write:
             self.refuse_older(here)
         step = self.place.step
-        with self._notes.saving(step):
+        with self.notes.saving(step):
             by_rank = self.tracked.of_ranks(here)
             self._saved, self.has_written = self.place.position(), True
             self.writer(here).save(
@@ -115,13 +115,13 @@ class KeptState:
         """What writes the snapshots; made at the first call, which may come before any `save`."""
         if self._writer is None:
             self._writer = SnapshotWriter(
-                self.folder or Path(), self._keep, here, self._say, self._notes.keeps
+                self.folder or Path(), self._keep, here, self._say, self.notes.keeps
             )
         return self._writer
 
     def wait(self, here: Ranks) -> SnapshotWriter:
         """Wait until the last snapshot is whole."""
         writer = self.writer(here)
-        with self._notes.saving():
+        with self.notes.saving():
             writer.close()
         return writer

@@ -322,6 +322,10 @@ class Run:
         """
         self._state.refuse_older(self._join())
 
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Count the time in it as saving in ``goodput.json``, for files of the program's own."""
+        return self._state.notes.saving()
+
     def wait(self) -> SnapshotWriter:
         """Wait until the last snapshot is whole; the result has its step. A collective call."""
         return self._state.wait(self._join())

@@ -119,7 +119,8 @@ def train(config: Config, own: components.Components, run: Run, here: Ranks, sta
     end = loop.end(traced(itertools.chain((first,), batches), config, here))
     _tell(end, run, report, steps, config, here)
     if end.reason == DONE:
-        export(config, trainer.plain.state_dict(), here)
+        with run.saving():
+            export(config, trainer.plain.state_dict(), here)
     return end.exit_code
 
 

@@ -46,7 +46,11 @@ def find(config: Config, run: Run) -> FoundSnapshot | None:
         replace the snapshots of another run.
     """
     if config.resume == "never":
-        run.refuse_older()
+        try:
+            run.refuse_older()
+        except UsageError as error:
+            hint = "give another --run-dir, or --resume auto"
+            raise UsageError(error.what, where=error.where, hint=hint) from None
         return None
     if config.resume == "auto":
         found = run.find()
