@@ -1,0 +1,59 @@
+"""The lock on a run folder: refused to another run, not to a later attempt of the same job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run import folder_lock
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from imgkit_entrypoints.run import folder_lock
+lock = folder_lock.hold(Path(sys.argv[1]), print, os.environ)
+print("held", flush=True)
+sys.stdin.read()
+"""
+FIRST = {"IMGKIT_JOB_ID": "4711", "IMGKIT_ATTEMPT": "1"}
+LOCAL = {"IMGKIT_JOB_ID": "local", "IMGKIT_ATTEMPT": "1", "IMGKIT_FENCE": "word"}
+
+
+@pytest.fixture(params=[FIRST, LOCAL, {}], ids=["job", "start", "nobody"])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Locks tmp_path as a worker with these variables does, and gives them."""
+    env = {**os.environ, **request.param}
+    words = (sys.executable, "-c", HOLD, tmp_path)
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield request.param
+        holder.communicate("")
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.0)
+
+
+@pytest.mark.parametrize("held", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
+def test_later_attempt_goes_on_and_says_who_has_the_lock(held: dict[str, str], tmp_path: Path) -> None:
+    said: list[str] = []
+    folder_lock.hold(tmp_path, said.append, {**held, "IMGKIT_ATTEMPT": "2"}).close()
+    assert len(said) == 1
+    assert "an earlier attempt still has the lock (process " in said[0]
+
+
+@pytest.mark.parametrize(
+    "mine", [{}, {**FIRST, "IMGKIT_JOB_ID": "711"}, {**LOCAL, "IMGKIT_FENCE": "other"}], ids=str
+)
+def test_other_run_is_refused(held: dict[str, str], mine: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="another run writes into this folder") as caught:
+        folder_lock.hold(tmp_path, print, mine)
+    assert caught.value.where == str(tmp_path)
