@@ -41,12 +41,13 @@ def verb_render(
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
+    no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
     large: bool = LARGE,
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 
     A comment above each instruction names its line in the recipe. The same
-    recipe gives the same bytes on every machine.
+    recipe and lock give the same bytes on every machine.
 
     \b
     Examples:
@@ -58,8 +59,13 @@ def verb_render(
     from imgkit_builder.base import files
     from imgkit_builder.cli.recipes import load_recipe
     from imgkit_builder.image import render
+    from imgkit_builder.recipe import lock_follow
 
     loaded = load_recipe(recipe)
+    if not no_lock:
+        wanted = platform or loaded.image.platforms[0]
+        loaded = lock_follow.follow(loaded, platform=wanted, base=base)
+        base = loaded.lock.base.exact if loaded.lock else base
     make = render.dockerfile if form is RenderFormat.DOCKERFILE else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:

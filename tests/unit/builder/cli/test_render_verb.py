@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -82,3 +83,16 @@ def test_failed_context_leaves_old_file(folder: Path) -> None:
     assert done.returncode == 2
     assert (folder / "c.tar").read_text() == "old"
     assert sorted(path.name for path in folder.iterdir()) == ["c.tar", "code", "mine.yaml"]
+
+
+def test_lock_beside_recipe_is_followed_unless_told_otherwise(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[3] / "golden" / "recipes"
+    for name in ("locked.yaml", "locked.lock", "requirements.txt"):
+        (tmp_path / name).write_bytes((golden / name).read_bytes())
+    shutil.copytree(golden / "code", tmp_path / "code")
+    shutil.copytree(golden / "locked.lock.files", tmp_path / "locked.lock.files")
+    locked, plain = (
+        imgkit(tmp_path, "render", "./locked.yaml", *words).stdout.decode() for words in ((), ("--no-lock",))
+    )
+    assert "FROM nvcr.io/nvidia/pytorch@sha256:" in locked
+    assert "FROM nvcr.io/nvidia/pytorch:24.03-py3" in plain

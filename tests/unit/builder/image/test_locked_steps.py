@@ -1,0 +1,105 @@
+"""The files of a locked build: which packages, from where, and what apt would have added by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.image import locked_steps
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import (
+    LockedBase,
+    LockedDeb,
+    LockedPlatform,
+    LockedStep,
+    LockedWheel,
+    LockRequest,
+)
+from imgkit_builder.recipe.model import Recipe
+
+DEB = LockedDeb(
+    name="jq",
+    version="1.6",
+    architecture="amd64",
+    file="jq_1.6_amd64.deb",
+    url="http://mirror.example.org/debian/pool/main/j/jq/jq_1.6%2b_amd64.deb",
+    sha256="a" * 64,
+    size_bytes=1,
+)
+WHEEL = LockedWheel(
+    step=0,
+    name="rich",
+    version="15.0",
+    file="rich-15.0-py3-none-any.whl",
+    url="https://files.example.org/rich-15.0-py3-none-any.whl",
+    sha256="c" * 64,
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A recipe with jq in a version, a requirements file, and its lock."""
+    (tmp_path / "needed.txt").write_text("--extra-index-url https://index.example.org/simple\nrich\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text("image: {base: 'a:1', apt: ['jq=1.6'], pip: [{requirements: needed.txt}]}\n")
+    part = LockedPlatform(
+        platform="linux/amd64",
+        source_date_epoch=1700000000,
+        request=LockRequest(base="a:1", pip=(LockedStep(),)),
+        base=LockedBase(name="a:1", id=f"sha256:{'b' * 64}"),
+        apt=(DEB, dataclasses.replace(DEB, name="libjq1", file="libjq1_1.6_amd64.deb")),
+        pip=(WHEEL,),
+    )
+    return dataclasses.replace(load(file), lock=part)
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        (
+            DEB.url,
+            (
+                "https://snapshot.debian.org/archive/debian/20231114T221320Z/pool/main/j/jq/jq_1.6%2b_amd64.deb",
+                "https://snapshot.debian.org/archive/debian/20231115T221320Z/pool/main/j/jq/jq_1.6%2b_amd64.deb",
+            ),
+        ),
+        (
+            "http://security.example.org/debian-security/pool/updates/x.deb",
+            (
+                "https://snapshot.debian.org/archive/debian-security/20231114T221320Z/pool/updates/x.deb",
+                "https://snapshot.debian.org/archive/debian-security/20231115T221320Z/pool/updates/x.deb",
+            ),
+        ),
+        (
+            "http://archive.example.org/ubuntu/pool/main/x.deb",
+            (
+                "https://snapshot.ubuntu.com/ubuntu/20231114T221320Z/pool/main/x.deb",
+                "https://snapshot.ubuntu.com/ubuntu/20231115T221320Z/pool/main/x.deb",
+            ),
+        ),
+        ("https://vendor.example.org/compute/repos/ubuntu2204/x86_64/x.deb", ()),
+    ],
+)
+def test_snapshot_service_is_that_of_the_distribution(url: str, places: tuple[str, ...]) -> None:
+    assert locked_steps.snapshots(dataclasses.replace(DEB, url=url), 1700000000) == places
+
+
+def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) -> None:
+    first, second = locked_steps.packages(recipe).splitlines()
+    assert first.split()[:4] == ["a" * 64, "jq_1.6_amd64.deb", "manual", "jq:amd64"]
+    assert second.split()[:4] == ["a" * 64, "libjq1_1.6_amd64.deb", "auto", "libjq1:amd64"]
+
+
+def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> None:
+    assert locked_steps.requirements_text(recipe, 0) == (
+        "--extra-index-url https://index.example.org/simple\n" + f"rich==15.0 --hash=sha256:{'c' * 64}\n"
+    )
+
+
+def test_kept_wheels_need_no_index(recipe: Recipe) -> None:
+    assert "--no-index" not in locked_steps.pip_options(recipe, 0)
+    kept = dataclasses.replace(recipe, kept={WHEEL.file: Path("any")})
+    assert "--no-index" in locked_steps.pip_options(kept, 0)
+    assert "--find-links /opt/imgkit/locked-pip-0" in locked_steps.pip_options(kept, 0)
