@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ def verb_lock(
     platform: str = typer.Option(None, help="linux/amd64 or linux/arm64, if the recipe allows both."),
     base: str = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
     upgrade: bool = typer.Option(False, "--upgrade", help="Take the newest versions that fit."),
+    pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     keep: bool = typer.Option(
         False, "--keep", help="Store every file beside the lock, and build wheels where there are none."
     ),
@@ -85,6 +87,7 @@ def verb_lock(
             base=base,
             platform=platform,
             builder=builder,
+            pull=pull,
             writes=not dry_run,
             report=report,
         )
@@ -107,6 +110,7 @@ def _lock(
     base: str | None,
     platform: str | None,
     builder: Builder,
+    pull: bool,
     writes: bool,
     report: Reporter,
 ) -> _Outcome:
@@ -119,13 +123,20 @@ def _lock(
     request = _request(recipe, base)
     file = lock_file.beside(recipe)
     lock = lock_file.read(file) if file.exists() else None
+    if writes and not os.access(file.parent, os.W_OK):
+        # Not after minutes of resolving.
+        raise UsageError(
+            "this user may not write the lock here",
+            where=str(file.parent),
+            hint="copy the recipe to a folder of your own, or look only: --dry-run",
+        )
     values = secret_values.read(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
         choice = engines.choose(engine.facts(), builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
         found = engines.resolve_base(
-            engine, recipe, override=base, platform=platform, pull=wishes.upgrade, report=report
+            engine, recipe, override=base, platform=platform, pull=pull, report=report
         )
         old = lock.of(found.platform) if lock else None
         kept = {} if wishes.upgrade and not wishes.packages else place.kept(file, old)

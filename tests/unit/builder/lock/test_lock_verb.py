@@ -140,6 +140,16 @@ def test_packages_without_upgrade_are_refused(recipe: Recipe, run: Callable[...,
     assert "--upgrade einops" in done.stderr
 
 
+def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
+    recipe: Recipe, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    done = run(recipe.file)
+    assert done.exit_code == 2
+    assert "may not write the lock" in done.stderr
+
+
 def test_check_names_the_line_that_the_lock_does_not_know(
     recipe: Recipe, part: LockedPlatform, run: Callable[..., Any]
 ) -> None:
