@@ -161,6 +161,7 @@ PRIVATE_ENGINES: Mapping[str, Sequence[str]] = {
     "trixie": (*NEW_STORE, "trixie"),
     "podman": ("--podman",),
     "trixie-podman": ("--podman", "--debian", "trixie"),
+    "ahead": ("--ahead", "400"),
     "rootless": ("--rootless",),
     "rootless-podman": ("--podman", "--rootless"),
 }

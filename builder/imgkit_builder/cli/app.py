@@ -32,6 +32,7 @@ VERBS: dict[str, str] = {
     "apply": "delta",
     "flatten": "delta",
     "verify": "archives",
+    "rebuild": "rebuild",
     "sbom": "sbom",
     "diff": "diff",
     "sign": "sign",

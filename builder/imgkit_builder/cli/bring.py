@@ -95,7 +95,11 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
     if wanted.conversion:
         image_id = wanted.conversion.archive.image_id
     elif wanted.recipe:
-        image_id = _built(wanted, report)
+        image_id, is_locked = _built(wanted, report)
+        if is_locked:
+            # Its .sif has an id of its own (docs/adr/0019).
+            name = _converted(wanted, report)
+            image_id = f"sha256:{name.partition('-')[0]}"
     else:
         record = image.read(wanted.sif).record
         if record is None:
@@ -136,9 +140,14 @@ def _image(
         return placed
     if wanted.conversion:
         return _by_job(wanted, wanted.conversion, far, there, program, report)
-    if wanted.recipe and not wanted.whole and (placed := _by_delta(wanted, far, there, image_id, report)):
+    if (
+        wanted.recipe
+        and not name
+        and not wanted.whole
+        and (placed := _by_delta(wanted, far, there, image_id, report))
+    ):
         return placed
-    if wanted.recipe:
+    if wanted.recipe and not name:
         name = _converted(wanted, report)
     _sent(wanted, far, there, wanted.sif, f"images/{name}", report)
     return Placed(home=there.home, image=f"images/{name}")
@@ -206,8 +215,8 @@ def _sent(wanted: Wanted, far: Connection, there: Store, file: Path, target: str
     transfer.upload(far, file, home=there.home, target=target, report=report, most_per_s=wanted.most_per_s)
 
 
-def _built(wanted: Wanted, report: Reporter) -> str:
-    """The id of the recipe's image, which is built if it is not up to date."""
+def _built(wanted: Wanted, report: Reporter) -> tuple[str, bool]:
+    """The id of the recipe's image, which is built if it is not up to date, and whether it has a lock."""
     from imgkit_builder.cli.build_image import make, up_to_date
     from imgkit_builder.cli.build_options import BuildOptions
 
@@ -217,8 +226,7 @@ def _built(wanted: Wanted, report: Reporter) -> str:
         from imgkit_builder.recipe.load import load
 
         done = make(load(wanted.recipe), wanted.recipe, options, report)
-    found: str = done.data["id"]
-    return found
+    return str(done.data["id"]), bool(done.data.get("locked"))
 
 
 def _converted(wanted: Wanted, report: Reporter) -> str:

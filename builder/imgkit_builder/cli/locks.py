@@ -22,7 +22,7 @@ def followed(recipe: Recipe, platform: str, options: BuildOptions, report: Repor
     """
     from imgkit_builder.recipe import lock_follow
 
-    if options.no_lock:
+    if options.no_lock or recipe.lock:
         return recipe
     found = lock_follow.follow(recipe, platform=platform, base=options.base, required=options.locked)
     for note in notes(found):

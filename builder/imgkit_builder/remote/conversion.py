@@ -28,7 +28,7 @@ from imgkit_builder.remote import converter, gc, jobs
 from imgkit_builder.remote.connection import Connection, Cut
 from imgkit_builder.remote.converter import Converter
 from imgkit_builder.remote.store import Store
-from imgkit_builder.sif import workspace
+from imgkit_builder.sif import locked, workspace
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 TIME = "01:00:00"
@@ -88,16 +88,16 @@ def read(path: Path, report: Reporter) -> ArchiveHere:
     """
     compress = None if path.is_dir() else digests.archive_compression(path)
     if compress in (None, "none"):
-        image_id = stored.open_image(path).selected.config.image_id
+        config = stored.open_image(path).selected.config
     else:
         report.stage(f"read {path.name}")
         found = digests.digest_archive(path, compress=compress, report=report)
         if found.image is None:
             raise CheckFailed(found.problem, where=str(path))
-        image_id = found.image.config.image_id
+        config = found.image.config
     parts = path.rglob("*") if path.is_dir() else (path,)
     size = sum(part.stat().st_size for part in parts if part.is_file())
-    return ArchiveHere(path=path, image_id=image_id, size_bytes=size)
+    return ArchiveHere(path=path, image_id=locked.settled(config).image_id, size_bytes=size)
 
 
 def target_of(path: Path) -> Target | None:

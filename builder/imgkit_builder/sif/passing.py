@@ -28,6 +28,7 @@ def send(entries: Iterator[ImageEntry], made: Squash, config: ImageConfig) -> No
     for stage in stages(config):
         entries = stage(entries)
     for entry in entries:
+        made.owners.update((entry.uid, entry.gid))
         made.entry(entry.kind, entry.header or _header(entry))
         if entry.size_bytes:
             made.content(entry.content, entry.size_bytes)

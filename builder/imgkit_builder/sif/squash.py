@@ -12,7 +12,7 @@ from typing import IO
 from imgkit_builder.archive import tar_entry
 from imgkit_builder.archive.tarstream import END
 from imgkit_builder.image.config import epoch
-from imgkit_builder.sif import root_inode, squash_count, squash_ways
+from imgkit_builder.sif import owners, root_inode, squash_count, squash_ways
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.squasher import SquashOrder
 
@@ -24,6 +24,8 @@ class Squash:
     sink: IO[bytes]
     names: Counter[bytes] = field(default_factory=Counter)
     """Number of names of each kind so far."""
+    owners: set[int] = field(default_factory=set)
+    """Users and groups of what was sent, where the sender states them."""
 
     def entry(self, kind: bytes, header: bytes) -> None:
         """Begin an entry; the content of a file follows in `content`."""
@@ -66,3 +68,5 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
         sink.write(END)
     squash_count.compare(target, made.names, offset=offset)
     root_inode.set_root(target, order.created_s, offset=offset)
+    if made.owners:
+        owners.remove_unused(target, made.owners, offset=offset)

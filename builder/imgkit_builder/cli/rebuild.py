@@ -1,0 +1,206 @@
+"""``imgkit rebuild``: build a .sif again from the lock inside it, and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from imgkit_builder.cli.common import JSON, show
+from imgkit_builder.cli.conversion import TMPDIR, VERBOSE, engine_image, helper, terminable
+from imgkit_builder.cli.progress import reporter
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.examine.rebuilt import DifferentEntry, RebuiltSif
+    from imgkit_builder.recipe import Recipe
+    from imgkit_builder.sif.image import ImgkitRecord
+
+SCHEMA = 1
+_LOCK, _RECIPE = "opt/imgkit/lock.toml", "opt/imgkit/recipe.json"
+
+
+def verb_rebuild(
+    sif: Path = typer.Argument(metavar="X.sif", help="A .sif of an image that was built from a lock."),
+    check: bool = typer.Option(
+        False, "--check", help="Say whether the new .sif has the same sha256, and remove it. Always needed."
+    ),
+    recipe: Path | None = typer.Option(
+        None,
+        "--recipe",
+        metavar="FILE",
+        help="The recipe, for the code and the files beside it; the lock is always that of the .sif.",
+    ),
+    program: Literal["docker"] = typer.Option("docker", "--with", help="What builds."),
+    tmpdir: Path | None = TMPDIR,
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Build a .sif again from the lock inside it, and compare the two files.
+
+    Exit code 0 if both have one sha256, 1 if not: then it names the first files
+    that differ, the layer that has them and the line of the recipe. Where another
+    mksquashfs wrote the .sif, the files in both count.
+
+    \b
+    Examples:
+      imgkit rebuild mine.sif --check
+      imgkit rebuild mine.sif --check --recipe mine.yaml   (a recipe that copies code)
+    """
+    from imgkit_builder.sif.workspace import remove_tree, tmp_base
+
+    if not check:
+        raise UsageError("rebuild compares, and keeps nothing", where="--check", hint="add --check")
+    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+        loaded, record = _locked_recipe(sif, recipe, report)
+        folder = Path(tempfile.mkdtemp(prefix=".imgkit-rebuild.", dir=tmp_base(sif.absolute(), tmpdir)))
+        try:
+            found = _rebuilt(sif, loaded, record, folder / "new.sif", report)
+        finally:
+            remove_tree(folder)
+    tools = _other_tools(loaded)
+    same = found.equal or (bool(tools) and not found.different)
+    data = {"schema": SCHEMA, "sif": str(sif), "same": same, "tools": tools, **dataclasses.asdict(found)}
+    show(data, "\n".join(_lines(sif, found, tools)), as_json=as_json)
+    if not same:
+        raise typer.Exit(EXIT_NO)
+
+
+def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Recipe, ImgkitRecord]:
+    """The recipe with the lock that lies in the .sif, and the record of the .sif."""
+    from imgkit_builder import __version__
+    from imgkit_builder.delta import descriptor, source, tree
+    from imgkit_builder.recipe import load, lock_file, lock_follow, whole
+
+    stack = descriptor.stack(sif)
+    record = stack.sif.record
+    mounted = source.mounted(stack.sif)
+    texts = [tree.content(mounted, inside, 16 << 20) for inside in (_LOCK, _RECIPE)]
+    if texts[0] is None or texts[1] is None or record is None:
+        raise UsageError(
+            "it was not built from a lock: there is none inside",
+            where=str(sif),
+            hint="imgkit lock RECIPE, then build and convert it again",
+        )
+    if record.deltas:
+        raise UsageError(
+            f"it has {len(record.deltas)} deltas over what was built",
+            where=str(sif),
+            hint="give the .sif below",
+        )
+    if record.imgkit != __version__:
+        report.note(f"imgkit {record.imgkit} made it, and this is {__version__}: the bytes may differ")
+    lock = lock_file.parse(texts[0].decode(), Path(f"{sif}:/{_LOCK}"))
+    part = lock.platforms[0]
+    if file is not None:
+        found = load.load(str(file))
+    else:
+        found = whole.from_json(texts[1].decode(), Path(f"{lock.recipe}.json"))
+        if found.image.copy or found.image.ca or any(one.project for one in found.image.pip):
+            raise UsageError(
+                f"the recipe {found.name} takes code or files from beside it, which the .sif has not",
+                where=str(sif),
+                hint=f"imgkit rebuild {sif} --check --recipe {found.file.name}",
+            )
+    beside = lock_file.beside(found)
+    return lock_follow.attached(found, lock, beside, platform=part.platform, base=part.request.base), record
+
+
+def _rebuilt(sif: Path, recipe: Recipe, record: ImgkitRecord, made: Path, report: Reporter) -> RebuiltSif:
+    from imgkit_builder.cli import build_image
+    from imgkit_builder.cli.build_options import BuildOptions
+    from imgkit_builder.examine import rebuilt
+    from imgkit_builder.sif import convert
+    from imgkit_builder.sif.options import Options
+
+    assert recipe.lock is not None  # noqa: S101 - for the type checker: `attached` has set it
+    with _removed_tag() as tag:
+        options = BuildOptions(
+            tag=tag,
+            base=recipe.lock.request.base,
+            platform=recipe.lock.platform,
+            no_cache=True,
+            no_test=True,
+            large=True,
+        )
+        build_image.make(recipe, str(sif), options, report)
+        with engine_image(tag) as image:
+            kind = record.compression.split(" ")[0]
+            wanted = Options(
+                compression="gzip" if kind == "gzip" else "zstd", test=False, helper=helper(image)
+            )
+            convert.convert(image, made, wanted, report)
+            report.stage("compare")
+            found = rebuilt.compare(sif, made, report)
+            if found.different:
+                found = dataclasses.replace(found, different=_placed(found.different, recipe, image, report))
+    return found
+
+
+def _placed(
+    found: tuple[DifferentEntry, ...], recipe: Recipe, image: Any, report: Reporter
+) -> tuple[DifferentEntry, ...]:
+    """The entries with the layers and steps that made them."""
+    from imgkit_builder import engine as engines
+    from imgkit_builder.delta.opened import opened
+    from imgkit_builder.examine import rebuilt
+    from imgkit_builder.image import render
+
+    assert recipe.lock is not None  # noqa: S101 - for the type checker: `attached` has set it
+    base = recipe.lock.base.exact
+    with engines.connect() as engine:
+        info = engines.inspect(engine, base)
+    with opened(image, report) as new:
+        layers = [layer for _, layer in new.layers]
+        made_by = rebuilt.origins(render.dockerfile(recipe, base=base), len(layers) - len(info.diff_ids))
+        return tuple(rebuilt.placed(one, layers, made_by) for one in found)
+
+
+@contextlib.contextmanager
+def _removed_tag() -> Iterator[str]:
+    """Yield a name for an image, which is removed at the end."""
+    from imgkit_builder import engine as engines
+    from imgkit_builder.engine import images
+
+    tag = f"imgkit-rebuild-{secrets.token_hex(4)}:latest"
+    try:
+        yield tag
+    finally:
+        with engines.connect() as engine:
+            images.remove(engine, tag)
+
+
+def _other_tools(recipe: Recipe) -> str:
+    """What squashes here and in the lock, where that is not the same; else empty."""
+    from imgkit_builder.sif import mksquashfs
+
+    stated = recipe.lock.tools.mksquashfs if recipe.lock else ""
+    program = mksquashfs.find()
+    here = mksquashfs.version(program) if program else ""
+    return (
+        f"mksquashfs {here or 'in the engine'} here, {stated} in the lock" if stated not in ("", here) else ""
+    )
+
+
+def _lines(sif: Path, found: RebuiltSif, tools: str) -> Iterator[str]:
+    if found.equal:
+        yield f"{sif}  equal: built again from its lock, it is the same file"
+        yield f"sha256 {found.made_sha256}"
+        return
+    if not found.different:
+        yield f"{sif}  equal in every file, and packed otherwise: {tools or 'the squashfs differs'}"
+    else:
+        yield f"{sif}  differs in {len(found.different) + found.more} files:"
+    for one in found.different:
+        place = f"layer {one.layer}" if one.layer else "no layer of the new image"
+        yield f"  /{one.path}: {one.what}; {place}{f', {one.origin}' if one.origin else ''}"
+    if found.more:
+        yield f"  and {found.more} more"
+    yield f"sha256 {found.had_sha256}\nnew    {found.made_sha256}"

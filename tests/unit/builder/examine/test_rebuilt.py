@@ -1,0 +1,96 @@
+"""Two trees are compared entry by entry, and a difference gets its layer and the line of the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
+from imgkit_builder.cli.app import build_app
+from imgkit_builder.delta.memory import Memory
+from imgkit_builder.examine import rebuilt
+from imgkit_builder.examine.rebuilt import DifferentEntry
+from imgkit_builder.sif.own_files import OwnFile
+from imgkit_entrypoints.errors import UsageError
+
+DOCKERFILE = """\
+# mine.yaml:3
+FROM base
+# imgkit: x
+ARG A=1
+
+# mine.yaml:5-6
+RUN apt-get install \\
+    less
+# imgkit: the default folder
+WORKDIR "/workspace"
+
+# mine.yaml:9
+COPY ["copy/0/", "/workspace/"]
+"""
+
+
+def tree(*files: OwnFile, mtime_s: int = 0) -> Memory:
+    return Memory((OwnFile(path="etc", kind=DIRECTORY), *files), mtime_s=mtime_s)
+
+
+def file(path: str, data: bytes, *, mode: int = 0o644) -> OwnFile:
+    return OwnFile(path=path, kind=REGULAR, mode=mode, data=data)
+
+
+def different(had: Memory, made: Memory) -> dict[str, str]:
+    return dict(rebuilt.differences((had,), (made,)))
+
+
+def test_each_kind_of_difference_is_named() -> None:
+    had = tree(file("etc/a", b"1"), file("etc/b", b"1"), file("etc/c", b"1"), file("old", b""))
+    link = OwnFile(path="etc/c", kind=SYMLINK, link="a")
+    made = tree(file("etc/a", b"22"), file("etc/b", b"1", mode=0o600), link, file("new", b""))
+    assert different(had, made) == {
+        "etc/a": "content (2 bytes, were 1)",
+        "etc/b": "mode 600, was 644",
+        "etc/c": "a symlink, was a file",
+        "new": "only in the new file",
+        "old": "only in the old file",
+    }
+
+
+def test_equal_trees_have_no_difference_and_times_count() -> None:
+    assert different(tree(file("etc/a", b"1")), tree(file("etc/a", b"1"))) == {}
+    late = different(tree(file("etc/a", b"1")), tree(file("etc/a", b"1"), mtime_s=9))
+    assert late["etc/a"] == "time 9, was 0"
+
+
+@pytest.mark.parametrize(
+    ("layers", "lines"),
+    [
+        (2, ["mine.yaml:5-6 (RUN apt-get install \\)", 'mine.yaml:9 (COPY ["copy/0/", "/workspace/"])']),
+        (
+            3,
+            [
+                "mine.yaml:5-6 (RUN apt-get install \\)",
+                'imgkit: the default folder (WORKDIR "/workspace")',
+                'mine.yaml:9 (COPY ["copy/0/", "/workspace/"])',
+            ],
+        ),
+        (7, []),
+    ],
+)
+def test_layers_get_the_lines_that_made_them(layers: int, lines: list[str]) -> None:
+    assert list(rebuilt.origins(DOCKERFILE, layers).values()) == lines
+
+
+def test_uppermost_layer_with_the_file_is_named() -> None:
+    layers = [tree(file("etc/a", b"")), tree(file("etc/a", b"1")), tree()]
+    made_by = {0: "mine.yaml:5", 1: "mine.yaml:9"}
+    found = rebuilt.placed(DifferentEntry(path="etc/a", what="content"), layers, made_by)
+    assert (found.layer, found.origin) == (2, "mine.yaml:5")
+    lost = DifferentEntry(path="etc/z", what="only in the old file")
+    assert rebuilt.placed(lost, layers, made_by) == lost
+
+
+def test_rebuild_without_check_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        build_app(("rebuild",))(["rebuild", str(tmp_path / "x.sif")], standalone_mode=False)
+    assert caught.value.hint == "add --check"
