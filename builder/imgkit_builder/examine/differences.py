@@ -10,9 +10,14 @@ from typing import Any, Literal
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.opened import OpenedImage
 from imgkit_builder.delta.tree import TreeEntry
+from imgkit_builder.sif import own_files
 
 _RANK = ("recipe", "lock", "image")
 """What knows less comes first: a recipe names some packages, a lock also what they need, an image all."""
+
+
+_PLACES = frozenset(one.path for one in own_files.if_missing()) | {"opt", "opt/imgkit"}
+"""What a conversion adds to an image that lacks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,15 +171,18 @@ def _files(old: OpenedImage, new: OpenedImage) -> Iterator[FileDifference]:
     """Files that differ; those that a conversion or a runtime makes only where both sides have them."""
     both = bool(old.layers) == bool(new.layers)
     skip = source.NEVER - source.OWN if both else source.NEVER
+    places = frozenset() if both else _PLACES
     before = _ByPath(old.stack)
     for path, entry in tree.changes(old.stack, new.stack, skip=skip).items():
         was = before.entry(path)
         if was is not None and (entry is None or (was.kind == "dir") != (entry.kind == "dir")):
             gone = before.below(path) if was.kind == "dir" else [(path, was)]
             for name, one in gone:
+                if name in places or name in skip:
+                    continue
                 yield FileDifference(path=name, how="removed", before_bytes=one.size_bytes, after_bytes=0)
             was = None
-        if entry is None:
+        if entry is None or (was is None and path in places):
             continue
         size = was.size_bytes if was else 0
         if was is None:

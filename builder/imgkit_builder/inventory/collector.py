@@ -181,7 +181,7 @@ class InventoryCollector:
         if len(kept) < _MOST_PACKAGES:
             kept[path] = value
         else:
-            self._leave_out(posixpath.dirname(path), f"more than {_MOST_PACKAGES} files of this kind")
+            self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
     def _with_origin(self, one: Package) -> Package:
         """The package with what the lock says about its file."""

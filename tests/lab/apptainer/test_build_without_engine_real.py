@@ -19,6 +19,7 @@ import tiny_image
 from labkit import IMGKIT, docker, imgkit, imgkit_json, output, public_folder, run, until
 
 from imgkit_builder.delta import source, tree
+from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.sif import coverage, image
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("without-engine")]
@@ -39,7 +40,7 @@ image:
   run: [{run}]
 system: {{scheduler: standalone}}
 """
-OWN = ("opt/imgkit/manifest.json", "etc/resolv.conf", "etc/hosts")
+OWN = ("opt/imgkit/manifest.json", DOCUMENT, "etc/resolv.conf", "etc/hosts")
 """Files whose content differs, as docs/howto/no-docker.md says, or over which a runtime mounts."""
 
 

@@ -118,12 +118,15 @@ def test_layers_that_one_side_lacks(tmp_path: Path) -> None:
 
 def test_runtime_files_count_only_where_both_have_them(tmp_path: Path) -> None:
     one = layer(tmp_path / "1", {"a": b"1"})
-    meta = layer(tmp_path / "2", {".singularity.d/runscript": b"1", "opt/imgkit/sbom.spdx.json": b"{}"})
+    made = {".singularity.d/runscript": b"1", "opt/imgkit/sbom.spdx.json": b"{}", "etc/hosts": b""}
+    meta = layer(tmp_path / "2", made)
     sif = image(one, meta, keeps=False)
     mixed = compare(image(one), sif)
-    assert {one.path for one in mixed.files or ()} <= {"opt", "opt/imgkit"}
+    assert mixed.files == compare(sif, image(one)).files == ()
     assert mixed.layers is None
     assert "a .sif keeps no layers" in mixed.untold
+    more = image(one, layer(tmp_path / "3", {"home/me/x": b"1"}))
+    assert {one.path for one in compare(more, sif).files or ()} == {"home/me", "home/me/x"}
     both = compare(image(one, keeps=False), sif)
     assert ".singularity.d/runscript" in {one.path for one in both.files or ()}
 
