@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imgkit_entrypoints.errors import CheckFailed
-from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks, told
 from imgkit_entrypoints.run.stop_requests import reason_of
 
 LATENCY_S = 0.5
@@ -175,18 +175,11 @@ class Agreement:
         )
 
     def _unequal(self, step: int) -> CheckFailed:
-        every = self._here.gather(step, int)
+        every = self._here.gather(step, int, call="a loop")
         return CheckFailed(
             f"the ranks have taken different numbers of steps: {told(every)}",
             hint="give every rank equally many batches, for example by DistributedSampler",
         )
-
-
-def told(values: Sequence[object]) -> str:
-    """Name the ranks of each value, the most frequent one last: ``rank 1: 3, ranks 0, 2: 4``."""
-    known = sorted(set(values), key=lambda value: (values.count(value), str(value)))
-    groups = [(value, [str(rank) for rank, one in enumerate(values) if one == value]) for value in known]
-    return ", ".join(f"rank{'s' if ranks[1:] else ''} {', '.join(ranks)}: {one}" for one, ranks in groups)
 
 
 def interval(seconds_a_step: float, most: int) -> int:

@@ -72,6 +72,7 @@ def finish(state: KeptState, stepping: Stepping, here: Ranks, tell: Callable[[st
             tell("warning: the last state is not saved: there is no process group at the end of `with`")
         return
     stepping.end()
+    here.gather("", str, call="the end of the run")
     stepping.agreement.stop = ""  # all is done
     if state.has_moved:
         state.save(here)

@@ -70,14 +70,20 @@ class KeptState:
                 hint="run.track(loader=loader, ...)",
             )
         length = len(loader) if hasattr(loader, "__len__") else -1
-        own = PassOptions(batches=length, save_every=save_every, accumulate=accumulate, step=self.place.step)
-        place.refuse_different(here.gather(own, PassOptions))
+        own = PassOptions(
+            batches=length,
+            save_every=save_every,
+            accumulate=accumulate,
+            step=self.place.step,
+            tracked=", ".join(self.tracked.names()),
+        )
+        place.refuse_different(here.gather(own, PassOptions, call="run.steps"))
         return self.place.open(loader, length)
 
     def refuse_older(self, here: Ranks) -> None:
         """Raise UsageError, on every rank, if the folder holds snapshots on any node."""
         older = self.folder and snapshot_files.newest_first(self.folder / snapshots.FOLDER)
-        if any(here.gather(bool(older), bool)):
+        if any(here.gather(bool(older), bool, call="run.save")):
             raise UsageError(
                 "this run would replace the snapshots of another run",
                 where=str(self.folder),

@@ -11,9 +11,8 @@ import torch
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import random_state, resumable, snapshots
-from imgkit_entrypoints.run.agreement import told
 from imgkit_entrypoints.run.random_state import SentState
-from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks, told
 from imgkit_entrypoints.run.snapshots import FoundSnapshot
 
 RANDOM, PASS = "random.pt", "pass.pt"
@@ -48,6 +47,8 @@ class PassOptions:
     save_every: int
     accumulate: int
     step: int
+    tracked: str
+    """Names of the objects that `Run.track` got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +170,12 @@ def refuse_different(every: Sequence[PassOptions]) -> None:
         ("batches", "the loaders of the ranks have different lengths"),
         ("save_every", "the ranks have different values of save_every"),
         ("accumulate", "the ranks have different values of accumulate"),
+        ("tracked", "the ranks track different objects"),
     ):
         values = [getattr(one, name) for one in every]
         if len(set(values)) > 1:
             raise UsageError(
                 f"{meaning}: {told(values)}",
                 where="run.steps",
-                hint="all ranks must take equally many steps; DistributedSampler gives them equal loaders",
+                hint="all ranks must do the same; DistributedSampler gives them equal loaders",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 LONGEST = 1 << 20
 """Most bytes of one rank's value in `Ranks.gather`; the longest is the state of the generators, 24 KiB."""
+
+LONGEST_CALL = 24
+"""Letters of the longest name of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,7 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def gather(self, mine: Any, kind: Any) -> list[Any]:
+    def gather(self, mine: Any, kind: Any, *, call: str = "") -> list[Any]:
         """Give every rank the values of all ranks, in their order; a collective call.
 
         The values travel as JSON in tensors of bytes. torch's own collectives of objects unpickle what
@@ -44,13 +47,24 @@ class Ranks:
         ----------
         mine : value of the type `kind`, from which JSON can be made; dataclasses included.
         kind : type hint of every value, as `json_text.read` takes it.
+        call : the program's call that this belongs to, in ASCII, for the message where ranks differ in it.
 
         Raises
         ------
+        CheckFailed : on every rank, if they are at different calls; names them.
         ToolFailed : on every rank, if one sent too much or something else than a `kind`; names it.
         """
         sent = json.dumps(mine, default=dataclasses.asdict, allow_nan=False).encode()
-        sizes = [int(row) for row in self._gathered(torch.tensor([len(sent)], dtype=torch.int64))]
+        own = len(sent).to_bytes(8, "little") + call.encode().ljust(LONGEST_CALL)
+        heads = [bytes(row.tolist()) for row in self._gathered(torch.tensor(list(own), dtype=torch.uint8))]
+        calls = [head[8:].decode(errors="replace").rstrip() for head in heads]
+        if len(set(calls)) > 1:
+            raise CheckFailed(
+                f"the ranks are at different calls: {told(calls)}",
+                hint="let all ranks take equally many steps, and call run.restore, run.steps and run.save "
+                "equally often",
+            )
+        sizes = [int.from_bytes(head[:8], "little") for head in heads]
         for rank, size in enumerate(sizes):
             if not 0 < size <= LONGEST:
                 raise _refused(rank, f"{size} bytes, not 1 to {LONGEST}")
@@ -88,6 +102,13 @@ class Ranks:
         dist.broadcast(sent, source, group=self.group)
         host.copy_(sent)
         return bytes(received)
+
+
+def told(values: Sequence[object]) -> str:
+    """Name the ranks of each value, the most frequent one last: ``rank 1: 3, ranks 0, 2: 4``."""
+    known = sorted(set(values), key=lambda value: (values.count(value), str(value)))
+    groups = [(value, [str(rank) for rank, one in enumerate(values) if one == value]) for value in known]
+    return ", ".join(f"rank{'s' if ranks[1:] else ''} {', '.join(ranks)}: {one}" for one, ranks in groups)
 
 
 def _refused(rank: int, what: str) -> ToolFailed:

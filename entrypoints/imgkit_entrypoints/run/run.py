@@ -213,7 +213,10 @@ class Run:
         UsageError : the loader cannot resume, or the ranks have loaders of different lengths.
         CheckFailed : the ranks have taken different numbers of steps.
         """
-        batches = self._state.open_pass(loader, save_every, accumulate, self._join())
+        here = self._join()
+        if self._stepping.has_begun:  # as at the end of the run, where another rank may be
+            self._stepping.agreement.meet(self.step)
+        batches = self._state.open_pass(loader, save_every, accumulate, here)
         self._stepping.begin(save_every)
         for batch in batches:
             if self._rehearses:

@@ -81,7 +81,7 @@ class SnapshotWriter:
         texts : more part names, and their text.
         """
         began = time.perf_counter()
-        sent = {name: self._here.gather(mine, SentState) for name, mine in drawn.items()}
+        sent = {name: self._here.gather(mine, SentState, call="run.save") for name, mine in drawn.items()}
         if self._here.rank == 0:
             self._finish_writing()
             values = {name: on_host(part) for name, part in tensors().items()}
@@ -226,7 +226,7 @@ def newest(place: Path, here: Ranks, say: Say) -> FoundSnapshot | None:
     mine: Path | None = None
     if here.local_rank == 0:
         mine = next(snapshot_files.valid_ones(place, say), None)
-    offers = here.gather(-1 if mine is None else snapshot_files.step_of(mine), int)
+    offers = here.gather(-1 if mine is None else snapshot_files.step_of(mine), int, call="run.restore")
     step = max(offers)
     if step < 0:
         return None

@@ -33,6 +33,10 @@ class Tracked:
     def __len__(self) -> int:
         return len(self._parts)
 
+    def names(self) -> list[str]:
+        """The names, sorted."""
+        return sorted(self._parts)
+
     def has(self, value: object) -> bool:
         """Whether `value` is one of the objects."""
         return any(one is value for one in self._parts.values())
@@ -71,7 +75,7 @@ class Tracked:
         return {
             name: [
                 _read(name, bytes.fromhex(one))
-                for one in here.gather(_written(self._parts[name].state_dict()).hex(), str)
+                for one in here.gather(_written(self._parts[name].state_dict()).hex(), str, call="run.save")
             ]
             for name in sorted(self._by_rank)
         }

@@ -297,6 +297,17 @@ assert start(1, new_run, "kept") == [2]
 assert start(1, lambda: training(range(3), track={"other": torch.nn.Linear(1, 1)}), "kept") == [2]
 held = Run.start("held")
 assert start(1, lambda: training(range(3)), "held") == [2]
+def unlike(passes=lambda: 1, restores=lambda: True, name=lambda: "model"):
+    with Run.start() as run:
+        run.track(**{name(): torch.nn.Linear(1, 1)})
+        if restores():
+            run.restore()
+        for _ in range(passes()):
+            for step, batch in run.steps(range(3), save_every=1):
+                pass
+assert start(2, lambda: unlike(passes=lambda: 1 + dist.get_rank()), "passes") == [1, 1]
+assert start(2, lambda: unlike(restores=lambda: not dist.get_rank()), "restores") == [1, 1]
+assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names") == [2, 2]
 """
     told = many(standin, tmp_path, PROGRAMS + script)
     assert "a used folder counts as new" not in told
@@ -311,6 +322,9 @@ assert start(1, lambda: training(range(3)), "held") == [2]
         "this run would replace the snapshots of another run",
         "the snapshot holds model, and this program tracks model, other",
         "held: another run writes into this folder (process ",
+        "the ranks are at different calls: rank 1: run.steps, rank 0: the end of the run",
+        "the ranks are at different calls: rank 0: run.restore, rank 1: run.steps",
+        "the ranks track different objects: rank 0: model0, rank 1: model1",
     ):
         assert text in told, (text, told)
 
@@ -331,18 +345,33 @@ part = lambda data: lambda sink: sink.write(data)
 state = json.dumps({"run": {"step": 9, "epoch": 0, "batch": 1, "batch_size": None}}).encode()
 parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b"", "pass.pt": b""}
 def write(folder):
-    os.makedirs(f"{folder}/snapshots")
+    os.makedirs(f"{folder}/snapshots", exist_ok=True)
     content = {name: part(data) for name, data in parts.items()}
     snapshot_files.write(Path(folder) / "snapshots", 9, content, keep=3)
 write("hostile")
 assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
+write("damaged")  # above good ones, which the refusal leaves in their place
+assert start(2, lambda: training(range(4)), "damaged") == [2, 2]
+shutil.move("damaged/snapshots/step-0000000009", "elsewhere")
+os.truncate("damaged/snapshots/step-0000000004/model.pt", 100)
+assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
 parts["state.json"] = b"{}"
 write("foreign")
 assert start(2, lambda: training(range(4)), "foreign") == [2, 2]
+def wider():
+    with Run.start() as run:
+        run.track(model=torch.nn.Linear(2, 1))
+        run.restore()
+assert start(1, wider, "damaged") == [2]
+assert sorted(os.listdir("damaged/snapshots")) == ["step-0000000002", "step-0000000004"]
 """
     told = many(standin, tmp_path, PROGRAMS + script)
     assert "snapshot skipped: damaged/snapshots/step-0000000004/model.pt has" in told
-    assert "run: resumes after step 2" in told
+    assert told.count("run: resumes after step 2: ") == 2
+    assert "snapshot skipped: damaged/snapshots/step-0000000004/model.pt has 100 bytes, not " in told
+    assert (
+        "the snapshot holds another model: weight is (1, 1) in the snapshot and (1, 2) in the model" in told
+    )
     assert "model.pt: this part of the snapshot cannot be read" in told
     assert "this snapshot is of another program" in told
     assert "the pickle ran code" not in told
