@@ -208,6 +208,18 @@ assert train(1, f"{words} --steps 4") == 2
     assert "0.weight is (64, 6) in the snapshot and (65, 6) in the model" in told
 
 
+def test_ranks_with_different_options_are_refused_by_name(standin: str, runs: Path) -> None:
+    script = """
+import os
+assert train(2, "--steps 3", folders="unlike0 unlike1", own=("--lr 0.1", "--lr 0.2 --seed 3")) == 2
+assert not os.path.exists("unlike0/snapshots")
+"""
+    told = many(standin, runs, script)
+    assert (
+        "the ranks have different options; lr: rank 0: 0.1, rank 1: 0.2; seed: rank 0: 0, rank 1: 3" in told
+    )
+
+
 def test_loss_that_is_no_number_stops_or_is_skipped(standin: str, runs: Path) -> None:
     script = """
 words = "--model own.py:plain --data own.py:data --step own.py:breaks --batch-size 2 --steps 12"

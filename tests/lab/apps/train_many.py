@@ -20,8 +20,11 @@ from imgkit_entrypoints.apps.train import __main__ as app
 torch.set_num_threads(1)
 
 
-def train(count: int, words: str, folders: str = "") -> int:
-    """Train on `count` ranks of one node; with a run folder for each rank in `folders`, each is a node."""
+def train(count: int, words: str, folders: str = "", own: tuple[str, ...] = ()) -> int:
+    """Train on `count` ranks of one node; with a run folder for each rank in `folders`, each is a node.
+
+    `own` has more words for each rank.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -31,6 +34,7 @@ def train(count: int, words: str, folders: str = "") -> int:
     for rank in range(count):
         child = os.fork()
         if child == 0:
+            sys.argv += shlex.split(own[rank]) if own else []
             if folders:
                 sys.argv += ["--run-dir", folders.split()[rank]]
             local_rank = 0 if folders else rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import platform
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import components, options, plugins
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
@@ -35,11 +36,14 @@ from imgkit_entrypoints.apps.train.state.course import Course
 from imgkit_entrypoints.apps.train.state.export import export
 from imgkit_entrypoints.apps.train.step_sums import StepSums
 from imgkit_entrypoints.apps.train.work_clock import WorkClock
-from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError
+from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
-from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks, told
+
+OF_A_RANK = ("run_dir", "export", "stop_after_s", "log_to")
+"""Options that may differ between nodes."""
 
 
 def main() -> None:
@@ -68,9 +72,22 @@ def main() -> None:
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
+def _refuse_other_options(config: Config, here: Ranks) -> None:
+    """Raise UsageError, on every rank, if the ranks were given different options; names them."""
+    mine = {name: value for name, value in config.values().items() if name not in OF_A_RANK}
+    every_rank = [json_text.parse(text) for text in here.gather(json.dumps(mine), str)]
+    different = {name: [str(one.get(name)) for one in every_rank] for name in mine}
+    said = [
+        f"{name}: {told(values)}" for name, values in different.items() if values != values[:1] * len(values)
+    ]
+    if said:
+        raise UsageError(f"the ranks have different options; {'; '.join(said)}", hint="start all nodes alike")
+
+
 def train(config: Config, own: components.Components, run: Run, here: Ranks, started: StartUp) -> int:
     """Run the training; returns the exit code."""
     run.connect(here)
+    _refuse_other_options(config, here)
     found = course.find(config, run)
     done = Course()
     changes: tuple[str, ...] = ()

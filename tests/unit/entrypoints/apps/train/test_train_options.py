@@ -290,7 +290,13 @@ def test_logger_that_the_image_lacks_is_refused(own: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("mlflow", "neither one of"), ("own.py:step", "positional"), ("own.py:model,", "''")]
+    ("text", "why"),
+    [
+        ("mlflow", "neither one of"),
+        ("own.py:step", "positional"),
+        ("own.py:model,", "''"),
+        ("wandb", r"the image has no wandb; add it to the recipe: image.pip: \[{packages: \[wandb\]}\]"),
+    ],
 )
 def test_unusable_logger_is_refused(own: Path, text: str, why: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=why):
