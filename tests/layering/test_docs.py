@@ -106,7 +106,7 @@ def test_every_variable_of_the_code_is_in_the_table() -> None:
     ]
     used = {f"IMGKIT_{flag.strip('-').upper().replace('-', '_')}" for flag in flags}
     assert len(used) > 10
-    templates = (ROOT / "recipes").rglob("*.j2")
+    templates = (path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".j2", ".sh"))
     for path in (*sources(), *templates):
         used |= set(re.findall(r"\bIMGKIT_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8")))
     # A name inside a file, and a mark between two processes of dist-doctor.
