@@ -102,6 +102,7 @@ def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> 
         context.manifest,
         context_sha256=context.label_sha256,
         created=manifests.time_of_build(context.source_date_epoch),
+        locked=context.source_date_epoch is not None,
     )
     made = definitions.definition(request.recipe, base, fresh)
     return Planned(context=context, definition=made, labels=fresh)

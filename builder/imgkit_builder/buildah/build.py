@@ -240,7 +240,12 @@ class _Follower(BuildFollower):
 def _run(buildah: Buildah, ref: str, context: BuildContext, secrets: SecretValues, place: Place) -> str:
     """Run the steps, and return the image's id."""
     created = manifests.time_of_build(context.source_date_epoch)
-    values = manifests.labels(context.manifest, context_sha256=context.label_sha256, created=created)
+    values = manifests.labels(
+        context.manifest,
+        context_sha256=context.label_sha256,
+        created=created,
+        locked=context.source_date_epoch is not None,
+    )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + labels.instruction(values)
     files.put(buildah.folder / "Dockerfile", dockerfile)
     place.log.write(dockerfile)

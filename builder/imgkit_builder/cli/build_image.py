@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.cli import locks
+from imgkit_builder.cli import build_lock
 from imgkit_builder.cli.build_options import BuildOptions
 from imgkit_builder.cli.common import show, tell_left_out, with_leave
 from imgkit_builder.cli.progress import reporter
@@ -112,8 +112,8 @@ def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
     from imgkit_builder.image.manifest import BaseImage
 
     target = choose_platform(recipe, wanted=options.platform, host=host_platform())
-    recipe = locks.followed(recipe, target, options, report)
-    base = locks.base_of(recipe, options) or recipe.image.base
+    recipe = build_lock.followed(recipe, target, options, report)
+    base = build_lock.base_of(recipe, options) or recipe.image.base
     tag = options.tag or default_tag(recipe)
     check_name(base, where="--base")
     check_name(tag, where="--tag")
@@ -161,15 +161,15 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), options.builder, secrets_at=secrets_at)
         target = engines.choose_platform(recipe, wanted=options.platform, host=engine.platform)
-        recipe = locks.followed(recipe, target, options, report)
-        base_name = locks.base_of(recipe, options)
+        recipe = build_lock.followed(recipe, target, options, report)
+        base_name = build_lock.base_of(recipe, options)
         name = base_name or recipe.image.base
         watched = unchanged.watch(_asked(typed, options), engine.endpoint, base=name)
         report.stage(f"base {name}")
         base = engines.resolve_base(
             engine, recipe, override=base_name, platform=options.platform, pull=options.pull, report=report
         )
-        locks.check_base(recipe, base)
+        build_lock.check_base(recipe, base)
         probe = engines.probe(engine, base)
         if probe.skipped:
             report.note(f"the base could not be probed: {probe.skipped}")
@@ -205,7 +205,9 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     # The next command takes the same word, unless --tag gave the image another name.
     outcome = _outcome(recipe, built, base, tested, again=options.tag or typed)
     answer = unchanged.Answer(
-        notes=(*_warnings(recipe), *locks.notes(recipe)), text=outcome.text, data=json.dumps(outcome.data)
+        notes=(*_warnings(recipe), *build_lock.notes(recipe)),
+        text=outcome.text,
+        data=json.dumps(outcome.data),
     )
     unchanged.remember(watched, recipe, context, built, code_sha256=code_sha256, answer=answer)
     return outcome

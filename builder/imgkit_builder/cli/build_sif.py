@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.cli import locks
+from imgkit_builder.cli import build_lock
 from imgkit_builder.cli.build_options import BuildOptions
 from imgkit_builder.cli.common import show, tell_left_out, with_leave
 from imgkit_builder.cli.conversion import MB, next_line, stage_lines, stage_seconds, terminable
@@ -54,7 +54,7 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     from imgkit_builder.image.context import pack, revision
 
     _refuse(recipe, options)
-    recipe = locks.followed(recipe, host_platform(), options, report)
+    recipe = build_lock.followed(recipe, host_platform(), options, report)
     if recipe.lock and not recipe.lock.base.digest and options.base_from in (None, "registry"):
         raise UsageError(
             f"the lock's base {recipe.lock.base.name} never was in a registry: only its id is known",
@@ -64,7 +64,7 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     request = _request(recipe, options)
 
     def packed(base: BaseImage) -> BuildContext:
-        locks.check_base(recipe, base)
+        build_lock.check_base(recipe, base)
         context = pack(
             recipe,
             base=base,
@@ -91,7 +91,7 @@ def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
     return SifRequest(
         recipe=recipe,
         target=options.output or Path(f"{recipe.name}.sif"),
-        base=locks.base_of(recipe, options),
+        base=build_lock.base_of(recipe, options),
         base_from=options.base_from,
         options=Options(
             runtime=options.runtime,

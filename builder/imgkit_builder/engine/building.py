@@ -71,7 +71,12 @@ def build(
     check_name(tag)
     folder = _run_folder(context.manifest.recipe)
     created = marks.created(engine, context, tag=tag, fresh=no_cache)
-    values = manifests.labels(context.manifest, context_sha256=context.label_sha256, created=created)
+    values = manifests.labels(
+        context.manifest,
+        context_sha256=context.label_sha256,
+        created=created,
+        locked=context.source_date_epoch is not None,
+    )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + marks.instruction(values)
     files.put(folder / "Dockerfile", dockerfile)
     log = folder / "build.log"

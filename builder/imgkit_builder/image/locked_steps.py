@@ -9,7 +9,7 @@ import time
 from urllib.parse import urlsplit
 
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile
-from imgkit_builder.image.manifest import EPOCH_LABEL
+from imgkit_builder.image.manifest import EPOCH_LABEL, LOCK_LABEL
 from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.lock import LockedDeb, LockedPlatform, LockedWheel
 from imgkit_builder.recipe.model import Recipe
@@ -21,8 +21,6 @@ PACKAGES = "packages.txt"
 LOCK_TOML = "imgkit/lock.toml"
 RECIPE_JSON = "imgkit/recipe.json"
 """Files of the context that say what the image is made of; the image has them in `INSIDE`."""
-
-LOCK_LABEL = "imgkit.lock.sha256"
 
 PIP_OPTIONS = "--require-hashes --no-deps --only-binary=:all:"
 

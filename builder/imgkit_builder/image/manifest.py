@@ -17,6 +17,7 @@ SCHEMA = 1
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 STANDIN_LABEL = "imgkit.standin"
 CONTEXT_LABEL = "imgkit.context.sha256"
+LOCK_LABEL = "imgkit.lock.sha256"
 EPOCH_LABEL = "imgkit.source-date-epoch"
 """Label of a locked image: seconds since 1970, the latest time that a file of its .sif has."""
 CREATED_LABEL = "org.opencontainers.image.created"
@@ -68,10 +69,11 @@ class Manifest:
     """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git."""
 
 
-def labels(manifest: Manifest, *, context_sha256: str, created: str) -> dict[str, str]:
+def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:
     """The labels that only a build knows, sorted; those of the recipe are in the rendered text.
 
-    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image.
+    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image. So are
+    empty labels of a lock, on a base that was built by one.
     """
     base = manifest.base
     found = {
@@ -81,7 +83,8 @@ def labels(manifest: Manifest, *, context_sha256: str, created: str) -> dict[str
         "org.opencontainers.image.base.digest": base.digest.partition("@")[2] or base.id,
         CONTEXT_LABEL: context_sha256,
     }
-    return dict(sorted(found.items()))
+    inherited = {} if locked else {LOCK_LABEL: "", EPOCH_LABEL: ""}
+    return dict(sorted({**found, **inherited}.items()))
 
 
 def time_of_build(locked: int | None = None) -> str:

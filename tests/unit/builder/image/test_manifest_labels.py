@@ -1,0 +1,33 @@
+"""The labels that only a build knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from imgkit_builder.image import manifest
+from imgkit_builder.image.manifest import EPOCH_LABEL, LOCK_LABEL, BaseImage, Manifest
+
+MADE = Manifest(
+    imgkit="0.2.0",
+    recipe="mine",
+    recipe_sha256="ab",
+    base=BaseImage(name="example.org/base:1"),
+    platform="linux/amd64",
+    wheel_sha256="cd",
+)
+
+
+def test_unlocked_image_inherits_no_lock_of_its_base() -> None:
+    found = manifest.labels(MADE, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=False)
+    assert found[LOCK_LABEL] == found[EPOCH_LABEL] == ""
+
+
+def test_labels_of_a_build_leave_those_of_its_lock_alone() -> None:
+    found = manifest.labels(MADE, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True)
+    assert not {LOCK_LABEL, EPOCH_LABEL} & found.keys()
+
+
+def test_image_outside_git_inherits_no_revision_of_its_base() -> None:
+    made = dataclasses.replace(MADE, revision="")
+    found = manifest.labels(made, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True)
+    assert found["org.opencontainers.image.revision"] == ""
