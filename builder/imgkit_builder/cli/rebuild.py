@@ -8,7 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -38,7 +38,6 @@ def verb_rebuild(
         metavar="FILE",
         help="The recipe, for the code and the files beside it; the lock is always that of the .sif.",
     ),
-    program: Literal["docker"] = typer.Option("docker", "--with", help="What builds."),
     tmpdir: Path | None = TMPDIR,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,

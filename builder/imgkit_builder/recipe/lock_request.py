@@ -13,6 +13,7 @@ from imgkit_builder.recipe.lock import LockedStep, LockRequest
 from imgkit_builder.recipe.model import PipStep, Recipe, UvProject
 from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.uv_lock import UV_LOCK
+from imgkit_entrypoints import secret_patterns
 
 _UNKNOWN = "unknown"
 
@@ -76,8 +77,12 @@ def _step(step: PipStep) -> LockedStep:
 
 
 def _public(texts: Iterable[str]) -> tuple[str, ...]:
-    """`texts` without the credentials in URLs, which must not reach a lock: others read it."""
-    return tuple(re.sub(r"://[^/@\s]*@", "://", text) for text in texts)
+    return tuple(map(public, texts))
+
+
+def public(text: str) -> str:
+    """`text` without credentials in URLs, and with stars for other secrets: others read locks and images."""
+    return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
 
 
 def difference(now: LockRequest, locked: LockRequest) -> Difference | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from imgkit_builder.recipe import describe, lock_request
 from imgkit_builder.recipe.lock import LockedStep
@@ -16,7 +17,7 @@ def to_json(recipe: Recipe) -> str:
     """Deterministic text, which `whole.from_json` reads: a recipe with the same digest, without positions.
 
     The lines of requirements files are packages and options in it. Files that it names beside them, such as
-    code and certificates, keep the paths that the recipe states.
+    code and certificates, keep the paths that the recipe states. Passwords that it states are left out.
 
     Raises
     ------
@@ -45,7 +46,17 @@ def to_json(recipe: Recipe) -> str:
     )
     content = json_text.parse(describe.to_json(dataclasses.replace(recipe, image=image)))
     content |= {"file": recipe.file.name, "values": [], "warnings": []}
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    return json.dumps(_public(content), indent=2, sort_keys=True) + "\n"
+
+
+def _public(value: Any, name: str = "") -> Any:
+    """The value called `name` without secrets in its texts; everybody who has the image reads it."""
+    if isinstance(value, dict):
+        return {key: _public(one, key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_public(one) for one in value]
+    # The name of a variable says that it holds a secret.
+    return lock_request.public(f"{name}={value}").partition("=")[2] if isinstance(value, str) else value
 
 
 def _step(recipe: Recipe, number: int, step: PipStep, asked: LockedStep) -> PipStep:

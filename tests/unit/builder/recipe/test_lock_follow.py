@@ -161,6 +161,20 @@ def test_portable_recipe_is_same_recipe_without_its_files(recipe: Recipe, tmp_pa
     assert portable.to_json(again) == text
 
 
+def test_portable_recipe_and_lock_hold_no_password_of_the_recipe(write: Write) -> None:
+    steps = (
+        "  pip:\n"
+        "    - packages: [rich]\n"
+        "      options: [--index-url, 'https://ann:seCret-77@example.org/simple']\n"
+        "      env: {BUILD_PASSWORD: seCret-78}\n"
+        "  run: ['curl --user ann:seCret-79 https://example.org/x']\n"
+    )
+    recipe = load(write(f"image:\n  base: example.org/base:1\n{steps}", "mine.yaml"))
+    texts = [portable.to_json(recipe), str(lock_request.of(recipe))]
+    assert not any("seCret" in text for text in texts)
+    assert all("example.org/simple" in text for text in texts)
+
+
 def test_portable_recipe_asks_for_what_its_lock_has(recipe: Recipe, tmp_path: Path) -> None:
     asked = lock_request.of(recipe)
     again = whole.from_json(portable.to_json(recipe), tmp_path / "recipe.json")
