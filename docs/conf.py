@@ -32,8 +32,9 @@ smartquotes = False
 nitpicky = True
 nitpick_ignore_regex = [
     # Annotations name modules of the standard library and private aliases: there is no page to link to.
-    ("py:.*", r"(collections|pathlib|typing|types|enum|argparse|os|_io)\..*"),
+    ("py:.*", r"(collections|contextlib|pathlib|typing|types|enum|argparse|os|_io)\..*"),
     ("py:.*", r"(Path|Mapping|Sequence|Callable|Iterable|Iterator|Any|Literal|NoneType|optional|default.*)"),
+    ("py:class", r"torch\..*"),
     ("py:class", r"tuple\[.*|.*\]"),
 ]
 suppress_warnings = ["myst.xref_ambiguous"]

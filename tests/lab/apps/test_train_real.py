@@ -177,6 +177,7 @@ def rewrite(run, state):
 """
 
 
+@pytest.mark.soak
 def test_snapshots_of_older_versions_resume_and_others_are_refused(standin: str, runs: Path) -> None:
     script = """
 words = "--model mlp --momentum 0.9 --samples 100 --global-batch 12"
@@ -262,6 +263,7 @@ print("there:", *sorted(os.listdir("/tiny/run/snapshots")))
     assert "there: step-0000000002 " in told
 
 
+@pytest.mark.soak
 def test_every_model_learns(standin: str, runs: Path) -> None:
     script = """
 assert train(2, "--model mlp --steps 40 --log-every 40") == 0

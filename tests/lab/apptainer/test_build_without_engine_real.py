@@ -118,6 +118,7 @@ def about(entry: tree.TreeEntry) -> object:
     )
 
 
+@pytest.mark.soak
 def test_files_are_those_of_a_docker_build(lab: Lab, standin_notorch: str) -> None:
     name = f"imgkit-test-both:{secrets.token_hex(4)}"
     try:

@@ -336,6 +336,7 @@ def test_show_and_verify_name_base_and_deltas(lab: Lab, stacked: tuple[str, Path
     assert imgkit_json("show", replaced.delta, folder=lab.folder)["kind"] == "delta"
 
 
+@pytest.mark.soak
 def test_fifth_delta_makes_one_of_all(lab: Lab, replaced: Pair, user: str) -> None:
     sif, tag = replaced.base, f"{lab.prefix}-a:latest"
     for number in range(5):

@@ -86,9 +86,10 @@ def test_buildx_builds_where_the_classic_builder_is_refused(
     with socketserver.ThreadingUnixStreamServer(str(home / "relay.sock"), RefusingEngine) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("DOCKER_HOST", f"unix://{home}/relay.sock")
-        done = imgkit("build", file, "--base", standin_notorch, "--no-test")
-        asked = imgkit("build", file, "--base", standin_notorch, "--no-test", "--builder", "classic")
+        with monkeypatch.context() as patch:  # the end of `home` asks the engine itself
+            patch.setenv("DOCKER_HOST", f"unix://{home}/relay.sock")
+            done = imgkit("build", file, "--base", standin_notorch, "--no-test")
+            asked = imgkit("build", file, "--base", standin_notorch, "--no-test", "--builder", "classic")
         server.shutdown()
     assert done.returncode == 0, done.stderr
     assert "the engine refuses its classic builder, so buildx builds: " in done.stderr

@@ -228,6 +228,7 @@ def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None
         docker("image", "rm", "--force", cut)
 
 
+@pytest.mark.soak
 def test_vanished_or_other_package_is_named_with_its_line(recipe: Path, site: Site, base: str) -> None:
     part = locked(recipe, site, base)
     first, second = part.apt

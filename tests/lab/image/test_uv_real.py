@@ -114,6 +114,7 @@ def installed() -> dict[str, str]:
     return {one["name"]: one["version"] for one in listed}
 
 
+@pytest.mark.soak
 def test_locked_packages_are_in_the_base(index: str, standin_notorch: str, tmp_path: Path) -> None:
     recipe = project(tmp_path, lock(index, tmp_path))
     try:

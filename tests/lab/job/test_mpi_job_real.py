@@ -158,7 +158,7 @@ def test_bench_verifies_its_values(cluster: Nodes) -> None:
     assert re.search(r" 4KiB .* 0$", done.stdout, re.MULTILINE), done.stdout  # the column `wrong`
 
 
-@pytest.mark.parametrize("form", ["direct", "ssh"])
+@pytest.mark.parametrize("form", ["direct", pytest.param("ssh", marks=pytest.mark.soak)])
 def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
     text, command, nproc = TUTORIAL, ["python3"], 1
     if form == "ssh":

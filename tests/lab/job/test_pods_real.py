@@ -214,6 +214,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
 
 
 @pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
+@pytest.mark.soak
 def test_elastic_pods_go_on_without_a_lost_one(pods: Pods) -> None:
     name, end = "elastic", pods.volume / "end"
     program = pods.volume / "elastic.py"

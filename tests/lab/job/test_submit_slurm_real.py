@@ -209,6 +209,7 @@ def shown(site: Site, job: str) -> str:
     return site.cluster("scontrol", "show", "job", job).stdout
 
 
+@pytest.mark.soak
 def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     job = site.submit("--nodes", "2", "--", *COUNT, "200")
     stop = site.folder / f"runs/mn5-{job}/stop"
@@ -286,7 +287,7 @@ def test_image_of_0_1_is_not_requeued_for_a_person(site: Site, image_0_1: str) -
     assert "ExitCode=0:0" in shown(site, job)
 
 
-@pytest.mark.parametrize("hello", [True, False], ids=["hello", "stop"])
+@pytest.mark.parametrize("hello", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["hello", "stop"])
 def test_this_image_runs_under_the_script_of_0_1(site: Site, hello: bool) -> None:
     text = (DATA / "slurm-job-0.1.sh").read_text().replace("/home/me/my run", str(site.folder))
     text = text.replace("--nproc 2", "--nproc 1")
@@ -488,6 +489,7 @@ def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) 
 
 
 @pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
+@pytest.mark.soak
 def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
     shutil.copy(ROOT / "tests/lab/apps/train_faults.py", site.folder / "faults.py")
     own = ("--model", "faults.py:model", "--data", "faults.py:data", "--global-batch", "12")

@@ -76,7 +76,9 @@ for rank in 0 1; do start --nnodes 1:2 --head 127.0.0.1 --port 15555 --node-rank
 ALONE = "start --nproc 2 &"
 
 
-@pytest.mark.parametrize("ways", [RANGE, ALONE], ids=["range", "one node"])
+@pytest.mark.parametrize(
+    "ways", [RANGE, pytest.param(ALONE, marks=pytest.mark.soak)], ids=["range", "one node"]
+)
 def test_forged_state_of_the_rendezvous_runs_no_code(standin: str, ways: str) -> None:
     done = in_image(standin, "bash", "-s", given=ATTACKED.replace("WAYS", ways))
     told = done.stdout

@@ -117,6 +117,7 @@ def test_root_file_system_is_read_only(line: Line) -> None:
 
 
 @pytest.mark.qemu
+@pytest.mark.soak
 def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -> None:
     sif = tmp_path / "olivia.sif"
     try:
