@@ -386,6 +386,7 @@ main.main(["dist-bench", "--device", "cpu", *words.split()])
 
 
 @on_nodes
+@pytest.mark.soak
 def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
     site.rate(50_000)
     (site.state / "arms.py").write_text(TWO_ARMS)

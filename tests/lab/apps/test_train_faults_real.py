@@ -186,6 +186,7 @@ END
     assert kept(runs / "host-b") == whole
 
 
+@pytest.mark.soak
 def test_scalers_skips_stop_nothing_and_go_on(standin: str, runs: Path) -> None:
     script = """
 python3 train_many.py <<END

@@ -376,6 +376,7 @@ else:
     assert "compiled\n" in told or "--compile needs a compiler (g++ or clang++), but PATH has none" in told
 
 
+@pytest.mark.soak
 def test_folder_of_images_is_learnt(standin: str, runs: Path) -> None:
     script = """
 import os

@@ -128,7 +128,7 @@ def test_two_images_in_an_archive_are_found(image: str, standin_notorch: str, tm
     assert (code, found["archive"]) == (1, "fail")
 
 
-@pytest.mark.parametrize("compress", ["gzip", "zstd"])
+@pytest.mark.parametrize("compress", [pytest.param("gzip", marks=pytest.mark.soak), "zstd"])
 def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: str) -> None:
     if compress == "zstd" and shutil.which("zstd") is None:
         pytest.skip("no zstd program")

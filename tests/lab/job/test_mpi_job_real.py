@@ -151,6 +151,7 @@ def test_pi_is_right(cluster: Nodes) -> None:
     assert float(found[1]) <= 1e-12
 
 
+@pytest.mark.soak
 def test_bench_verifies_its_values(cluster: Nodes) -> None:
     bench = ("dist-bench", "all_reduce", "--size", "4K", "--seconds", "0.1")
     done = cluster.on("login", *cluster.job("submit", "--direct", command=bench, nproc=1))

@@ -40,6 +40,7 @@ done
 """
 
 
+@pytest.mark.soak
 def test_other_program_ends_as_under_torchrun(standin: str) -> None:
     done = in_image(standin, "bash", "-c", RUN, "run", "ends", "raises", "exits", given=PROGRAM)
     assert done.stdout.count("of __main__: ['ends']") == 2
