@@ -33,7 +33,8 @@ def main():
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
+            norm = nn.utils.parameters_to_vector(model.parameters()).norm()
+            print(f"epoch {epoch + 1}: norm of the weights {norm:.4f}", flush=True)
 
 
 if __name__ == "__main__":

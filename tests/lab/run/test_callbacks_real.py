@@ -126,6 +126,8 @@ def test_program_stops_without_imgkits_launcher(trainers: str, tmp_path: Path, n
     found = told(trainers, tmp_path, name, WITHOUT_LAUNCHER)
     for text in ("resumed: 0", "whole: 0", "stopped: 85"):
         assert f"\n{text}\n" in f"\n{found}", (text, found)
-    assert found.count("\n/runs/torchrun/state-saved\n") == 1, found  # the start that follows removes it
+    assert f"\n{found}".count("\n/runs/torchrun/state-saved\n") == 1, (
+        found
+    )  # the start that follows removes it
     assert found.count("run: stopped after step ") == 2
     assert found.count("run: resumes after step ") == 1
