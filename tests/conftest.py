@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,3 +223,19 @@ def standin_arm64_notorch() -> str:
 def standin_arm64() -> str:
     """Name of the local arm64 stand-in base with torch; only for tests marked ``torch_arm64``."""
     return _standin(STANDIN_ARM64, "--arch arm64")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """``call("build", "mn5")``: exit code, stdout and stderr of the command line."""
+
+    from imgkit_builder.cli import app
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["imgkit", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run

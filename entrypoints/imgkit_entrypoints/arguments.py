@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from imgkit_entrypoints.errors import UsageError
@@ -14,6 +16,35 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What an option needs to have an effect."""
+
+    option: str
+    """The option, or a positional argument by its metavar."""
+    why: str
+    """Why it has no effect otherwise: ``without --optimizer sgd``, ``with --compute``."""
+    met: Callable[[argparse.Namespace], object]
+
+
+def refuse_unused(parser: argparse.ArgumentParser, found: argparse.Namespace, needs: Iterable[Need]) -> None:
+    """Raise UsageError for options in `found` that are not at their default and have no effect."""
+    defaults = parser.parse_args([])
+    places = {
+        name: action.dest for action in parser._actions for name in action.option_strings or (action.metavar,)
+    }
+    unused: dict[str, list[str]] = {}
+    for need in needs:
+        place = places[need.option]
+        if getattr(found, place) != getattr(defaults, place) and not need.met(found):
+            unused.setdefault(need.why, []).append(need.option)
+    if unused:
+        raise UsageError(
+            "; ".join(f"{', '.join(options)} would have no effect {why}" for why, options in unused.items()),
+            hint="leave one of them out, or give what is needed",
+        )
 
 
 def natural(text: str) -> int:

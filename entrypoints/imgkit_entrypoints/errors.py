@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from imgkit_entrypoints.terminal import shown
+
 EXIT_NO = 1
 EXIT_USAGE = 2
 EXIT_TOOL_MISSING = 3
@@ -37,7 +39,8 @@ class ImgkitError(Exception):
     ----------
     what : what happened, in one sentence.
     where : ``file:line:col``, the variable, or the path with its content.
-    hint : allowed values and the next step, if possible as the exact command.
+    hint : allowed values and the next step, if possible as the exact command; may have several lines, for
+        example the last ones of a program.
     """
 
     exit_code = EXIT_NO
@@ -49,8 +52,12 @@ class ImgkitError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        return shortened(f"{text}\n  -> {self.hint}" if self.hint else text)
+        lines = [shown(f"{self.where}: {self.what}" if self.where else self.what)]
+        if self.hint:
+            # Indented: no line of a program's output looks like a message of imgkit.
+            first, *more = (shown(line.expandtabs()) for line in self.hint.split("\n"))
+            lines += [f"  -> {first}", *(f"     {line}" for line in more)]
+        return shortened("\n".join(lines))
 
 
 class CheckFailed(ImgkitError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -21,12 +22,27 @@ from imgkit_entrypoints.errors import UsageError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a used up quota, and a file beyond the limit of its size."""
 
+TEMPORARY = ".imgkit-"
+"""How every name begins that imgkit makes beside a user's files for a while: parts of files, locks, folders.
+
+A killed process leaves them there. They never go into an image, or to a run as code.
+"""
+MOST_BYTES = 16 << 20
+"""What `read_bytes` and `read_text` take where the caller names no other limit."""
+
 _MARK_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 20
 
 
-def temporary_name(target: Path) -> Path:
+def temporary_name(target: Path, token: str = "") -> Path:
     """A free name beside `target`, so that the rename stays within one file system."""
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    return target.with_name(f"{TEMPORARY}{token or secrets.token_hex(4)}.{target.name}.part")
+
+
+def temporary_files(target: Path) -> list[Path]:
+    """The files with a `temporary_name` of `target`: of a killed process, or of one that still writes."""
+    name = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}\.{re.escape(target.name)}\.part")
+    return [one for one in target.parent.iterdir() if name.fullmatch(one.name)]
 
 
 def create(path: Path, *, mode: int = 0o666) -> BinaryIO:
@@ -143,6 +159,64 @@ def read_own(path: Path) -> str:
     """
     with open_own(path) as stream:
         return stream.read(_MARK_BYTES).decode()
+
+
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading that a stranger may have put there: no named pipe, no device and no socket.
+
+    A pipe without a writer would block for ever, /dev/zero has no end, and some devices act when opened.
+
+    Raises
+    ------
+    OSError : it cannot be opened, or is not a regular file; `strerror` says which.
+    """
+    return open(path, "rb", buffering, opener=_regular)
+
+
+def _regular(name: str, _: int) -> int:
+    _refuse_special(Path(name).stat(), name)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _refuse_special(os.fstat(descriptor), name)  # the name may be another file's by now
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_special(found: os.stat_result, name: str) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", name)
+
+
+def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Read a regular file of at most `most_bytes`; see `open_regular`.
+
+    Raises
+    ------
+    OSError : as `open_regular`, or it has more bytes.
+    """
+    pieces, left = [], most_bytes + 1
+    with open_regular(path, buffering=0) as stream:
+        # A read of all that may be there would take that much memory before it begins.
+        while left and (piece := stream.read(min(left, _PIECE_BYTES))):
+            pieces.append(piece)
+            left -= len(piece)
+    if not left:
+        raise OSError(errno.EINVAL, f"it has more than {most_bytes} bytes", str(path))
+    return b"".join(pieces)
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+    """Read a regular file of UTF-8 as `read_bytes` does.
+
+    Raises
+    ------
+    OSError : as `read_bytes`. UnicodeDecodeError : it is not UTF-8, and `errors` is strict.
+    """
+    return read_bytes(path, most_bytes=most_bytes).decode(errors=errors)
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:

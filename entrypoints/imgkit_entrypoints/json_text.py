@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from imgkit_entrypoints import files
+
 Value = TypeVar("Value")
 
 MOST_BYTES = 4 << 20
@@ -29,7 +31,6 @@ DEEPEST = 100
 _MOST_BRACKETS = 100_000
 """Lists and objects in one text: 4 MiB of empty lists would take 100 MB of memory."""
 _MOST_DIGITS = 100
-_PIECE_BYTES = 1 << 20
 _SHOWN = 60
 """Characters of a wrong value that a message repeats."""
 
@@ -56,15 +57,10 @@ def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
 
     Raises
     ------
-    OSError : it cannot be read.
+    OSError : it cannot be read, is not a regular file, or has more bytes.
     ValueError : as `parse`.
     """
-    text = b""
-    with path.open("rb") as file:
-        # A read of all that may be there would take that much memory before it begins.
-        while len(text) <= most_bytes and (piece := file.read(min(most_bytes, _PIECE_BYTES))):
-            text += piece
-    return parse(text, most_bytes=most_bytes)
+    return parse(files.read_bytes(path, most_bytes=most_bytes), most_bytes=most_bytes)
 
 
 def first_object(output: str) -> Any:
@@ -149,20 +145,18 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, SEAL: _digest(values)}
 
 
-def unseal(values: dict[str, Any]) -> str:
-    """Take the digest out of parsed `values`, and return it; empty if there is none.
+def unseal(values: dict[str, Any]) -> None:
+    """Take the digest out of parsed `values`.
 
     Two kinds of change have no meaning and pass: other spaces between values, and the case of a hex digit in
     an escape such as ``\\u00e9``.
 
     Raises
     ------
-    ValueError : it differs from that of the other values.
+    ValueError : it is missing, or differs from that of the other values.
     """
-    stated = values.pop(SEAL, "")
-    if stated not in ("", _digest(values)):
+    if values.pop(SEAL, "") != _digest(values):
         raise ValueError("its content has another sha256 than it states")
-    return str(stated)
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Sequence
 
 _STRONG = re.compile(
     r"TOKEN(?!IZER|S(?:$|_))|SECRET|PASSW(?:OR)?D|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|"
-    r"(?:^|_)(?:PASS|PWD|JWT|COOKIE)$",
-    re.IGNORECASE,
+    r"(?:^|_)(?:PWD|JWT|COOKIE)$|(?<!BY)(?<!COM)(?<!SUR)PASS$"
 )
-_WEAK = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT)$", re.IGNORECASE)
+"""Names of variables, in capital letters."""
+_STRONG_OPTION = re.compile(
+    r"(?:SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:API|ACCESS|SECRET|PRIVATE)_?KEY|CREDENTIALS?)$|"
+    r"(?:^|_)(?:PWD|JWT|COOKIE)$|^(?:PASS|(?:API|ACCESS|AUTH|BEARER|HF|HUB|GITHUB|GITLAB|WANDB|LOGIN|MY)?_?TOKEN)$"
+)
+"""Names of options and of settings in small letters: the last words of the name decide, since many other
+options of a program have such a word in front, ``--token-dropout`` or ``--pad-token``.
+"""
+_WEAK = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT|PASS|TOKEN)$")
 """Names that also mean other things: ``IMAGE_KEY=pixel_values``."""
+_PLACE = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
+"""Names of where a secret is, and not of the secret."""
+_SWITCH = re.compile(r"--?(?:no|require|use|ask|show|hide|prompt)[-_]")
+"""Beginnings of options that usually take no value: the next word is something else."""
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
-_HARMLESS = re.compile(r"|/.*|\$.*|<.*|\*+|[\d.]+|true|false|yes|no|on|off", re.IGNORECASE)
+_HARMLESS = re.compile(r"|/.*|\$.*|<.*|\[.*\]|\*+|[\d.]+|true|false|yes|no|on|off|none|null", re.IGNORECASE)
 """Harmless values: nothing, a path, another variable, a word of a tokenizer, stars, a number, a switch."""
 
 _VALUES = (
@@ -97,10 +109,12 @@ _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 
 
 def in_name(name: str, value: str) -> bool:
-    """Whether a variable called `name` with this value is probably a secret."""
-    if _HARMLESS.fullmatch(value):
+    """Whether a variable or an option called `name` with this value is probably a secret."""
+    capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
+    if _HARMLESS.fullmatch(value) or _PLACE.search(capital):
         return False
-    return bool(_STRONG.search(name) or (_WEAK.search(name) and _RANDOM.fullmatch(value)))
+    strong = _STRONG if name.isupper() else _STRONG_OPTION
+    return bool(strong.search(capital) or (_WEAK.search(capital) and _RANDOM.fullmatch(value)))
 
 
 def in_value(value: str) -> str:
@@ -112,6 +126,19 @@ def in_value(value: str) -> str:
         if between == "=" and in_name(name, "".join(texts)):
             return f"a secret called {name}"
     return ""
+
+
+def in_arguments(arguments: Sequence[str]) -> str:
+    """The first secret among the arguments of a command, without its value; empty where there is none."""
+    for number, text in enumerate(arguments):
+        if kind := in_value(text):
+            return f"{kind} in argument {number + 1}"
+        option, between, value = text.partition("=")
+        if not between and not _SWITCH.match(option):
+            value = next((after for after in arguments[number + 1 : number + 2] if after[:1] != "-"), "")
+        if re.fullmatch(r"--?[A-Za-z][\w.-]*", option) and in_name(option, value):
+            return f"a secret by the name of its option, {option}"
+    return in_value(" ".join(arguments))  # curl's -u USER:PASSWORD is two arguments
 
 
 def in_file_name(path: str) -> bool:

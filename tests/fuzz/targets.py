@@ -29,11 +29,30 @@ from imgkit_builder.delta.tars import Tar
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.image import config, inside, manifest
 from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.job import fields as job_fields
+from imgkit_builder.job import submit
+from imgkit_builder.job import systems as job_systems
+from imgkit_builder.job.ssh import doctor as ssh_doctor
+from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.ssh import hostlist as ssh_hosts
+from imgkit_builder.lock import answers, failures
+from imgkit_builder.lock.answers import BaseFile
 from imgkit_builder.project import measured, toml_file
-from imgkit_builder.recipe import image_reference, requirements, sources, targets
+from imgkit_builder.recipe import (
+    image_reference,
+    lock_file,
+    requirements,
+    sources,
+    targets,
+    toml_text,
+    uv_lock,
+)
 from imgkit_builder.recipe.describe import to_json as recipe_json
 from imgkit_builder.recipe.load import load
+from imgkit_builder.remote import check as far_check
+from imgkit_builder.remote import fetch, gc, store
+from imgkit_builder.remote.config import Remote
+from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, links, table
 from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
 from imgkit_entrypoints.apps.bench.record import reader as bench_reader
@@ -470,12 +489,70 @@ def _ras_report(data: bytes, _: Path) -> None:
     assert all(line.isascii() and line.isprintable() for line in lines)
 
 
+# ---- what a remote and its scheduler print
+FAR = Remote(name="far", address="far", folder="/x")
+
+
+def _store_answers() -> list[bytes]:
+    """Answers of a remote with the files that imgkit looks into."""
+    rows = b"home /scratch/me\ndisk /dev/a 100 40 60 40% /\nprogram there\nname a.sif\n"
+    edge = store.EDGE_BYTES
+    files = [(b"images/a.sif", one) for one in _sifs()] + [(b"a.imgdelta", one) for one in _deltas()]
+    bodies = [b"file %d %s\n%s%s" % (len(one), name, one[:edge], one[-edge:]) for name, one in files]
+    return [rows + body + b"end\n" for body in (b"", *bodies)]
+
+
+def _far_check(data: bytes, _: Path) -> None:
+    far = Connection(remote=FAR, control=None, why_alone="", ask=False)
+    for target in (None, targets.find("mn5")):
+        far_check.read(data, far, target, began_s=1.7e9, ended_s=1.7e9)
+
+
+def _ssh_doctor(data: bytes, _: Path) -> None:
+    def run(remote: object, show: fanout.Show) -> None:
+        for line in data.splitlines():
+            show("a", line, line.startswith(b"ssh"))
+
+    ssh_doctor.examine(["a"], kind="docker", command="docker", image="x:1", run=run)
+
+
+def _scheduler(data: bytes, _: Path) -> None:
+    text = data.decode("utf-8", "replace")
+    for name in ("slurm", "pbs", "kubeflow"):
+        system = job_systems.named(name)
+        system.succeeded(text)
+        job_fields.is_job_id(system.job_id(text, "x").partition(";")[0])
+
+
 def _lines(*texts: str) -> Callable[[], list[bytes]]:
     return lambda: [text.encode() for text in texts]
 
 
 def _ssh_hosts(path: Path) -> None:
     ssh_hosts.read("", path)
+
+
+def _tomls() -> list[bytes]:
+    return [
+        (ROOT / "tests/golden/recipes/locked.lock").read_bytes(),
+        b'a = 1\n[b.c]\nd = {e = [1.5, 2020-01-01T00:00:00Z, "x"]}\n"f.g" = true\n',
+    ]
+
+
+def _extended(data: bytes, folder: Path) -> None:
+    _put(folder, data, "parent.yaml")
+    load(_put(folder, b"extends: ./parent.yaml\n", "r.yaml"))
+
+
+def _uv_lock(data: bytes, folder: Path) -> None:
+    _put(folder, b'[project]\nname = "p"\n', "pyproject.toml")
+    uv_lock.read(_put(folder, data, uv_lock.UV_LOCK).parent)
+
+
+def _failure(data: bytes, folder: Path) -> None:
+    recipe = load(_put(folder, b"image: {base: 'b:1', apt: [x], pip: [{packages: [a]}]}\n", "r.yaml"))
+    error = failures.explained(recipe, failures.read(data), log="log")
+    assert len(str(error)) < 100_000
 
 
 TARGETS = (
@@ -559,6 +636,20 @@ TARGETS = (
         also=(ValueError,),
     ),
     Target(
+        name="train-config-yaml",
+        run=_file(config_file.words, "c.yaml"),
+        seeds=_lines("model: mlp\nepochs: 3\namp: off\n"),
+        change=mutate.in_text,
+        also=(ValueError,),
+    ),
+    Target(
+        name="train-config-toml",
+        run=_file(config_file.words, "c.toml"),
+        seeds=_lines('model = "mlp"\nepochs = 3\n'),
+        change=mutate.in_text,
+        also=(ValueError,),
+    ),
+    Target(
         name="snapshot",
         run=_snapshot,
         seeds=lambda: [
@@ -581,6 +672,57 @@ TARGETS = (
         change=mutate.in_text,
     ),
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
+    Target(name="extended", run=_extended, seeds=_recipes, change=mutate.in_text),
+    Target(name="toml", run=_text(toml_text.parse), seeds=_tomls, change=mutate.in_text),
+    Target(
+        name="uv-lock",
+        run=_uv_lock,
+        seeds=_lines(
+            'version = 1\n[[package]]\nname = "p"\nsource = { virtual = "." }\ndependencies = [{ name = "a" }]\n'
+            '[[package]]\nname = "a"\nversion = "1"\nsource = { registry = "https://x" }\n'
+            'wheels = [{ url = "https://x/a-1-py3-none-any.whl", hash = "sha256:' + "0" * 64 + '" }]\n'
+        ),
+        change=mutate.in_text,
+        also=(ValueError,),
+    ),
+    Target(
+        name="lock-apt",
+        run=lambda data, _: answers.debs(data),
+        seeds=lambda: [(ROOT / "tests/contract/lock/apt_answer.json").read_bytes()],
+        change=mutate.in_json,
+        also=(failures.Unresolved,),
+    ),
+    Target(
+        name="lock-pip",
+        run=lambda data, _: answers.wheels(data, 0, {"a": BaseFile(name="a-1-py3-none-any.whl", sha256="0")}),
+        seeds=lambda: [(ROOT / "tests/contract/lock/pip_report.json").read_bytes()],
+        change=mutate.in_json,
+        also=(failures.Unresolved,),
+    ),
+    Target(
+        name="lock-uv",
+        run=lambda data, _: answers.uv_wheels(data),
+        seeds=_lines(
+            '[{"name": "a", "version": "1", "file": "a.whl", "url": "https://x/a.whl", "sha256": "0"}]'
+        ),
+        change=mutate.in_json,
+    ),
+    Target(
+        name="lock-failure",
+        run=_failure,
+        seeds=_lines(
+            '{"step": 0, "kind": "pip", "about": "a", "output": "ERROR: No matching distribution found for a"}',
+            '{"step": "apt", "kind": "apt", "about": "", "output": "E: Unable to locate package x"}',
+        ),
+        change=mutate.in_json,
+        also=(ValueError,),
+    ),
+    Target(
+        name="lock",
+        run=_file(lock_file.read, "r.lock"),
+        seeds=lambda: [(ROOT / "tests/golden/recipes/locked.lock").read_bytes()],
+        change=mutate.in_text,
+    ),
     Target(
         name="metrics",
         run=lambda data, folder: measured.read(_put(folder, data, measured.METRICS).parent),
@@ -663,6 +805,68 @@ TARGETS = (
         ),
         change=mutate.in_text,
         also=(ValueError,),
+    ),
+    Target(
+        name="remote-store",
+        run=lambda data, _: store.read(data, FAR),
+        seeds=_store_answers,
+        change=mutate.in_bytes,
+    ),
+    Target(
+        name="remote-files",
+        run=lambda data, _: gc.parse(data, "far"),
+        seeds=_lines(
+            "clock 1700000000\nfile 17.5 200 images/a.sif\nrun 5.1 mn5-7\njob 5.1 7\nsays jobs/7:slurm;two\n"
+            "says jobs/7:mn5\nsays jobs/7:images/a.sif\nend\n"
+        ),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="remote-check",
+        run=_far_check,
+        seeds=_lines(
+            "clock 1700000000\nlogin me on far, x86_64\nsbatch slurm 23.02\nhome /x\ndisk /dev/a 100 40 60 40% /\n"
+            "quota /x 120G 400G 500G -\nruntime singularity 3.11\nmodules a b\npython 1 3.11 /usr/bin/python3\n"
+            "pymodule python/3.12\nmksquashfs 4.5\ninternet no\nend\n",
+            "owner somebody\nclosed no\nlacks tar\nbroken x\npython 0 3.6 /x\nend\n",
+        ),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="remote-run-files",
+        run=lambda data, _: fetch._listed(data, "runs/mn5-7", "mn5-7.out"),
+        seeds=_lines("5 1700000000.5 runs/mn5-7/metrics.jsonl\07 1 mn5-7.out\0"),
+        change=mutate.in_bytes,
+    ),
+    Target(
+        name="remote-hosts",
+        run=_ssh_doctor,
+        seeds=_lines(
+            "clock 1700000000.5\nhead 10.0.0.1\norted there\ngpu 550.54, A6000\nimage sha256:0123\nend\n"
+        ),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="scheduler",
+        run=_scheduler,
+        seeds=_lines(
+            "notice\n4711;two\n",
+            "15422[].redoak\n    Exit_status = 271\n",
+            "pytorchjob.kubeflow.org/x created\n",
+            "JobId=7 JobState=COMPLETED",
+        ),
+        change=mutate.in_text,
+    ),
+    Target(
+        name="job-record",
+        run=_file(submit._read, "7.json"),
+        seeds=_lines(
+            '{"schema": 1, "id": "7", "system": "slurm", "name": "mn5", "recipe": "mn5", "directory": "/w", "cluster": "two",'
+            ' "remote": "far", "answer": null, "command": ["x"], "code": {"sha256": "a", "git": "", "uncommitted": true,'
+            ' "replace": false}, "queue": "", "submitted": "", "image_id": "", "state": "", "fetched": ""}'
+        ),
+        change=mutate.in_json,
+        also=submit._DAMAGED,
     ),
     Target(name="machine", run=_tree, seeds=lambda: [json.dumps(TREE).encode()], change=mutate.in_json),
 )

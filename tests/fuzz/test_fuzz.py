@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -72,6 +73,41 @@ def test_changed_inputs_are_taken_or_refused(house: House, name: str) -> None:
         assert not house.fault(name, hunt.applied(target, seed, wanted))
 
     check()
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_pipe_or_device_is_refused_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that the readers of the table are given become pipes and devices."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"{target.name} waits for a {kind}, or reads all of it")
+
+    made: list[Path] = []
+    known = [target for target in targets.TARGETS if target.seeds()]  # seeds may write files
+    monkeypatch.setattr(Path, "write_bytes", lambda path, _: (made.append(path), SPECIAL[kind](path)))
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        for target in known:
+            (folder := tmp_path / target.name).mkdir()
+            signal.alarm(10)
+            try:
+                target.run(b"", folder)
+            except target.refusals:
+                pass
+            except OSError as error:
+                assert error.strerror == "it is not a regular file", target.name  # noqa: PT017
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(made) >= 15
 
 
 def test_house_notices_a_fault(house: House) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import json
 import os
 import re
@@ -82,6 +83,15 @@ def imgkit_json(*words: object, **options: Any) -> dict[str, Any]:
 
 def docker(*words: object, **options: Any) -> str:
     return output("docker", *words, **options).strip()
+
+
+def host_address() -> str:
+    """This machine's address as containers on Docker's default network see it.
+
+    The first daemon on a machine states a subnet and no gateway for the bridge that it has made.
+    """
+    subnet = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Subnet}}")
+    return str(ipaddress.ip_network(subnet)[1])
 
 
 def in_image(

@@ -2,7 +2,8 @@
 """Unpack layers as root, member by member, as ``umoci unpack`` does: the reference for merged images.
 
 It is slow and simple, and uses the kernel: the root of a forked child is the tree, so that links lead where
-they would lead inside the image. `layers` are lists of `tarfile` members with their content.
+they would lead inside the image. Of extended attributes it unpacks capabilities, which every route keeps.
+`layers` are lists of `tarfile` members with their content.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _make(info: tarfile.TarInfo, path: str, data: bytes) -> None:
     for name in os.listxattr(path, follow_symlinks=False):
         os.removexattr(path, name, follow_symlinks=False)
     for key, value in info.pax_headers.items():
-        if key.startswith("SCHILY.xattr."):
+        if key == "SCHILY.xattr.security.capability":
             raw = value.encode("utf-8", "surrogateescape")
             os.setxattr(path, key.removeprefix("SCHILY.xattr."), raw, follow_symlinks=False)
     os.utime(path, (info.mtime, info.mtime), follow_symlinks=False)

@@ -44,7 +44,7 @@ def write(folder: Path, base: str, base_id: str, *, run: str = "") -> Path:
               pip:
                 - packages: [locked-wheel, locked-other]
               copy:
-                - {{source: code, target: /workspace/code}}
+                - {{source: ., target: /workspace/code}}
             """)
         + (f"  run: [{run!r}]\n" if run else "")
         + "system: {scheduler: slurm}\n"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import struct
 from pathlib import Path
 
-from imgkit_builder.sif import coverage, image, table
+from imgkit_builder.sif import coverage, table
 from imgkit_builder.sif.image import ARCHS, DataType, ImgkitRecord, PartitionType
 from imgkit_builder.sif.table import DESCRIPTOR, HEADER, Header, NewObject
 
@@ -62,20 +61,6 @@ def record(root: bytes = ROOT) -> ImgkitRecord:
         imgkit="0.2.0",
         source="small:1",
     )
-
-
-def of_imgkit_01(path: Path) -> Path:
-    """Change a .sif to what imgkit 0.1 wrote: a record in no group, and no coverage object."""
-    old = image.read(path).record
-    assert old is not None
-    coverage.put_record(path, dataclasses.replace(old, imgkit="0.1.0"))
-    coverage.clear(path, names=(coverage.NAME,))
-    with path.open("r+b") as stream:
-        found = table.read(path, stream)
-        (entry,) = (one for one in found.entries if one.label == image.IMGKIT_OBJECT)
-        stream.seek(TABLE_AT + (entry.id - 1) * DESCRIPTOR.size)
-        stream.write(DESCRIPTOR.pack(*entry._replace(group=table.GROUP)))
-    return path
 
 
 def sign(path: Path, data: bytes = b"-----BEGIN PGP SIGNED MESSAGE-----\n") -> None:

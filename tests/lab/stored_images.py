@@ -24,7 +24,7 @@ from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.sif import convert, image, own_files
 from imgkit_builder.sif.options import Archive, Options
 
-Way = Literal["new", "tar2sqfs", "old", "runtime"]
+Way = Literal["new", "old", "runtime"]
 
 
 def archive(
@@ -58,16 +58,11 @@ def only(way: Way, folder: Path) -> dict[str, str]:
     """
     programs = folder / f"only-{way}"
     programs.mkdir(exist_ok=True)
-    real, useless = shutil.which("mksquashfs"), "#!/bin/sh\nexit 1\n"
+    real, program = shutil.which("mksquashfs"), programs / "mksquashfs"
     shown = f'{real} "$1" 2>&1 | grep -v -e "^ *-tar";' if way == "old" else ""
     # The runtime that builds runs it, too.
-    mksquashfs = f'#!/bin/sh\ncase "$1" in -help*) {shown} exit 1;; esac\nexec {real} "$@"\n'
-    scripts = {"mksquashfs": mksquashfs}
-    if way != "tar2sqfs":
-        scripts["tar2sqfs"] = useless
-    for name, text in scripts.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+    program.write_text(f'#!/bin/sh\ncase "$1" in -help*) {shown} exit 1;; esac\nexec {real} "$@"\n')
+    program.chmod(0o755)
     programs.chmod(0o755)
     return {"PATH": f"{programs}:{os.environ['PATH']}", "DOCKER_HOST": f"unix://{programs}/no.sock"}
 

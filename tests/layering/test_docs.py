@@ -260,6 +260,32 @@ def test_hooks_run_tools_that_ci_runs() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
         "hooks"
     ]
-    tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks} - {"ci/check"}
+    programs = [hook["entry"].split()[0] for hook in hooks if hook["language"] == "system"]
+    tools = {program.removeprefix(".venv/bin/") for program in programs} - {"ci/check"}
     assert tools == {"ruff", "mypy", "shellcheck"}
     assert [tool for tool in tools if tool not in check] == []
+
+
+def merge_markers(folder: Path) -> list[str]:
+    """Lines that git leaves in a file where two changes meet; files that git ignores do not count."""
+    pattern = r"^([<>|]{7}( |$)|={7}$)"
+    found = subprocess.run(
+        ["git", "grep", "--untracked", "-InE", pattern],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode in (0, 1), found.stderr
+    return found.stdout.splitlines()
+
+
+def test_no_file_has_markers_of_a_merge() -> None:
+    assert merge_markers(ROOT) == []
+
+
+def test_markers_of_a_merge_are_found(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    lines = ("<" * 7 + " HEAD", "one", "=" * 7, "other", ">" * 7 + " 31eeac2 (a change)", "=" * 9)
+    (tmp_path / "page.md").write_text("\n".join(lines))
+    assert [line.split(":")[1] for line in merge_markers(tmp_path)] == ["1", "3", "5"]

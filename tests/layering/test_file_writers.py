@@ -1,10 +1,13 @@
-"""New files are made by imgkit_entrypoints.files alone: a random name, O_EXCL, then a rename."""
+"""imgkit_entrypoints.files alone makes files and opens others', and imgkit_entrypoints.terminal alone prints.
+
+A reader that opens a path by itself waits for ever for a named pipe, and reads /dev/zero without end.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,6 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/sif/supervisor.py": PRIVATE,
     "builder/imgkit_builder/sif/namespace.py": "files of the kernel",
     "builder/imgkit_builder/apptainer/build.py": PRIVATE,
-    "builder/imgkit_builder/buildah/build.py": PRIVATE,
     "builder/imgkit_builder/image/uv_inside.py": "it runs in the base",
     "builder/imgkit_builder/image/members.py": PRIVATE,
     "builder/imgkit_builder/recipe/whole.py": PRIVATE,
@@ -109,15 +111,162 @@ def test_rule_lets_readers_pass(text: str) -> None:
     assert found(text) == []
 
 
-def test_files_are_written_in_one_place() -> None:
+def check(rule: Callable[[ast.AST], Iterator[tuple[int, str]]], reasons: Mapping[str, str]) -> None:
+    """Check that `rule` finds something in the modules of `reasons`, and in no other."""
     others: dict[str, list[str]] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            calls = [f"{line}: {text}" for line, text in writes(ast.parse(path.read_text(encoding="utf-8")))]
+            calls = [f"{line}: {text}" for line, text in rule(ast.parse(path.read_text(encoding="utf-8")))]
             if calls:
                 others[str(path.relative_to(ROOT))] = calls
-    assert {path: calls for path, calls in others.items() if path not in REASONS} == {}
-    assert set(REASONS) - set(others) == set(), "a reason without a writer"
+    assert {path: calls for path, calls in others.items() if path not in reasons} == {}
+    assert set(reasons) - set(others) == set(), "a reason without a place"
+
+
+def test_files_are_written_in_one_place() -> None:
+    check(writes, REASONS)
+
+
+IN_BASE = "it runs in the base, whose output imgkit reads"
+PRINTERS: Mapping[str, str] = {
+    "entrypoints/imgkit_entrypoints/terminal.py": "the one place",
+    "entrypoints/imgkit_entrypoints/apps/ranks.py": "Python's traceback of a fault in a program",
+    "builder/imgkit_builder/cli/common.py": "asks a question, escaped",
+    "builder/imgkit_builder/cli/progress.py": "the live display, whose texts are escaped",
+    "builder/imgkit_builder/image/uv_inside.py": IN_BASE,
+    "builder/imgkit_builder/lock/inside_apt.py": IN_BASE,
+    "builder/imgkit_builder/lock/inside_pip.py": IN_BASE,
+    "builder/imgkit_builder/sif/plan.py": "the log of an order that is only shown",
+    "builder/imgkit_builder/sif/supervisor.py": "its standard output is a pipe to imgkit",
+}
+"""Module -> why it may print without `terminal`."""
+
+PRINTING = {"print", "input", "echo", "secho", "confirm", "prompt", "print_exc", "print_exception"}
+PRINTER = re.compile(r"(^|\.)(typer|click|traceback|console|error)$|^$")
+"""Whose functions of these names print: Python's own, and those of some modules."""
+STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
+
+
+def prints(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls that print, and uses of a standard stream for more than a question or a flush."""
+    nodes = [*ast.walk(tree)]
+    asked = {one.value for one in nodes if isinstance(one, ast.Attribute) and one.attr in ("isatty", "flush")}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr in STREAMS and node not in asked:
+            if getattr(node.value, "id", "") == "sys":
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            if name in PRINTING and PRINTER.search(owner):
+                yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print(x)",
+        "print(x, file=stream)",
+        "sys.stderr.write(x)",
+        "sys.stdout.buffer.write(x)",
+        "stream = sys.stdout",
+        "typer.echo(x)",
+        "typer.confirm(x)",
+        "self._progress.console.print(x)",
+        "traceback.print_exc()",
+        "logging.basicConfig(stream=sys.stderr)",
+    ],
+)
+def test_rule_sees_every_way_to_print(text: str) -> None:
+    assert [*prints(ast.parse(text))]
+
+
+@pytest.mark.parametrize(
+    "text", ["sys.stdout.isatty()", "sys.stderr.flush()", "terminal.out(x)", "pprint(x)"]
+)
+def test_rule_lets_the_terminal_module_print(text: str) -> None:
+    assert [*prints(ast.parse(text))] == []
+
+
+def test_one_module_prints() -> None:
+    check(prints, PRINTERS)
+
+
+KERNEL = "files of the kernel"
+OWN = "files of imgkit's own packages"
+READERS: Mapping[str, str] = {
+    "builder/imgkit_builder/base/platform.py": KERNEL,
+    "builder/imgkit_builder/cli/render.py": "a build context, and no file",
+    "builder/imgkit_builder/cli/zipapp.py": OWN,
+    "builder/imgkit_builder/engine/build_guard.py": KERNEL,
+    "builder/imgkit_builder/engine/build_program.py": PRIVATE,
+    "builder/imgkit_builder/engine/storage.py": "the engine's own folder, into which root alone writes",
+    "builder/imgkit_builder/image/uv_inside.py": "it runs in the base",
+    "builder/imgkit_builder/image/wheel.py": OWN,
+    "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, in a layer that nobody keeps",
+    "builder/imgkit_builder/recipe/targets.py": OWN,
+    "builder/imgkit_builder/sif/limits.py": KERNEL,
+    "builder/imgkit_builder/sif/runtime.py": PRIVATE,
+    "entrypoints/imgkit_entrypoints/facts/reader.py": "quicker, for thousands of files in /sys",
+    "entrypoints/imgkit_entrypoints/files.py": "the one place",
+    "entrypoints/imgkit_entrypoints/rollcall/ports.py": KERNEL,
+    "entrypoints/imgkit_entrypoints/rollcall/secret.py": "standard input, and a file by stricter rules",
+    "entrypoints/imgkit_entrypoints/run/snapshot_files.py": "a folder",
+}
+"""Module -> why it may open a file without `files`."""
+
+READ_MODE = re.compile(r"r?[bt]?([:|].*)?")
+OF_A_PATH = {"mode", "encoding", "errors", "buffering", "closefd", "opener"}
+OWN_OR_KERNEL = re.compile(r"importlib\.resources|\bFOLDER\b|['\"]/(proc|sys)/")
+
+
+def reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls that open a file for reading, with their lines; not of imgkit's own files or the kernel's."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, text = node.func, ast.unparse(node)
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        owner = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        if owner == "files" or OWN_OR_KERNEL.search(text):
+            continue
+        given = {one.arg: one.value for one in node.keywords}
+        places = node.args[0 if owner not in ("", "tarfile", "zipfile") else 1 :]
+        mode = given.get("mode", places[0] if places else ast.Constant("r"))
+        opens = isinstance(mode, ast.Constant) and READ_MODE.fullmatch(str(mode.value))
+        if (
+            (name in ("read_text", "read_bytes") and owner)
+            or (name == "open" and owner == "os" and "O_RDONLY" in text and "O_DIRECTORY" not in text)
+            or (name in ("open", "ZipFile") and owner != "os" and opens and given.keys() <= OF_A_PATH)
+        ):
+            yield node.lineno, text
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("open(path)", True),
+        ("open(path, 'rb')", True),
+        ("path.open()", True),
+        ("path.open('rb', buffering=0)", True),
+        ("path.open(encoding='utf-8')", True),
+        ("path.read_text()", True),
+        ("(folder / name).read_bytes()", True),
+        ("os.open(path, os.O_RDONLY)", True),
+        ("tarfile.open(path)", True),
+        ("files.open_regular(path)", False),
+        ("files.read_text(path)", False),
+        ("path.open('wb')", False),
+        ("layer.open(bodies=True)", False),
+        ("Path('/proc/self/status').read_text()", False),
+        ("tarfile.open(fileobj=stream)", False),
+    ],
+)
+def test_rule_sees_every_way_to_read(text: str, found: bool) -> None:
+    assert bool(list(reads(ast.parse(text)))) is found
+
+
+def test_files_of_others_are_opened_in_one_place() -> None:
+    check(reads, READERS)
 
 
 REDIRECTION = re.compile(r"(?<![<0-9&])>>?\s*(?!&|/dev/null|\()(\S+)")

@@ -15,23 +15,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
-VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secret_patterns")
+VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secret_patterns", "terminal")
 """Modules at the top of the image half whose values both halves share; together they count as one room."""
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "remote project examine signing job delta buildah apptainer lock sif inventory archive engine "
+        "cli": "remote project examine signing job delta apptainer lock sif archive engine "
         "image recipe base values entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
-        "examine": "signing delta buildah apptainer sif inventory archive engine image recipe base "
+        "examine": "signing delta apptainer sif inventory archive engine image recipe base "
         "entrypoints/values",
         "signing": "delta sif archive image recipe base entrypoints/values",
         "job": "delta sif image recipe base "
         "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
         "delta": "sif inventory archive image base values entrypoints/launch entrypoints/values",
-        "buildah": "apptainer sif engine image base entrypoints/values",
         "apptainer": "sif archive image recipe base values entrypoints/values",
         "lock": "sif engine image recipe base values entrypoints/values",
         "sif": "inventory archive image base values entrypoints/values",

@@ -16,7 +16,7 @@ from imgkit_builder.apptainer.start import SifFile, Start
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build, space
+from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.options import Archive, Options, Registry
@@ -54,7 +54,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         return done
     if packing.note:
         report.note(packing.note)
-    start.check_space(base, target, tmp_base(target, options.tmpdir), share=space.temporary_share(None))
+    start.check_space(base, target, tmp_base(target, options.tmpdir))
     with (
         workspace(target, tmp_base(target, options.tmpdir)) as work,
         runtime.log_file(target.stem) as log,
@@ -84,12 +84,12 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
     packing = _packing(tool, options)
     base = start.find(request.recipe, name=request.base, place=request.base_from, report=report)
-    part = target.with_name(f".{target.name}.TOKEN.part")
+    part = files.temporary_name(target, "TOKEN")
     words = runtime_build.words(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
     planned = _planned(request, base, pack, report)
     return BuildPlan(
         context=planned.context,
-        text=planned.definition.text,
+        definition=planned.definition.text,
         base=base.image,
         command=shlex.join((str(tool.path), *words)),
     )

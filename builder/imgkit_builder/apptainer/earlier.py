@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from imgkit_builder.apptainer import definition as definitions
 from imgkit_builder.apptainer import start
 from imgkit_builder.apptainer.finish import ROUTE
 from imgkit_builder.apptainer.request import BuiltSif, Planned, SifRequest
 from imgkit_builder.apptainer.start import Start
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.compression import Compression
@@ -33,13 +30,6 @@ def earlier(
         dated = {**planned.labels, manifests.CREATED_LABEL: definitions.created(old)}
         return definitions.definition(request.recipe, base, dated).text.strip() == old.strip()
 
-    return whole(request, base.image, same)
-
-
-def whole(
-    request: SifRequest, base: BaseImage, same: Callable[[SifImage, ImgkitRecord], bool]
-) -> BuiltSif | None:
-    """The target as a result, if it is undamaged, and `same` says that a build would make it again."""
     target = request.target.absolute()
     found = None if request.options.force else coverage.undamaged(target, same)
     if found is None:
@@ -50,7 +40,7 @@ def whole(
         path=target,
         size_bytes=sif.size_bytes,
         arch=sif.arch,
-        base=base,
+        base=base.image,
         record=record,
         labels=start.labels(sif),
         checks=(),

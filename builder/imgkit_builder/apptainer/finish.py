@@ -109,6 +109,6 @@ def _smoke(part: Path, arch: str, manifest: Manifest, job: ConversionJob) -> Seq
     if not checks.passed(results):
         raise CheckFailed(
             "the .sif was built, but its smoke test failed; an older file stays as it is",
-            hint=f"{checks.table(results)}\n  -> to keep it anyway: --no-test",
+            hint="\n".join(checks.table(results)) + "\nto keep it anyway: --no-test",
         )
     return results

@@ -11,12 +11,13 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside
 from imgkit_builder.image.instructions import Definition
 from imgkit_builder.image.manifest import Probe
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.terminal import unstyled
 
 _BEGIN = re.compile(rf"{MARK} (\d+)/\d+")
 _TRACE = re.compile(r"\++ ")
 """The shell's own trace of what it runs."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RUNTIME = re.compile(r"(?:INFO|WARNING|FATAL|ERROR|DEBUG|VERBOSE):\s+(.*)")
 _STEPS, _SQUASH = "Running post scriptlet", "Creating SIF file"
 _WIDTH = 72
@@ -35,7 +36,8 @@ class Follower:
     def line(self, raw: str) -> None:
         """Process one line of output."""
         # A progress bar rewrites its line; only the last text counts.
-        text = _COLOUR.sub("", raw).rstrip("\r").rpartition("\r")[2]
+        text = unstyled(raw).rstrip("\r").rpartition("\r")[2]
+        shown = secret_patterns.masked(text)
         begun, said = _BEGIN.fullmatch(text), _RUNTIME.match(text)
         seen = inside.parse(text)
         if begun and int(begun[1]) == self._step + 1:
@@ -55,8 +57,8 @@ class Follower:
             self._tail.clear()
             self._report.stage("squash")
         elif text.strip() and not _TRACE.match(text):
-            self._tail.append(text)
-        self._report.line(text)
+            self._tail.append(shown)
+        self._report.line(shown)
 
     def failed(self, error: ToolFailed) -> ToolFailed:
         """The error of a build whose program ended with `error`: the step, its last lines, its place."""
@@ -80,4 +82,5 @@ class Follower:
 
 
 def _short(text: str) -> str:
+    text = secret_patterns.masked(text)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

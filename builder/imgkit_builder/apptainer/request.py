@@ -65,7 +65,6 @@ class BuildPlan:
     """What a build would run."""
 
     context: BuildContext
-    text: str
-    """The definition or the Dockerfile."""
+    definition: str
     base: BaseImage
     command: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.sif.runtime import RuntimeTool
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 _SWITCHES = (
@@ -28,8 +29,6 @@ class Rights:
     fault: str = ""
     """Why they cannot, or what steps cannot do."""
     hint: str = ""
-    has_range: bool = False
-    """Whether the user has a range of further users, from /etc/subuid and /etc/subgid."""
     namespace: bool = False
     """Whether root needs a user namespace of its own: see ``sif/namespace.py``."""
 
@@ -54,7 +53,7 @@ def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
         and _has_range(root / "etc/subgid", uid)
         and shutil.which("newuidmap")
     ):
-        return Rights(way="as root of a user namespace, with the users of /etc/subuid", has_range=True)
+        return Rights(way="as root of a user namespace, with the users of /etc/subuid")
     few = "other owners become root: a step that starts a server as another user fails"
     hint = "ask an administrator for a range in /etc/subuid and /etc/subgid, and for newuidmap"
     if shutil.which("fakeroot"):
@@ -93,6 +92,6 @@ def _has_range(file: Path, uid: int) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return files.read_text(path, errors="replace").strip()
     except OSError:
         return ""

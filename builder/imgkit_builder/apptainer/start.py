@@ -99,19 +99,18 @@ def identified(start: Start, config: ImageConfig, names: tuple[str, ...]) -> Sta
     return found
 
 
-def check_space(start: Start, target: Path, temporary: Path, *, share: float) -> None:
+def check_space(start: Start, target: Path, temporary: Path) -> None:
     """Look for free space before the work; the size of a base in a registry is unknown.
 
     Raises
     ------
-    CheckFailed : there is too little on the disk of `target`, or on that of `temporary`, which gets `share`
-        times the size of the image.
+    CheckFailed : there is too little on the disk of `target`, or on that of `temporary`.
     """
     if isinstance(start.source, SifFile):
         size: int | None = int(start.source.path.stat().st_size * space.UNPACKED_FACTOR)
         share = 1.0  # its files once, as its layers are merged already
     else:
-        size = space.source_bytes(start.source)
+        size, share = space.source_bytes(start.source), space.temporary_share(None)
     if size is not None:
         space.need(size, int(size * share), target, temporary)
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from imgkit_builder.base import process
 from imgkit_builder.base.platform import processors
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 Compress = Literal["none", "gzip", "zstd"]
@@ -66,7 +67,7 @@ def kind(path: Path) -> Compress:
     ------
     UsageError : bzip2 or xz, which no runtime and no tutorial uses.
     """
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         start = stream.read(8)
     for magic, refused in _REFUSED:
         if start.startswith(magic):
@@ -180,7 +181,7 @@ class Gunzip:
 
 def _raw(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
     done = 0
-    with path.open("rb", buffering=0) as stream:
+    with files.open_regular(path, buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             done += len(chunk)
             advance(done)

@@ -15,6 +15,7 @@ from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
 from imgkit_builder.archive.read import BLOBS, MAX_JSON_BYTES, Members, SelectedImage
 from imgkit_builder.base.progress import Reporter
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 _MAGIC_BYTES = 4
@@ -47,8 +48,6 @@ class Contents:
     sha256: str
     size_bytes: int
     image: SelectedImage[HashedFile] | None
-    manifest_digests: tuple[str, ...]
-    """``sha256:...`` of its OCI manifests: engines with the containerd store show one as the image's id."""
     wrong_blobs: tuple[str, ...]
     """Blobs whose bytes do not have the digest in their name."""
     problem: str
@@ -65,7 +64,7 @@ def archive_compression(path: Path) -> Compress | None:
     compress = compressed.kind(path)
     if compress != "none":
         return compress
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         return "none" if stream.read(262)[257:] == b"ustar" else None
 
 
@@ -80,10 +79,9 @@ def digest_archive(
     """
     where = str(path)
     image: SelectedImage[HashedFile] | None = None
-    digests: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     problem = ""
-    with path.open("rb", buffering=0) as file:
+    with files.open_regular(path, buffering=0) as file:
         size_bytes = path.stat().st_size
         whole = _WholeFile(file, size_bytes, report)
         allowance = Allowance(size_bytes, where, unpack_limit_bytes)
@@ -93,7 +91,6 @@ def digest_archive(
                 store = functools.partial(_hashed, allowance, _Documents(where))
                 members = read.members(chunks, store, where=where)
             wrong = _wrong_blobs(members)
-            digests = read.manifest_digests(members.find, where=where)
             image = read.select(members.find, where=where)
             if not image.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
@@ -105,7 +102,6 @@ def digest_archive(
         sha256=whole.digest.hexdigest(),
         size_bytes=whole.done_bytes,
         image=image,
-        manifest_digests=digests,
         wrong_blobs=wrong,
         problem=problem,
     )
@@ -113,7 +109,7 @@ def digest_archive(
 
 def sha256(path: Path, *, report: Reporter) -> str:
     """Hex digest of the whole file."""
-    with path.open("rb", buffering=0) as file:
+    with files.open_regular(path, buffering=0) as file:
         whole = _WholeFile(file, path.stat().st_size, report)
         whole.drain()
     return whole.digest.hexdigest()

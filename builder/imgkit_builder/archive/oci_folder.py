@@ -52,7 +52,7 @@ class _File:
     def document(self) -> bytes | None:
         """Return its bytes; None if it has more than `MAX_JSON_BYTES`."""
         try:
-            return self.path.read_bytes() if self.path.stat().st_size <= MAX_JSON_BYTES else None
+            return files.read_bytes(self.path) if self.path.stat().st_size <= MAX_JSON_BYTES else None
         except OSError as error:
             raise _unreadable(self.path, error) from error
 
@@ -233,7 +233,7 @@ def _finish(folder: Path, config: bytes, layers: list[tuple[str, int]]) -> None:
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb", buffering=0) as stream:
+        with files.open_regular(path, buffering=0) as stream:
             return files.sha256(stream, 0, path.stat().st_size)
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -187,26 +187,6 @@ def select_oci(find: Find[File], *, where: str) -> SelectedImage[File]:
     raise CheckFailed(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep", where=where)
 
 
-def manifest_digests(find: Find[File], *, where: str) -> tuple[str, ...]:
-    """``sha256:...`` of each OCI manifest and index below ``index.json``; raises as `select` does.
-
-    An engine with the containerd store shows one of them as the image's id.
-    """
-    if find("index.json") is None:
-        return ()
-    waiting = _index(find, where)
-    passed: dict[str, None] = {}
-    while waiting:
-        name = _blob_name(waiting.pop(0), "index.json", where)
-        if name in passed:
-            continue
-        passed[name] = None
-        document = _blob_document(find, name, "index.json", where)
-        with _describing(name, where):
-            waiting += _images(document) if "manifests" in document else []
-    return tuple(f"sha256:{name.removeprefix(BLOBS)}" for name in passed)
-
-
 def _selected(
     find: Find[File],
     config: str,

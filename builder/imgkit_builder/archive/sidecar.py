@@ -153,7 +153,7 @@ def read(archive: Path) -> Sidecar | None:
     """
     path = json_path(archive)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -170,7 +170,7 @@ def read_sha256(archive: Path) -> str | None:
     """
     path = sha256_path(archive)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = files.read_text(path).split("\n")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

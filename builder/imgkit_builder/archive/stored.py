@@ -46,7 +46,7 @@ class Region:
         """Yield the bytes, at most `most` at a time; `step` says how many to pass over before the next."""
         left = self.size_bytes
         try:
-            with self.path.open("rb", buffering=0) as stream:
+            with files.open_regular(self.path, buffering=0) as stream:
                 stream.seek(self.start)
                 while left > 0:
                     if beyond := step():
@@ -62,7 +62,7 @@ class Region:
     def sha256(self) -> str:
         """Hex digest of the bytes."""
         try:
-            with self.path.open("rb", buffering=0) as stream:
+            with files.open_regular(self.path, buffering=0) as stream:
                 return files.sha256(stream, self.start, self.size_bytes)
         except OSError as error:
             raise self._unreadable(error) from error

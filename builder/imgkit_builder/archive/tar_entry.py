@@ -1,14 +1,14 @@
 """Write the headers of one file of a tar that mksquashfs reads.
 
 GNU's form holds names of any length and content. mksquashfs 4.5.1 cuts link targets in a pax header, so that
-one holds extended attributes only.
+one holds a file's capability only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_builder.archive.tar_header import BLOCK, BLOCK_BYTES, CHARACTER, XATTR
+from imgkit_builder.archive.tar_header import BLOCK, BLOCK_BYTES, CAPABILITY, CHARACTER, XATTR
 from imgkit_builder.archive.tarstream import pax_header
 
 _MOST_TIME_S = (1 << 32) - 1
@@ -30,11 +30,14 @@ def header(
     device: tuple[int, int] = (0, 0),
     xattrs: Mapping[str, bytes] | None = None,
 ) -> bytes:
-    """The blocks before the content of `path`; `kind` is a type flag, `mode` the permission bits."""
+    """The blocks before the content of `path`; `kind` is a type flag, `mode` the permission bits.
+
+    Of `xattrs` they hold `CAPABILITY`, and no other.
+    """
     name, target = _raw(path), _raw(link)
     before = b""
-    if xattrs:
-        before = pax_header({f"{XATTR}{key}": xattrs[key] for key in sorted(xattrs)})
+    if xattrs and CAPABILITY in xattrs:
+        before = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
     if len(name) > _NAME_BYTES:
         before += _long(_GNU_NAME, name)
     if len(target) > _NAME_BYTES:

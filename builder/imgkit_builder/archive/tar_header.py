@@ -17,6 +17,8 @@ WHITEOUT, OPAQUE, AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
 """How the names of layers' marks begin: a deleted path, a folder emptied, something of AUFS's own."""
 XATTR = "SCHILY.xattr."
 """Start of the names of pax records that hold extended attributes."""
+CAPABILITY = "security.capability"
+"""The only extended attribute that all engines store and export, so imgkit writes no other one."""
 
 _REGULAR_KINDS = (b"0", b"\0", b"7", GNU_SPARSE)
 _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)

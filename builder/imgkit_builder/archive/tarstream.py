@@ -14,6 +14,7 @@ from pathlib import Path
 
 from imgkit_builder.archive import tar_header
 from imgkit_builder.archive.tar_header import BLOCK_BYTES, GNU_SPARSE, REGULAR, Before, Member, Sparse
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 END = bytes(2 * BLOCK_BYTES)
@@ -254,7 +255,7 @@ def headers(path: Path, *, limits: TarLimits | None = None) -> Iterator[Member]:
     ------
     CheckFailed : not a tar, damaged, cut short, or beyond `limits`.
     """
-    with path.open("rb", buffering=0) as file:
+    with files.open_regular(path, buffering=0) as file:
         most = file.seek(0, os.SEEK_END)
         file.seek(0)
         yield from TarStream(

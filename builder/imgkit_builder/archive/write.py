@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import threading
 import zlib
@@ -124,10 +123,7 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
 
 def remove_leftovers(target: Path) -> None:
     """Remove files of killed runs for the same target; a run that still writes keeps its file."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.part")  # files.temporary_name
-    for leftover in target.parent.iterdir():
-        if not name.fullmatch(leftover.name):
-            continue
+    for leftover in files.temporary_files(target):
         # Open for writing: NFS gives an exclusive lock to no other descriptor.
         with contextlib.suppress(OSError), files.open_own(leftover, os.O_RDWR) as stream:
             # A living run holds the lock; where the file system has no locks the file is left alone.

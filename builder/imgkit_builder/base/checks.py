@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,12 +39,10 @@ def to_dict(checks: Sequence[Check], **about: Any) -> dict[str, Any]:
     }
 
 
-def table(checks: Sequence[Check]) -> str:
-    """Aligned plain text, one check per line, with hints below their check."""
+def table(checks: Sequence[Check]) -> Iterator[str]:
+    """Yield aligned lines: one for each check, and its hint below."""
     width = max((len(check.name) for check in checks), default=0)
-    lines = []
     for check in checks:
-        lines.append(f"{check.verdict:4}  {check.name:{width}}  {check.found}")
+        yield f"{check.verdict:4}  {check.name:{width}}  {check.found}"
         if check.hint:
-            lines.append(f"      {'':{width}}  -> {check.hint}")
-    return "\n".join(lines)
+            yield f"      {'':{width}}  -> {check.hint}"

@@ -11,16 +11,24 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 TAIL_LINES = 20
 PIPE_BYTES = 1 << 20
+MOST_BYTES = 8 << 20
+"""What is kept of a program's output. Answers have some KB, and long lists some MB."""
+_SAID_BYTES = 1 << 16
+"""What is kept of the standard error of a program of `through`: its end."""
+_PIECE = 1 << 16
+_SHOWN = 200
+"""Characters of a line that an error quotes."""
+_POLL_S = 0.02
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 """Words before a question to git, which would run a program that a folder of another person names."""
 
@@ -43,14 +51,27 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+class TooLong(ToolFailed):
+    """A program printed more than `MOST_BYTES`."""
+
+    def __init__(self, program: str, start: bytes) -> None:
+        super().__init__(
+            f"{program} printed more than {MOST_BYTES >> 20} MB, where imgkit expects a short answer; "
+            f"its first line: {first_line(start)}"
+        )
+        self.start = start
+        """What it printed before imgkit ended it."""
+
+
 class Exited(ToolFailed):
     """A program of `through` failed."""
 
     def __init__(self, program: str, code: int, said: str, hint: str) -> None:
-        super().__init__(f"{program} failed with exit code {code}: {said}", hint=hint or None)
+        what, hint = quoted(f"{program} failed with exit code {code}", said, hint)
+        super().__init__(what, hint=hint or None)
         self.code = code
         self.said = said
-        """Its standard error."""
+        """The end of its standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +81,25 @@ class Finished:
     argv: tuple[str, ...]
     returncode: int
     output: str
-    """Standard output and standard error, merged and complete."""
+    """Standard output and standard error, merged; of more than `MOST_BYTES` characters the end."""
 
     def tail(self) -> str:
         """The last lines, as quoted in errors."""
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
+
+
+def first_line(output: bytes) -> str:
+    """The first line with text in what a program printed, as quoted in errors."""
+    text = output[:_PIECE].decode(errors="replace").strip()
+    return text.split("\n", 1)[0].strip()[:_SHOWN] or "(nothing)"
+
+
+def quoted(what: str, said: str, hint: str = "") -> tuple[str, str]:
+    """The what and hint of an error about a program: the first has what it `said`, if that is one line."""
+    lines = said.splitlines()[-TAIL_LINES:]
+    if len(lines) < 2:
+        return f"{what}: {said}" if said else what, hint
+    return what, "\n".join(filter(None, ("its last lines:", *lines, hint)))
 
 
 def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
@@ -80,17 +115,27 @@ def own_words() -> tuple[str, ...]:
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Run `argv` on this terminal and return its exit code.
+    """Run `argv` with our streams and return its exit code; what it prints cannot steer the terminal.
 
     Raises
     ------
     ToolMissing : there is no such program.
     """
     need(argv[0])
-    try:
-        return subprocess.run(list(argv), check=False).returncode
-    except KeyboardInterrupt:
-        return 130  # the program got the same Ctrl-C
+    out, err = sys.stdout.isatty(), sys.stderr.isatty()
+    with subprocess.Popen(
+        list(argv),
+        stdout=subprocess.PIPE if out else None,
+        stderr=subprocess.STDOUT if out and err else subprocess.PIPE if err else None,
+    ) as program:
+        try:
+            if source := program.stdout or program.stderr:
+                pass_on = terminal.passing(to_err=not out)
+                while chunk := os.read(source.fileno(), PIPE_BYTES):
+                    pass_on(chunk)
+            return program.wait()
+        except KeyboardInterrupt:
+            return 130  # the program got the same Ctrl-C
 
 
 def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
@@ -128,11 +173,10 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    on_line: Callable[[str], None] | None = None,
     check: bool = True,
     hint: str = "",
 ) -> Finished:
-    """Run `argv` to its end; `on_line` receives each line of output as it comes.
+    """Run `argv` to its end.
 
     Raises
     ------
@@ -141,7 +185,8 @@ def run(
     """
     words = tuple(str(word) for word in argv)
     need(words[0], hint, env)
-    lines: collections.deque[str] = collections.deque()
+    pieces: collections.deque[str] = collections.deque()
+    kept = 0
     with subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -154,20 +199,37 @@ def run(
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         try:
-            for line in process.stdout:
-                lines.append(line)
-                if on_line:
-                    on_line(line.rstrip("\n"))
+            while piece := process.stdout.read(_PIECE):
+                pieces.append(piece)
+                kept += len(piece)
+                while kept > MOST_BYTES:
+                    kept -= len(pieces.popleft())
         except BaseException:
             process.kill()
             raise
-    finished = Finished(argv=words, returncode=process.returncode, output="".join(lines))
+    finished = Finished(argv=words, returncode=process.returncode, output="".join(pieces))
     if check and finished.returncode != 0:
         raise ToolFailed(
             f"{words[0]} failed with exit code {finished.returncode}: {' '.join(words)}",
             hint=f"its last lines:\n{finished.tail()}" + (f"\n{hint}" if hint else ""),
         )
     return finished
+
+
+def answer(output: Generator[bytes, None, None], program: str) -> bytes:
+    """All of `output`, which `through` yields from `program`.
+
+    Raises
+    ------
+    TooLong : it is more than `MOST_BYTES`; the program has been ended.
+    """
+    found = bytearray()
+    with contextlib.closing(output):
+        for chunk in output:
+            found += chunk
+            if len(found) > MOST_BYTES:
+                raise TooLong(program, bytes(found))
+    return bytes(found)
 
 
 def through(
@@ -190,29 +252,31 @@ def through(
     Exited : it failed; quotes its standard error.
     """
     need(argv[0], hint)
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0, cwd=cwd
-        ) as program,
-    ):
+    said = bytearray()
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=cwd
+    ) as program:
         try:
-            yield from pumped(program, iter(chunks), hold=hold)
+            yield from pumped(program, iter(chunks), hold=hold, said=said)
+            _ended(program, said)
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
-            if program.poll() is None and program.stdout is not None and not program.stdout.closed:
-                program.kill()
-        if program.wait() != 0:
-            said.seek(0)
-            raise Exited(argv[0], program.returncode, said.read().decode(errors="replace").strip(), hint)
+            program.kill()
+    if program.returncode != 0:
+        raise Exited(argv[0], program.returncode, said.decode(errors="replace").strip(), hint)
 
 
 def pumped(
-    program: subprocess.Popen[bytes], chunks: Iterator[bytes], *, hold: bool = False
+    program: subprocess.Popen[bytes],
+    chunks: Iterator[bytes],
+    *,
+    hold: bool = False,
+    said: bytearray | None = None,
 ) -> Iterator[bytes]:
     """Feed `chunks` to the running `program` and yield its output until that ends.
 
-    `hold` leaves its standard input open behind the last chunk.
+    `hold` leaves its standard input open behind the last chunk. `said` receives the end of its standard
+    error, if that is a pipe.
     """
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
@@ -223,6 +287,7 @@ def pumped(
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     waiting, fed = memoryview(b""), False
+    sources = [source, program.stderr] if program.stderr else [source]
     while True:
         while not waiting and not fed:
             chunk = next(chunks, None)
@@ -232,16 +297,41 @@ def pumped(
                     sink.close()
             else:
                 waiting = memoryview(chunk)
-        readable, writable, _ = select.select([source], [sink] if waiting else [], [])
+        readable, writable, _ = select.select(sources, [sink] if waiting else [], [])
         if writable:
             try:
                 waiting = waiting[os.write(sink.fileno(), waiting) :]
             except BrokenPipeError:
                 waiting, fed = memoryview(b""), True
                 sink.close()
-        if readable:
+        if program.stderr in readable and not _heard(program, said):
+            sources = [source]
+        if source in readable:
             data = os.read(source.fileno(), PIPE_BYTES)
             if not data:
                 source.close()
                 return
             yield data
+
+
+def _heard(program: subprocess.Popen[bytes], said: bytearray | None) -> bool:
+    """Add what `program` has printed to its standard error to `said`; False at the end of that."""
+    assert program.stderr is not None  # noqa: S101 - for the type checker: stderr=PIPE
+    data = os.read(program.stderr.fileno(), PIPE_BYTES)
+    if said is not None:
+        said += data
+        del said[:-_SAID_BYTES]
+    return bool(data)
+
+
+def _ended(program: subprocess.Popen[bytes], said: bytearray) -> None:
+    """Wait for the end of `program`, whose output has ended, and hear what it prints until then.
+
+    What it leaves behind, such as a shared connection of ssh, may hold its standard error open.
+    """
+    errors = [program.stderr] if program.stderr else []
+    while program.poll() is None:
+        if select.select(errors, [], [], _POLL_S)[0] and not _heard(program, said):
+            program.wait()
+    if select.select(errors, [], [], 0)[0]:
+        _heard(program, said)

@@ -12,6 +12,7 @@ import typer
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
 VERBS: dict[str, str] = {
@@ -100,7 +101,7 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"imgkit {__version__}")
+        terminal.out(f"imgkit {__version__}")
         raise typer.Exit
 
 
@@ -169,7 +170,7 @@ class Interrupted(ImgkitError):
 
 
 def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
-    error.message = shortened(error.message)
+    error.message = terminal.shown(shortened(error.message))
     if not as_json:
         error.show()
         sys.exit(error.exit_code)
@@ -179,10 +180,10 @@ def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
 
 def _end(error: ImgkitError, *, as_json: bool) -> NoReturn:
     if as_json:
-        from imgkit_builder.cli.common import error_data
+        from imgkit_builder.cli.common import error_data, show
 
-        print(json.dumps(error_data(error), indent=2))
-        print(json.dumps({"event": "error", "text": str(error)}), file=sys.stderr)
+        show(error_data(error), as_json=True)
+        terminal.err(json.dumps({"event": "error", "text": str(error)}))
     else:
-        print(f"imgkit: {error}", file=sys.stderr)
+        terminal.err(*f"imgkit: {error}".split("\n"))
     sys.exit(error.exit_code)

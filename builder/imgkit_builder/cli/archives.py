@@ -88,14 +88,14 @@ def verb_save(
         # Before the engine stages 20 GB.
         write.preflight(target.absolute(), compress=compress.value, expected_bytes=info.size_bytes)
         if dry_run:
-            text, data = _planned(info, target, compress)
+            lines, data = _planned(info, target, compress)
         else:
             saved, described = _saved(connected, info, target, compress, report)
-            text, data = _result(saved, described)
-    show(data, text, as_json=as_json)
+            lines, data = _result(saved, described)
+    show(data, *lines, as_json=as_json)
 
 
-def _planned(info: ImageInfo, target: Path, compress: ArchiveCompression) -> tuple[str, dict[str, Any]]:
+def _planned(info: ImageInfo, target: Path, compress: ArchiveCompression) -> tuple[list[str], dict[str, Any]]:
     data = {
         "schema": SCHEMA,
         "dry_run": True,
@@ -105,10 +105,11 @@ def _planned(info: ImageInfo, target: Path, compress: ArchiveCompression) -> tup
     size = f"{info.size_bytes / 1e6:.0f} MB" + (
         "" if compress is ArchiveCompression.NONE else " before compression"
     )
-    text = (
-        f"would save {info.tag} ({info.platform}, {info.id})\nto {target}, {size}, compress {compress.value}"
-    )
-    return text, data
+    lines = [
+        f"would save {info.tag} ({info.platform}, {info.id})",
+        f"to {target}, {size}, compress {compress.value}",
+    ]
+    return lines, data
 
 
 def _saved(
@@ -161,7 +162,7 @@ def _baked(
         return None
 
 
-def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
+def _result(saved: Saved, described: Sidecar) -> tuple[list[str], dict[str, Any]]:
     from imgkit_builder.archive import sidecar
 
     commands = _commands(saved.path, described.system)
@@ -181,7 +182,7 @@ def _result(saved: Saved, described: Sidecar) -> tuple[str, dict[str, Any]]:
     steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
     lines += [f"            {command}" for command in steps if command]
     lines.append("            (if the cluster has no imgkit: copy the one file that imgkit bundle writes)")
-    return "\n".join(lines), data
+    return lines, data
 
 
 def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
@@ -239,6 +240,6 @@ def verb_verify(
     with reporter(as_json=as_json, verbose=verbose) as report:
         limit = gigabytes(unpack_limit)
         results = verify.verify(file, report=report, unpack_limit_bytes=limit, keyring=keyring)
-    show(checks.to_dict(results, file=str(file)), checks.table(results), as_json=as_json)
+    show(checks.to_dict(results, file=str(file)), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.request import CodeRecord, Job
     from imgkit_builder.remote.connection import Connection
-    from imgkit_builder.remote.conversion import Conversion
     from imgkit_builder.remote.store import Store
 
 _WORTH = 0.5
@@ -28,7 +27,7 @@ class Wanted:
     """The image to bring."""
 
     recipe: str
-    """The user's word for its recipe; empty for a .sif."""
+    """The user's word for its recipe; empty for an archive or a .sif."""
     base: str | None
     """Another base than the recipe's."""
     sif: Path
@@ -39,8 +38,8 @@ class Wanted:
     """Most bytes per second to send."""
     code: CodeFolder | None = None
     """A folder to lay over the image."""
-    conversion: Conversion | None = None
-    """The archive of the image, which the remote converts; None for a recipe or a .sif."""
+    archive: Path | None = None
+    """The archive or OCI folder of the image; None for a recipe or a .sif."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +56,6 @@ class Placed:
     code: CodeRecord | None = None
     code_files: tuple[str, ...] = ()
     """Paths of the deltas of the code, lowest first."""
-    conversion: str = ""
-    """The job that made the .sif of an archive, as ``imgkit logs`` takes it."""
 
     @property
     def image_id(self) -> str:
@@ -92,8 +89,9 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
     from imgkit_builder.sif import image
 
     name = ""
-    if wanted.conversion:
-        image_id = wanted.conversion.archive.image_id
+    if wanted.archive:
+        name = _converted_archive(wanted, wanted.archive, far.remote.name, report)
+        image_id = f"sha256:{name.partition('-')[0]}"
     elif wanted.recipe:
         image_id, is_locked = _built(wanted, report)
         if is_locked:
@@ -117,7 +115,7 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
             where="--on",
             hint=f"imgkit remote check {far.remote.name}",
         )
-    placed = _image(wanted, far, there, image_id, name, program, report)
+    placed = _image(wanted, far, there, image_id, name, report)
     if wanted.code is None:
         return placed
     files = _code(wanted, wanted.code, far, there, report)
@@ -125,21 +123,12 @@ def bring(wanted: Wanted, far: Connection, program: str, report: Reporter) -> Pl
 
 
 def _image(
-    wanted: Wanted,
-    far: Connection,
-    there: Store,
-    image_id: str,
-    name: str,
-    program: str,
-    report: Reporter,
+    wanted: Wanted, far: Connection, there: Store, image_id: str, name: str, report: Reporter
 ) -> Placed:
     """Send the image if the remote lacks it; `name` is that of a .sif in the store."""
     if placed := _placed(there, whole=wanted.whole):
         report.note(f"to send: nothing; {far.remote.name} has the image")
-        _forget_archives(far, there)
         return placed
-    if wanted.conversion:
-        return _by_job(wanted, wanted.conversion, far, there, program, report)
     if (
         wanted.recipe
         and not name
@@ -151,33 +140,6 @@ def _image(
         name = _converted(wanted, report)
     _sent(wanted, far, there, wanted.sif, f"images/{name}", report)
     return Placed(home=there.home, image=f"images/{name}")
-
-
-def _by_job(
-    wanted: Wanted, ordered: Conversion, far: Connection, there: Store, program: str, report: Reporter
-) -> Placed:
-    """Let a job there convert the archive."""
-    from imgkit_builder.remote import conversion, store
-
-    after, job = conversion.convert(
-        ordered,
-        far,
-        there,
-        look=lambda: store.look(far, image_id=ordered.archive.image_id, program=program),
-        send=lambda file, target: _sent(wanted, far, there, file, target, report),
-        report=report,
-    )
-    _forget_archives(far, after)
-    return Placed(home=after.home, image=f"images/{after.images[0]}", conversion=job)
-
-
-def _forget_archives(far: Connection, there: Store) -> None:
-    """Remove the archives of an image that is there as a .sif; what cannot go stays for imgkit remote gc."""
-    from imgkit_builder.remote import conversion
-    from imgkit_builder.remote.connection import ScriptFailed
-
-    with contextlib.suppress(ScriptFailed):
-        conversion.remove_archives(far, there)
 
 
 def _code(
@@ -238,6 +200,23 @@ def _converted(wanted: Wanted, report: Reporter) -> str:
     with terminable(), engine_image(wanted.recipe) as source:
         options = Options(helper=helper(source))
         return image.store_name(convert.convert(source, wanted.sif, options, report).record)
+
+
+def _converted_archive(wanted: Wanted, archive: Path, remote: str, report: Reporter) -> str:
+    """Make the .sif of the archive here; the result is its name in the store."""
+    from imgkit_builder.cli.conversion import helper, terminable
+    from imgkit_builder.cli.sif import source_of
+    from imgkit_builder.sif import convert, image
+    from imgkit_builder.sif.options import Options
+
+    try:
+        with terminable(), source_of(str(archive), None) as (source, _):
+            done = convert.convert(source, wanted.sif, Options(helper=helper()), report)
+    except ToolMissing as error:
+        there = f"imgkit submit RECIPE --sif {shlex.quote(archive.name)}"
+        hint = f"{error.hint}\nor copy it to {remote}, and there: {there}, then imgkit submit RECIPE"
+        raise ToolMissing(error.what, where=str(archive), hint=hint) from error
+    return image.store_name(done.record)
 
 
 def _by_delta(

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.cli import build_lock
 from imgkit_builder.cli.build_options import BuildOptions
-from imgkit_builder.cli.common import show, tell_left_out, with_leave
+from imgkit_builder.cli.common import show_text, tell_left_out, warning_lines, with_leave
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
@@ -43,7 +44,7 @@ def run(typed: str, options: BuildOptions) -> None:
         with reporter(as_json=options.as_json, verbose=options.verbose, waits=False) as report:
             done = up_to_date(typed, options, report)
         if done is not None:
-            show(done.data, done.text, as_json=options.as_json)
+            show_text(done.data, done.text, as_json=options.as_json)
             return
     from imgkit_builder.recipe.load import load
 
@@ -52,12 +53,12 @@ def run(typed: str, options: BuildOptions) -> None:
     def attempt(large: bool) -> Outcome:
         asked = dataclasses.replace(options, large=large)
         with reporter(as_json=asked.as_json, verbose=asked.verbose) as report:
-            for note in _warnings(recipe):
+            for note in warning_lines(recipe.warnings):
                 report.note(note)
             return plan(recipe, asked, report) if asked.dry_run else make(recipe, typed, asked, report)
 
     outcome = with_leave(attempt, large=options.large, may_ask=not options.as_json)
-    show(outcome.data, outcome.text, as_json=options.as_json)
+    show_text(outcome.data, outcome.text, as_json=options.as_json)
 
 
 def refuse_bundled(typed: str) -> None:
@@ -133,7 +134,7 @@ def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
         "tag": tag,
         "context": f"{context.size_bytes} bytes",
     }
-    head = "".join(f"# {key:9} {value}\n" for key, value in rows.items())
+    head = "".join(f"# {key:9} {shown(value)}\n" for key, value in rows.items())
     data = {
         "schema": SCHEMA,
         "dry_run": True,
@@ -205,16 +206,12 @@ def make(recipe: Recipe, typed: str, options: BuildOptions, report: Reporter) ->
     # The next command takes the same word, unless --tag gave the image another name.
     outcome = _outcome(recipe, built, base, tested, again=options.tag or typed)
     answer = unchanged.Answer(
-        notes=(*_warnings(recipe), *build_lock.notes(recipe)),
+        notes=(*warning_lines(recipe.warnings), *build_lock.notes(recipe)),
         text=outcome.text,
         data=json.dumps(outcome.data),
     )
     unchanged.remember(watched, recipe, context, built, code_sha256=code_sha256, answer=answer)
     return outcome
-
-
-def _warnings(recipe: Recipe) -> tuple[str, ...]:
-    return tuple(f"warning: {problem}" for problem in recipe.warnings)
 
 
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
@@ -235,8 +232,8 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
     if not checks.passed(results):
         raise CheckFailed(
             "the image was built, but its smoke test failed; an older image keeps the name",
-            hint=f"{checks.table(results)}\n  -> look inside: docker run --rm -it {image.ref} bash; "
-            "to name it anyway: --no-test",
+            hint="\n".join(checks.table(results)) + f"\nlook inside: docker run --rm -it "
+            f"{image.ref} bash; to name it anyway: --no-test",
         )
     smoke.remember(image.id)
     return results
@@ -268,4 +265,4 @@ def _outcome(
         "labels": dict(image.labels),
         "checks": checks.to_dict(tested)["checks"],
     }
-    return Outcome(text="\n".join(lines), data=data)
+    return Outcome(text="\n".join(map(shown, lines)), data=data)

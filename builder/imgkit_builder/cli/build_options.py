@@ -17,11 +17,11 @@ class BuildOptions:
 
     tag: str | None = flag(None, help="Name of the image (default: RECIPE:latest).")
     base: str | None = flag(None, metavar="REF", help="Base image instead of the recipe's.")
-    program: Literal["docker", "apptainer", "buildah"] = flag(
+    program: Literal["docker", "apptainer"] = flag(
         "docker",
         "--with",
         help="docker: an engine makes an image. apptainer: Apptainer or Singularity makes a .sif; needs no "
-        "Docker and no root. buildah: buildah builds, and imgkit makes a .sif of it; no Docker, no root.",
+        "Docker and no root.",
     )
     output: Path | None = flag(
         None,
@@ -82,7 +82,6 @@ class BuildCommand(OptionsCommand):
 NOT_WITH = {
     "docker": ("--output", "--base-from", "--tmpdir", "--runtime"),
     "apptainer": ("--tag", "--builder"),
-    "buildah": ("--tag", "--builder"),
 }
 """Options that mean nothing with a program."""
 

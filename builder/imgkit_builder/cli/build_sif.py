@@ -1,4 +1,4 @@
-"""``imgkit build --with apptainer`` and ``buildah``: a recipe becomes a tested .sif, without an engine."""
+"""``imgkit build --with apptainer``: a recipe becomes a tested .sif, without an engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.cli import build_lock
 from imgkit_builder.cli.build_options import BuildOptions
-from imgkit_builder.cli.common import show, tell_left_out, with_leave
+from imgkit_builder.cli.common import show_text, tell_left_out, warning_lines, with_leave
 from imgkit_builder.cli.conversion import MB, next_line, stage_lines, stage_seconds, terminable
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.request import BuildPlan, BuiltSif, SifRequest
@@ -33,12 +34,12 @@ def run(typed: str, options: BuildOptions) -> None:
 
     def attempt(large: bool) -> Answer:
         with reporter(as_json=options.as_json, verbose=options.verbose) as report:
-            for problem in recipe.warnings:
-                report.note(f"warning: {problem}")
+            for line in warning_lines(recipe.warnings):
+                report.note(line)
             return build(recipe, dataclasses.replace(options, large=large), report)
 
     text, data = with_leave(attempt, large=options.large, may_ask=not options.as_json)
-    show(data, text, as_json=options.as_json)
+    show_text(data, text, as_json=options.as_json)
 
 
 def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
@@ -48,9 +49,8 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     ------
     ImgkitError : as `apptainer.build.build` does, and for what a definition cannot do.
     """
-    from imgkit_builder.apptainer import build as by_apptainer
+    from imgkit_builder.apptainer import build as builds
     from imgkit_builder.base.platform import host_platform
-    from imgkit_builder.buildah import build as by_buildah
     from imgkit_builder.image.context import pack, revision
 
     _refuse(recipe, options)
@@ -76,11 +76,10 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
         tell_left_out(context.code, report)
         return context
 
-    way = by_buildah if options.program == "buildah" else by_apptainer
     with terminable():
         if options.dry_run:
-            return _plan(request, way.plan(request, packed, report), options)
-        return _result(way.build(request, packed, report), request.target)
+            return _plan(request, builds.plan(request, packed, report))
+        return _result(builds.build(request, packed, report), request.target)
 
 
 def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
@@ -111,20 +110,20 @@ def _refuse(recipe: Recipe, options: BuildOptions) -> None:
     stated = options.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
     if stated != host:
         raise UsageError(
-            f"--with {options.program} builds for this machine's platform, {host}, and not for {stated}",
+            f"--with apptainer builds for this machine's platform, {host}, and not for {stated}",
             where="--platform" if options.platform else recipe.where("image", "platforms"),
             hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
         )
-    if recipe.image.used_secrets and options.program == "apptainer":
+    if recipe.image.used_secrets:
         raise UsageError(
             "--with apptainer has no build secrets: a definition keeps what it says",
             where=recipe.where("image", "secrets"),
-            hint="build --with buildah, or with Docker",
+            hint=f"build with Docker: imgkit build {recipe.name}",
         )
 
 
-def _plan(request: SifRequest, planned: BuildPlan, options: BuildOptions) -> Answer:
-    text, base = planned.text, planned.base
+def _plan(request: SifRequest, planned: BuildPlan) -> Answer:
+    base = planned.base
     rows = {
         "recipe": f"{request.recipe.name} ({request.recipe.file})",
         "base": f"{base.name}, from {request.base_from or 'its registry'}",
@@ -133,7 +132,7 @@ def _plan(request: SifRequest, planned: BuildPlan, options: BuildOptions) -> Ans
         "context": f"{planned.context.size_bytes} bytes",
         "run": planned.command,
     }
-    head = "".join(f"# {key:9} {value}\n" for key, value in rows.items())
+    head = "".join(f"# {key:9} {shown(value)}\n" for key, value in rows.items())
     data = {
         "schema": SCHEMA,
         "dry_run": True,
@@ -143,9 +142,9 @@ def _plan(request: SifRequest, planned: BuildPlan, options: BuildOptions) -> Ans
         "sif": str(request.target),
         "context_bytes": planned.context.size_bytes,
         "commands": [planned.command],
-        "dockerfile" if options.program == "buildah" else "definition": text,
+        "definition": planned.definition,
     }
-    return head + text.rstrip("\n"), data
+    return head + planned.definition.rstrip("\n"), data
 
 
 def _result(built: BuiltSif, target: Path) -> Answer:
@@ -178,4 +177,4 @@ def _result(built: BuiltSif, target: Path) -> Answer:
         *([f"a STAND-IN: {base.name} has no NVIDIA software; for tests only"] if base.standin else []),
         f"next:  {following}",
     ]
-    return "\n".join(lines), data
+    return "\n".join(map(shown, lines)), data

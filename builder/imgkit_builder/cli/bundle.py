@@ -43,4 +43,4 @@ def verb_bundle(
         f"contains {', '.join(made.distributions)}",
         f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif",
     )
-    show(data, "\n".join(lines), as_json=as_json)
+    show(data, *lines, as_json=as_json)

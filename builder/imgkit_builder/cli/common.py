@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
+
+from imgkit_entrypoints import terminal
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
@@ -42,9 +44,24 @@ def gigabytes(value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def show(data: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Print `data` as indented JSON, or else `text`."""
-    print(json.dumps(data, indent=2) if as_json else text)
+def show(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
+    """Print `data` as indented JSON, or else `lines`."""
+    if as_json:
+        show_text(data, "", as_json=True)
+    else:
+        terminal.out(*lines)
+
+
+def show_text(data: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print `data` as indented JSON, or else `text`, whose lines are one file's or escaped."""
+    terminal.document((json.dumps(data, indent=2) if as_json else text) + "\n")
+
+
+def confirmed(*lines: str) -> bool:
+    """Whether a person agrees; the last of `lines` is the question."""
+    *before, question = map(terminal.shown, lines)
+    terminal.err(*before)
+    return typer.confirm(question, err=True)
 
 
 def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
@@ -60,7 +77,7 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
         return run(large)
     except LargeContext as error:
         here = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
-        if not here or not typer.confirm(f"{error.where}: {error.what}. Pack all of it?", err=True):
+        if not here or not confirmed(f"{error.where}: {error.what}. Pack all of it?"):
             raise
         return run(True)
 
@@ -97,6 +114,11 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
     if isinstance(error, RecipeErrors):
         data["problems"] = [problem_data(problem) for problem in error.problems]
     return {"schema": 1, "error": data}
+
+
+def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
+    """The lines of `problems` as warnings, each with its source."""
+    return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
 
 
 def problem_data(problem: Problem) -> dict[str, Any]:
@@ -166,8 +188,9 @@ def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Itera
     ----------
     most : widest column behind the first, in characters; a longer cell sticks out.
     """
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    rows = [[*map(terminal.shown, row)] for row in table]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     if most is not None:
         widths[1:] = (min(width, most) for width in widths[1:])
-    for row in table:
+    for row in rows:
         yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -79,8 +79,8 @@ def verb_delta(
                     helper=helper(found),
                 )
                 made = make(found, base, target, options, report)
-    text, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
-    show(data, text, as_json=as_json)
+    lines, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
+    show(data, *lines, as_json=as_json)
 
 
 def verb_apply(
@@ -125,7 +125,7 @@ def verb_apply(
         f"image  {applied.deltas[-1].image_id}",
         f"next:  {next_line(output, 'dist-env')}",
     ]
-    show(data, "\n".join(lines), as_json=as_json)
+    show(data, *lines, as_json=as_json)
 
 
 def verb_flatten(
@@ -161,10 +161,10 @@ def verb_flatten(
         f"image  {done.record.image_id}",
         f"root   sha256:{done.record.root_sha256}",
     ]
-    show(data, "\n".join(lines), as_json=as_json)
+    show(data, *lines, as_json=as_json)
 
 
-def _made(made: Made, target: Path, following: str) -> tuple[str, dict[str, Any]]:
+def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str, Any]]:
     delta = made.delta
     data = {
         "schema": SCHEMA,
@@ -185,4 +185,4 @@ def _made(made: Made, target: Path, following: str) -> tuple[str, dict[str, Any]
         f"over   {delta.base.image_id}, {len(delta.base.deltas)} deltas",
         f"next:  {following}",
     ]
-    return "\n".join(lines), data
+    return lines, data

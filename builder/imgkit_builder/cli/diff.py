@@ -71,8 +71,8 @@ def verb_diff(
         report.stage(f"compare {first} with {second}")
         found = differences.compare(one, other)
         data = {"schema": SCHEMA, "a": one.name, "b": other.name, **found.to_dict()}
-        text = "\n".join(_lines(found, most))
-    show(data, text, as_json=as_json)
+        lines = tuple(_lines(found, most))
+    show(data, *lines, as_json=as_json)
     if not found.equal:
         raise typer.Exit(EXIT_NO)
 
@@ -141,7 +141,7 @@ def _values(title: str, values: Sequence[ValueDifference]) -> Iterator[str]:
     for one in values:
         mark = "+" if not one.before else "-" if not one.after else "~"
         text = f"{one.before} -> {one.after}" if mark == "~" else one.before or one.after
-        rows.append((f"  {mark} {plain(one.name)}", plain(text)))
+        rows.append((f"  {mark} {one.name}", text))
     yield from columns(rows)
 
 
@@ -159,7 +159,7 @@ def _files(files: Sequence[FileDifference], most: int) -> Iterator[str]:
         (
             f"  {_MARKS[one.how]}",
             f"{one.before_bytes / 1e6:.3f} -> {one.after_bytes / 1e6:.3f} MB",
-            plain(one.path),
+            one.path,
         )
         for one in largest[:most]
     ]
@@ -170,8 +170,3 @@ def _files(files: Sequence[FileDifference], most: int) -> Iterator[str]:
 
 def _layer(digest: str, size_bytes: int) -> str:
     return f"{digest.removeprefix('sha256:')[:12]} {size_bytes / 1e6:.1f} MB" if digest else "none"
-
-
-def plain(text: str) -> str:
-    """`text` without what a terminal would act on: names in an image may hold any byte."""
-    return text if text.isprintable() else repr(text)[1:-1]

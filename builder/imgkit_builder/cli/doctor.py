@@ -65,7 +65,7 @@ def verb_doctor(
         results, about["hosts"] = _of_hosts(target, named, image), named
     else:
         results, about["for"] = doctor.examine(target, purpose=purpose.value), purpose.value
-    show(checks.to_dict(results, **about), checks.table(results), as_json=as_json)
+    show(checks.to_dict(results, **about), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
 

@@ -6,7 +6,6 @@ import functools
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from imgkit_builder.cli.common import (
     show,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def verb_test(
         else:
             report.note(f"python3 runs in the image: {_NOTHING_SHARED}")
             results = _test_image(image_name(image))
-    show(checks.to_dict(results, image=image), checks.table(results), as_json=as_json)
+    show(checks.to_dict(results, image=image), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)
 
@@ -131,9 +131,9 @@ def verb_shell(
     opened = _sif_shell if _is_file(image) else functools.partial(_image_shell, verbose=verbose)
     argv, reach = opened(image, host=host)
     if dry_run:
-        print(shlex.join(argv))
+        terminal.out(shlex.join(argv))
         return
-    print(f"imgkit: {reach}\nimgkit: {shlex.join(argv)}", file=sys.stderr, flush=True)
+    terminal.err(f"imgkit: {reach}", f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
         raise ToolMissing(
             f"the program {argv[0]!r} is not on PATH", hint="sudo apt-get install docker-cli (or docker.io)"
@@ -161,7 +161,7 @@ def _docker_shell(target: str, *, host: bool, verbose: bool) -> tuple[list[str],
         recipe = _recipe_of(target, info.labels)
         gpus = recipe is not None and recipe.system.node.gpus > 0 and engine.has_nvidia
     if verbose:
-        print(engines.image_facts(name).to_text(), file=sys.stderr)
+        terminal.err(*engines.image_facts(name).lines())
     argv = engines.shell_argv(name, gpus=gpus, host=host, place=engine.endpoint)
     return argv, _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
 

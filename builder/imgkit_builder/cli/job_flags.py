@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
+
+from imgkit_entrypoints import terminal
 
 if TYPE_CHECKING:
     from imgkit_builder.job.code import CodeFolder
@@ -75,7 +76,7 @@ class JobCommand(OptionsCommand):
         found = systems.installed()
         if not quiet:
             for error in found.errors:
-                print(f"imgkit: {error}", file=sys.stderr)
+                terminal.err(*f"imgkit: {error}".split("\n"))
         return [Request, *(system.flags for system in found.systems.values())]
 
     def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import complete_names
+from imgkit_builder.cli.common import complete_names, show
 from imgkit_builder.cli.conversion import helper, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
 from imgkit_builder.cli.remote import connected, follow
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def verb_submit(
     """
     from imgkit_builder.base import process
     from imgkit_builder.job import check, submit
+    from imgkit_builder.recipe import targets
 
     asked = _asked(recipe, flags, command)
     code = read_code(asked.request, as_json=as_json)
@@ -106,7 +108,8 @@ def verb_submit(
     if dry_run:
         _show(job, script, as_json=as_json)
         return
-    confirm_values(asked.project, confirm)
+    recipes = [job.recipe, *([targets.find(job.request.build)] if job.request.build else [])]
+    confirm_values(asked.project, recipes, confirm, stated=asked.project is not None)
     check.before_submission(job)
     if require_signature is not None:
         require_signatures(require_signature, *check.signed_files(job))
@@ -115,34 +118,32 @@ def verb_submit(
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:
-        print(f"imgkit: {shlex.join(script.submit)}", file=sys.stderr)
+        terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=job.directory)
     record = submit.submit(job, script)
     # Printed before anything else can fail: the job exists now.
-    print(
-        json.dumps({**_described(job, script), "id": record.id}, indent=2) if as_json else record.id,
-        flush=True,
-    )
+    if record.answer is None:
+        show({**_described(job, script), "id": record.id}, record.id, as_json=as_json)
     try:
         submit.keep(record)
     except OSError as error:
         # The job runs all the same, so its own system answers.
-        print(
+        terminal.err(
             "imgkit: the job is submitted, but its record cannot be saved "
-            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it\n"
+            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it",
             "  -> next time: export XDG_STATE_HOME=FOLDER",
-            file=sys.stderr,
         )
+        submit.need_id(record)
         return
+    submit.need_id(record)
     if as_json:
         return
     if job.request.interactive:
         # The comments above the command explain how to get in.
-        comments = [text for text in script.text.splitlines() if text.startswith("#")]
-        print("\n".join(comments), file=sys.stderr)
+        terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
     own = shlex.join(process.own_words())
     follow = "; ".join(f"{own} {verb} {record.id}" for verb in ("status", "logs", "cancel"))
-    print(f"imgkit: {follow}", file=sys.stderr)
+    terminal.err(f"imgkit: {follow}")
 
 
 def _fanned_out(script: Script) -> int:
@@ -153,12 +154,13 @@ def _fanned_out(script: Script) -> int:
     process.need("ssh", "apt-get install openssh-client")
 
     def show(host: str, text: bytes, error: bool) -> None:
-        stream = sys.stderr.buffer if error else sys.stdout.buffer
-        stream.write(f"{host}: ".encode() + text + b"\n")
-        stream.flush()
+        # On a terminal a carriage return ends a line of a program, and each line has its host.
+        is_terminal = sys.stderr.isatty() if error else sys.stdout.isatty()
+        for line in re.split(rb"\r+", text.rstrip(b"\r")) if is_terminal else (text,):
+            terminal.passing(to_err=error)(f"{host}: ".encode() + line + b"\n")
 
     def say(text: str) -> None:
-        print(f"imgkit: {text}", file=sys.stderr)
+        terminal.err(f"imgkit: {text}")
 
     return fanout.run(script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides)
 
@@ -211,7 +213,7 @@ def verb_logs(
     record = submit.record_of(job_id)
     words = systems.named(record.system).logs(record)
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "id": record.handle, "command": words}, indent=2))
+        show({"schema": SCHEMA, "id": record.handle, "command": words}, as_json=True)
         return
     if record.remote:
         raise typer.Exit(follow(connected(record.remote), record))
@@ -279,6 +281,7 @@ def _write_code(code: CodeFolder, file: Path, *, as_json: bool) -> None:
 
 def _made(asked: _JobWords, code: CodeFolder | None) -> tuple[Job, Script]:
     from imgkit_builder.job import baked, contents, systems
+    from imgkit_builder.job import code as code_of
     from imgkit_builder.job.resolve import resolve
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
@@ -290,15 +293,23 @@ def _made(asked: _JobWords, code: CodeFolder | None) -> tuple[Job, Script]:
         target, default = targets.find(asked.recipe), ""
     request = asked.request
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
+    sif = Path(job.image) if image.is_sif(Path(job.image)) else None
+    if not request.making:
+        code_of.refuse_unused_bind(job, sif)
     if code is not None:
+        code_of.refuse_unused(code, target, sif, job.overlay)
+        code_of.refuse_shadowed(code, job)
         job = contents.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
     for warning in job.warnings:
-        print(f"imgkit: {warning}", file=sys.stderr)
+        terminal.err(f"imgkit: {warning}")
     return job, systems.named(job.system).script(job)
 
 
 def _show(job: Job, script: Script, *, as_json: bool) -> None:
-    print(json.dumps(_described(job, script), indent=2) if as_json else script.text, end="\n" * as_json)
+    if as_json:
+        show(_described(job, script), as_json=True)
+    else:
+        terminal.document(script.text)
 
 
 def _described(job: Job, script: Script) -> dict[str, Any]:
@@ -348,7 +359,7 @@ def _thin(
 
     if not as_json:
         there = f"on {remote}: " if remote else ""
-        print(f"imgkit: {there}{shlex.join(words)}", file=sys.stderr)
+        terminal.err(f"imgkit: {there}{shlex.join(words)}")
     if not as_json and not remote:
         exit_code = process.attached(words)
         _show_slow(slow())
@@ -364,12 +375,14 @@ def _thin(
         data["code"] = dataclasses.asdict(code)
     if (ranks := slow()) is not None:
         data["slow"] = [dataclasses.asdict(one) for one in ranks]
-    print(json.dumps(data, indent=2) if as_json else done.output, end="\n" * as_json)
-    if not as_json:
+    if as_json:
+        show(data, as_json=True)
+    else:
+        terminal.passing()(done.output.encode())
         _show_slow(ranks)
     raise typer.Exit(done.returncode)
 
 
 def _show_slow(ranks: SlowNow) -> None:
     for one in ranks or ():
-        print(f"slow: {one.name}: {one.excess} (step {one.to_step})")
+        terminal.out(f"slow: {one.name}: {one.excess} (step {one.to_step})")

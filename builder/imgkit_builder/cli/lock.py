@@ -91,7 +91,7 @@ def verb_lock(
             writes=not dry_run,
             report=report,
         )
-    show(_data(outcome), _text(outcome), as_json=as_json)
+    show(_data(outcome), *_lines(outcome), as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +183,9 @@ def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: b
         lock_follow.follow(recipe, platform=target, base=base, required=True)
     except UsageError as error:
         why = str(error)
-    text = why or f"{file} fits the recipe on {target}"
+    lines = why.split("\n") if why else [f"{file} fits the recipe on {target}"]
     data = {"schema": SCHEMA, "file": str(file), "platform": target, "current": not why, "why": why or None}
-    show(data, text, as_json=as_json)
+    show(data, *lines, as_json=as_json)
     if why:
         raise typer.Exit(EXIT_NO)
 
@@ -204,11 +204,11 @@ def _data(outcome: _Outcome) -> dict[str, Any]:
     }
 
 
-def _text(outcome: _Outcome) -> str:
+def _lines(outcome: _Outcome) -> list[str]:
     part = outcome.part
     counted = f"{len(part.apt)} apt and {len(part.pip)} pip packages for {part.platform}"
     if outcome.same:
-        return f"{outcome.file} is up to date: {counted}"
+        return [f"{outcome.file} is up to date: {counted}"]
     done = "written" if outcome.written else "not written (--dry-run)"
     lines = [str(change) for change in outcome.changes if change.kind != "file"]
-    return "\n".join([*lines, f"{outcome.file} {done}: {counted}"])
+    return [*lines, f"{outcome.file} {done}: {counted}"]

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base.progress import Reporter
+from imgkit_entrypoints import terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -67,13 +68,13 @@ class PlainReporter(_ContextReporter):
 
     def line(self, text: str) -> None:
         if self._verbose:
-            print(text, file=sys.stderr, flush=True)
+            terminal.err(text.expandtabs())
 
     def note(self, text: str) -> None:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        print(f"imgkit: {text}", file=sys.stderr, flush=True)
+        terminal.err(f"imgkit: {text}")
 
 
 class JsonReporter(_ContextReporter):
@@ -92,7 +93,7 @@ class JsonReporter(_ContextReporter):
         self._emit(event="note", text=text)
 
     def _emit(self, **event: Any) -> None:
-        print(json.dumps(event), file=sys.stderr, flush=True)
+        terminal.err(json.dumps(event))
 
 
 class LiveReporter(_ContextReporter):
@@ -133,7 +134,7 @@ class LiveReporter(_ContextReporter):
 
     def stage(self, text: str) -> None:
         self._finish()
-        self._task = self._progress.add_task(text, total=None)
+        self._task = self._progress.add_task(terminal.shown(text), total=None)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
         if self._task is not None:
@@ -143,7 +144,7 @@ class LiveReporter(_ContextReporter):
         """Ignore: the log has it, and ``-v`` shows it."""
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(terminal.shown(text), markup=False, highlight=False)
 
     def _finish(self) -> None:
         if self._task is not None:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, columns, show
+from imgkit_builder.cli.common import RESULT_JSON, columns, confirmed, show
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
+    from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
 
@@ -23,7 +25,7 @@ CONFIRM: str = typer.Option(
     "",
     "--confirm",
     metavar="DIGEST",
-    help="Accept the remote, env, binds, code and command of an imgkit.toml that is new here.",
+    help="Accept what an imgkit.toml that is new here states, and what its recipe starts and mounts.",
 )
 
 
@@ -38,41 +40,47 @@ def project_here() -> ProjectFile | None:
 
     found = toml_file.find(Path.cwd())
     if found:
-        print(f"imgkit: values from {shown(found.file)}", file=sys.stderr)
+        terminal.err(f"imgkit: values from {shown(found.file)}")
     return found
 
 
-def confirm_values(project: ProjectFile | None, given: str) -> None:
+def confirm_values(
+    project: ProjectFile | None, recipes: Sequence[Target], given: str, *, stated: bool
+) -> None:
     """Let a person look at another person's values before the first run with them.
+
+    Parameters
+    ----------
+    recipes, stated : as of `confirm.of_job`.
 
     Raises
     ------
     UsageError : nobody has confirmed them, and there is nobody to ask, or the answer is no.
     """
+    from imgkit_builder.recipe import targets
+
+    if targets.is_bundled():
+        return  # reading an imgkit.toml needs pydantic
     from imgkit_builder.project import confirm
 
-    if project is None or confirm.is_known(project.values):
+    found = confirm.of_job(project, recipes, stated=stated)
+    if found.is_known:
         return
-    digest = confirm.digest(project.values)
-    lines = [f"  {name:8} {_plain(text)}" for name, text in confirm.shown(project.values)]
-    if given != digest:
-        text = "\n".join([f"{project.file} is new here. A run with it uses:", *lines])
+    # One line each, also in the hint.
+    lines = [f"  {name:8} {terminal.shown(text)}" for name, text in found.shown]
+    if given != found.digest:
+        head = f"{found.file} is new here. A run with it uses:"
         may_ask = sys.stdin.isatty() and sys.stderr.isatty()
-        if not may_ask or not typer.confirm(f"{text}\nGo on, and do not ask again for these?", err=True):
+        if not may_ask or not confirmed(head, *lines, "Go on, and do not ask again for these?"):
             raise UsageError(
-                f"nobody has confirmed these values here:\n{text.partition(chr(10))[2]}",
-                where=str(project.file),
-                hint=f"if you trust them: --confirm {digest}",
+                "nobody has confirmed these values here",
+                where=str(found.file),
+                hint="\n".join(("they are:", *lines, f"if you trust them: --confirm {found.digest}")),
             )
     try:
-        confirm.remember(project.values, project.file)
+        found.remember()
     except OSError as error:
-        print(f"imgkit: this cannot be remembered ({error.filename}: {error.strerror})", file=sys.stderr)
-
-
-def _plain(text: str) -> str:
-    """`text` without characters that could change how a terminal shows it."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+        terminal.err(f"imgkit: this cannot be remembered ({error.filename}: {error.strerror})")
 
 
 def explained(
@@ -88,7 +96,7 @@ def explained(
     from imgkit_builder.project import origins
 
     rows = [*first, *(one for one in origins.of_job(job, given, project) if one.name not in without)]
-    shown = [(one.name, _plain(one.value) or "-", one.source) for one in rows]
+    table = [(one.name, one.value or "-", one.source) for one in rows]
     data = {
         "schema": SCHEMA,
         "values": [
@@ -102,7 +110,7 @@ def explained(
             for one in rows
         ],
     }
-    show(data, "\n".join(columns(shown, most=60)), as_json=as_json)
+    show(data, *columns(table, most=60), as_json=as_json)
 
 
 def verb_init(
@@ -149,15 +157,17 @@ def verb_init(
     made = new_folder.write(folder, new_folder.texts(wanted, parent), keep=keep)
     file = folder / toml_file.NAME
     if file in made:
-        confirm.remember(toml_file.read(file.absolute()).values, file.absolute())
+        project = toml_file.read(file.absolute())
+        if Path(project.recipe) in (path.absolute() for path in made):
+            confirm.of_job(project, [targets.find(project.recipe)], stated=True).remember()
     left = [
         *([] if remote else ["imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"]),
         *(f"{key} in imgkit.toml, which {parent.name} needs" for key in new_folder.missing(wanted, parent)),
         f"{'' if folder == Path() else f'cd {folder}; '}imgkit run --plan; imgkit run",
     ]
-    text = "\n".join([*(f"wrote  {path}" for path in made), *(f"next   {one}" for one in left)])
+    lines = [*(f"wrote  {path}" for path in made), *(f"next   {one}" for one in left)]
     data = {"schema": SCHEMA, "files": [str(path) for path in made], "remote": remote, "recipe": recipe}
-    show(data, text, as_json=as_json)
+    show(data, *lines, as_json=as_json)
 
 
 def _chosen(on: str, recipe: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import typer
 
 from imgkit_builder.cli.common import JSON, show
 from imgkit_builder.cli.progress import reporter
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
@@ -49,7 +50,7 @@ def verb_provenance(
         found = evidence.of_file(file, report)
     statement = provenance.text(found.parts if add else (found.file,), found.evidence)
     if dry_run:
-        print(statement, end="")
+        terminal.document(statement)
         return
     if add:
         attach.add(file, statement)
@@ -59,8 +60,8 @@ def verb_provenance(
     packages = len(lock.apt) + len(lock.pip) if lock else 0
     place = file if add else target
     said = f"names the base and {packages} packages" if lock else "names the base, and no package: no lock"
-    text = f"{place}  {'has the statement' if add else 'written'}, which {said}"
+    lines = [f"{place}  {'has the statement' if add else 'written'}, which {said}"]
     if lock is None:
-        text += "\nto have them: imgkit lock RECIPE, and build again"
+        lines.append("to have them: imgkit lock RECIPE, and build again")
     data = {"schema": SCHEMA, "file": str(file), "statement": str(place), "added": add}
-    show({**data, "locked": lock is not None, "packages": packages}, text, as_json=as_json)
+    show({**data, "locked": lock is not None, "packages": packages}, *lines, as_json=as_json)

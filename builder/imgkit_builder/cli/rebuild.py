@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,21 +52,18 @@ def verb_rebuild(
       imgkit rebuild mine.sif --check
       imgkit rebuild mine.sif --check --recipe mine.yaml   (a recipe that copies code)
     """
-    from imgkit_builder.sif.workspace import remove_tree, tmp_base
+    from imgkit_builder.sif.workspace import scratch
 
     if not check:
         raise UsageError("rebuild compares, and keeps nothing", where="--check", hint="add --check")
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         loaded, record = _locked_recipe(sif, recipe, report)
-        folder = Path(tempfile.mkdtemp(prefix=".imgkit-rebuild.", dir=tmp_base(sif.absolute(), tmpdir)))
-        try:
+        with scratch(sif.absolute(), tmpdir) as folder:
             found = _rebuilt(sif, loaded, record, folder / "new.sif", report)
-        finally:
-            remove_tree(folder)
     tools = _other_tools(loaded)
     same = found.equal or (bool(tools) and not found.different)
     data = {"schema": SCHEMA, "sif": str(sif), "same": same, "tools": tools, **dataclasses.asdict(found)}
-    show(data, "\n".join(_lines(sif, found, tools)), as_json=as_json)
+    show(data, *_lines(sif, found, tools), as_json=as_json)
     if not same:
         raise typer.Exit(EXIT_NO)
 
@@ -96,20 +92,29 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
         )
     if record.imgkit != __version__:
         report.note(f"imgkit {record.imgkit} made it, and this is {__version__}: the bytes may differ")
-    lock = lock_file.parse(texts[0].decode(), Path(f"{sif}:/{_LOCK}"))
+    inside = Path(f"{sif}:/{_LOCK}")
+    lock = lock_file.parse(texts[0], inside)
+    if len(lock.platforms) != 1:
+        raise UsageError(
+            f"the lock is for {len(lock.platforms)} platforms, and an image has one", where=str(inside)
+        )
     part = lock.platforms[0]
     if file is not None:
         found = load.load(str(file))
     else:
-        found = whole.from_json(texts[1].decode(), Path(f"{lock.recipe}.json"))
+        found = whole.from_json(texts[1].decode(errors="replace"), Path(f"{lock.recipe}.json"))
         if found.image.copy or found.image.ca or any(one.project for one in found.image.pip):
             raise UsageError(
                 f"the recipe {found.name} takes code or files from beside it, which the .sif has not",
                 where=str(sif),
                 hint=f"imgkit rebuild {sif} --check --recipe {found.file.name}",
             )
-    beside = lock_file.beside(found)
-    return lock_follow.attached(found, lock, beside, platform=part.platform, base=part.request.base), record
+        if part.request.base != found.image.base:
+            report.note(f"it was built on {part.request.base}, and its recipe states {found.image.base}")
+    # The lock may name another base than the recipe beside it, but not than a recipe of this machine.
+    base = part.request.base if file is None else None
+    attached = lock_follow.attached(found, lock, lock_file.beside(found), platform=part.platform, base=base)
+    return attached, record
 
 
 def _rebuilt(sif: Path, recipe: Recipe, record: ImgkitRecord, made: Path, report: Reporter) -> RebuiltSif:
@@ -202,4 +207,5 @@ def _lines(sif: Path, found: RebuiltSif, tools: str) -> Iterator[str]:
         yield f"  /{one.path}: {one.what}; {place}{f', {one.origin}' if one.origin else ''}"
     if found.more:
         yield f"  and {found.more} more"
-    yield f"sha256 {found.had_sha256}\nnew    {found.made_sha256}"
+    yield f"sha256 {found.had_sha256}"
+    yield f"new    {found.made_sha256}"

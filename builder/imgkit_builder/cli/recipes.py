@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RECIPE_SUFFIXES, RESULT_JSON, columns, complete_names, problem_data
+from imgkit_builder.cli.common import (
+    RECIPE_SUFFIXES,
+    RESULT_JSON,
+    columns,
+    complete_names,
+    problem_data,
+    show,
+    warning_lines,
+)
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE
 
 if TYPE_CHECKING:
+    from imgkit_builder.delta.show import FileFacts
+    from imgkit_builder.engine.show import ImageFacts
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -22,8 +31,7 @@ def load_recipe(ref: str) -> Recipe:
     from imgkit_builder.recipe.load import load
 
     recipe = load(ref)
-    for warning in recipe.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    terminal.err(*warning_lines(recipe.warnings))
     return recipe
 
 
@@ -54,7 +62,7 @@ def verb_list(
             }
             for recipe in recipes
         ]
-        print(json.dumps({"schema": 1, "recipes": rows}, indent=2))
+        show({"schema": 1, "recipes": rows}, as_json=True)
         return
     table = [
         (
@@ -66,8 +74,7 @@ def verb_list(
         )
         for recipe in recipes
     ]
-    for line in columns(table):
-        print(line)
+    terminal.out(*columns(table))
 
 
 def verb_show(
@@ -91,17 +98,17 @@ def verb_show(
       imgkit show mn5:latest
       imgkit show mn5.sif
     """
-    from imgkit_builder.delta import show
+    from imgkit_builder.delta import show as files
 
-    if show.is_file(recipe):
-        found = show.file_facts(recipe)
-        print(found.to_json() if as_json else found.to_text())
-        return
-    if _is_image(recipe):
+    facts: FileFacts | ImageFacts | None = None
+    if files.is_file(recipe):
+        facts = files.file_facts(recipe)
+    elif _is_image(recipe):
         from imgkit_builder.engine.show import image_facts
 
         facts = image_facts(recipe)
-        print(facts.to_json() if as_json else facts.to_text())
+    if facts is not None:
+        show(facts.to_dict(), *facts.lines(), as_json=as_json)
         return
     from imgkit_builder.recipe import describe, targets
 
@@ -110,7 +117,10 @@ def verb_show(
         text = describe.to_json(load_recipe(recipe))
     else:
         targets.from_json(text, Path(recipe))
-    print(text.rstrip() if as_json else describe.table(text))
+    if as_json:
+        terminal.document(text.rstrip() + "\n")
+    else:
+        terminal.out(*describe.table(text))
 
 
 def _is_image(name: str) -> bool:
@@ -159,24 +169,23 @@ def verb_check(
             check_code(recipe)
         except UsageError as error:
             failed.append(error)
-            print(f"bad  {file}")
+            terminal.out(f"bad  {file}")
         else:
             doubts = _host_effects(recipe) if strict else ()
-            for doubt in doubts:
-                print(f"warning: {doubt}", file=sys.stderr)
+            terminal.err(*warning_lines(doubts))
             doubtful = strict and bool(doubts or recipe.warnings)
             warned = warned or doubtful
-            print(f"{'warn' if doubtful else 'ok  '} {file}")
+            terminal.out(f"{'warn' if doubtful else 'ok  '} {file}")
     problems = [problem for error in failed if isinstance(error, RecipeErrors) for problem in error.problems]
     others = [error for error in failed if not isinstance(error, RecipeErrors)]
-    if problems and others:
-        for other in others:
-            print(f"imgkit: {other}", file=sys.stderr)
+    # What is raised is printed last.
+    for other in others if problems else others[:-1]:
+        terminal.err(*f"imgkit: {other}".split("\n"))
     if problems:
         # A parent that several files extend is read once for each of them.
         raise RecipeErrors(dict.fromkeys(problems))
     if others:
-        raise others[0] if len(others) == 1 else UsageError("\n".join(str(other) for other in others))
+        raise others[-1]
     if warned:
         raise typer.Exit(EXIT_NO)
 
@@ -209,7 +218,7 @@ def _check_as_json(files: list[str], *, strict: bool) -> None:
         good = not problems and not (strict and warnings)
         rows.append({"recipe": file, "passed": good, "problems": problems, "warnings": warnings})
     passed = all(row["passed"] for row in rows)
-    print(json.dumps({"schema": 1, "passed": passed, "recipes": rows}, indent=2))
+    show({"schema": 1, "passed": passed, "recipes": rows}, as_json=True)
     if not passed:
         raise typer.Exit(EXIT_USAGE if any(row["problems"] for row in rows) else EXIT_NO)
 
@@ -225,4 +234,4 @@ def verb_schema() -> None:
     """
     from imgkit_builder.recipe import schema
 
-    print(schema.to_json())
+    terminal.document(schema.to_json() + "\n")

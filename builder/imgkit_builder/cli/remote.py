@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_entrypoints import terminal
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import SubmittedJob
@@ -81,7 +82,7 @@ def add(
         keep_s=keep_s,
     )
     config.add(made, replace=replace)
-    show(_data(made), f"{name}  {host}:{folder}\nnext: imgkit remote check {name}", as_json=as_json)
+    show(_data(made), f"{name}  {host}:{folder}", f"next: imgkit remote check {name}", as_json=as_json)
 
 
 @_group.command("list")
@@ -93,8 +94,8 @@ def list_remotes(as_json: bool = RESULT_JSON) -> None:
     rows = [
         f"{one.name:12}  {one.address}:{one.folder}{f'  {one.recipe}' if one.recipe else ''}" for one in found
     ]
-    text = "\n".join(rows) or "no remotes; imgkit remote add NAME USER@HOST:DIR"
-    show({"schema": SCHEMA, "remotes": [dataclasses.asdict(one) for one in found]}, text, as_json=as_json)
+    rows = rows or ["no remotes; imgkit remote add NAME USER@HOST:DIR"]
+    show({"schema": SCHEMA, "remotes": [dataclasses.asdict(one) for one in found]}, *rows, as_json=as_json)
 
 
 @_group.command("remove")
@@ -126,7 +127,7 @@ def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     remote = config.find(name)
     target = _target(remote.recipe) if remote.recipe else None
     found = examined.examine(connection.connect(remote, ask=may_ask()), target)
-    show(checks.to_dict(found, remote=name), checks.table(found), as_json=as_json)
+    show(checks.to_dict(found, remote=name), *checks.table(found), as_json=as_json)
     raise typer.Exit(0 if checks.passed(found) else 1)
 
 
@@ -139,7 +140,7 @@ def gc(
     delete: bool = typer.Option(False, "--delete", help="Remove these files; default: list them."),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """List images, deltas and archives there that nothing uses; --delete removes them.
+    """List images and deltas there that nothing uses; --delete removes them.
 
     A file is in use if it was sent or chosen in the last N days, if a run of that
     time used it, or if a job that waits or runs names it. Runs and files that
@@ -157,7 +158,7 @@ def gc(
     removed = set(unused_files.remove(far, found)) if delete else set()
     if found.unknown:
         why = "; ".join(found.unknown)
-        print(f"imgkit: the files of all jobs there count as in use: {why}", file=sys.stderr)
+        terminal.err(f"imgkit: the files of all jobs there count as in use: {why}")
     rows = [
         {
             "path": file.path,
@@ -177,12 +178,12 @@ def gc(
     }
     show(
         data,
-        _unused(rows, found.kept, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
+        *_unused(rows, found.kept, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
         as_json=as_json,
     )
 
 
-def _unused(rows: list[dict[str, Any]], kept: int, *, delete: bool, again: str) -> str:
+def _unused(rows: list[dict[str, Any]], kept: int, *, delete: bool, again: str) -> list[str]:
     """The files in lines, and what comes next."""
     import time
 
@@ -194,14 +195,12 @@ def _unused(rows: list[dict[str, Any]], kept: int, *, delete: bool, again: str) 
     chosen = [row for row in rows if row["removed"] or not delete]
     size = sum(row["bytes"] for row in chosen) / 1e6
     if not rows:
-        return f"nothing is unused; {kept} files are in use"
+        return [f"nothing is unused; {kept} files are in use"]
     if delete:
-        return "\n".join(
-            (*lines, f"{len(chosen)} files removed, {size:.1f} MB; {kept + len(rows) - len(chosen)} stay")
-        )
-    return "\n".join(
-        (*lines, f"{len(rows)} files are unused, {size:.1f} MB; {kept} are in use", f"next: {again} --delete")
-    )
+        stay = kept + len(rows) - len(chosen)
+        return [*lines, f"{len(chosen)} files removed, {size:.1f} MB; {stay} stay"]
+    counted = f"{len(rows)} files are unused, {size:.1f} MB; {kept} are in use"
+    return [*lines, counted, f"next: {again} --delete"]
 
 
 @_group.command("disconnect")
@@ -236,23 +235,17 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     from imgkit_builder.remote.connection import Cut
 
     def say(text: str) -> None:
-        print(f"imgkit: {text}", file=sys.stderr, flush=True)
-
-    def write(chunk: bytes) -> None:
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.buffer.flush()
+        terminal.err(f"imgkit: {text}")
 
     say(f"job {record.handle}; Ctrl-C stops following, and the job goes on")
     back = f"imgkit logs {record.handle}; imgkit status|cancel|fetch {record.handle}"
     try:
-        jobs.follow(far, record, write, say)
+        jobs.follow(far, record, terminal.passing(), say)
     except KeyboardInterrupt:
         say(f"the job goes on; {back}")
         return 130
     except Cut as error:
-        raise Cut(
-            error.what, where=error.where, hint=f"the job goes on; {back}\n     {error.hint}"
-        ) from error
+        raise Cut(error.what, where=error.where, hint=f"the job goes on; {back}\n{error.hint}") from error
     record = history.ended(record, partial(jobs.finished, far))
     with contextlib.suppress(
         OSError

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import sys
 from pathlib import Path
 
 import typer
 
 from imgkit_builder.cli.common import LARGE, complete_names, with_leave
+from imgkit_entrypoints import terminal
 
 
 class RenderFormat(str, enum.Enum):
@@ -88,6 +88,4 @@ def verb_render(
     if output is not None:
         files.put(output, text)
     else:
-        # As bytes: the locale must not change encoding or line ends.
-        sys.stdout.buffer.write(text.encode())
-        sys.stdout.flush()
+        terminal.document(text)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +13,13 @@ from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
 from imgkit_builder.cli.remote import connected, follow, may_ask
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import Job, Request, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
-    from imgkit_builder.remote.conversion import Conversion
 
 SCHEMA = 1
 _WATCH_S = 30
@@ -41,12 +39,12 @@ class _Plan:
     """The word for what runs: the user's, that of imgkit.toml, or the remote's."""
     target: Target
     recipe: str
-    """The user's word for the recipe; empty for a .sif."""
+    """The user's word for the recipe; empty for an archive or a .sif."""
     sif: Path
     """The .sif here, which may have to be made."""
     request: Request
-    conversion: Conversion | None = None
-    """The archive, which the remote converts; None for a recipe or a .sif."""
+    archive: Path | None = None
+    """The archive or OCI folder; None for a recipe or a .sif."""
 
 
 def verb_run(
@@ -55,8 +53,8 @@ def verb_run(
         "",
         metavar="[RECIPE|X.sif|ARCHIVE] -- COMMAND...",
         autocompletion=complete_names,
-        help="What to run (default: the recipe of imgkit.toml, or the remote's). An archive or OCI folder is "
-        "converted by a job there.",
+        help="What to run (default: the recipe of imgkit.toml, or the remote's). An archive or OCI folder "
+        "becomes a .sif here.",
     ),
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (imgkit remote add; default: that of imgkit.toml)."
@@ -99,35 +97,39 @@ def verb_run(
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
       imgkit run mine.tar --on mn5 --time 10m -- dist-bench
     """
-    from imgkit_builder.cli import bring, far_archive
+    from imgkit_builder.cli import bring
     from imgkit_builder.job import check, systems
+    from imgkit_builder.job import code as code_of
+    from imgkit_builder.job.submit import need_id
     from imgkit_builder.project import origins
     from imgkit_builder.remote import config, connection, jobs
 
     project = project_here()
     given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     remote = config.find(on or _stated_remote(project))
-    plan = _planned(recipe, given, project, remote.recipe, as_json=as_json)
+    plan = _planned(recipe, given, project, remote.recipe)
     jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
     if plan_only:
         first = (
             origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
             origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
-            *(far_archive.told(plan.conversion, _EARLY, remote.name) if plan.conversion else ()),
         )
         explained(early, given, project, first=first, without=("image", "directory"), as_json=as_json)
         return
-    confirm_values(project, confirm)
+    stated = not recipe and bool(project and project.recipe)
+    confirm_values(project, [plan.target], confirm, stated=stated)
     script = systems.named(early.system).script(early)
     jobs.refuse_script(early, script)
     check.check_environment(early)
     code = read_code(plan.request, as_json=as_json)
+    if code is not None:
+        code_of.refuse_unused(code, plan.target, None if plan.recipe or plan.archive else plan.sif)
     for warning in early.warnings:
-        print(f"imgkit: {warning}", file=sys.stderr)
+        terminal.err(f"imgkit: {warning}")
     far = connection.connect(remote, ask=may_ask())
     if far.why_alone:
-        print(f"imgkit: each ssh command connects alone: {far.why_alone}", file=sys.stderr)
+        terminal.err(f"imgkit: each ssh command connects alone: {far.why_alone}")
     far.login()
     with reporter(as_json=as_json) as report:
         wanted = bring.Wanted(
@@ -137,7 +139,7 @@ def verb_run(
             whole=whole,
             most_per_s=None if bwlimit is None else bwlimit * 1e6,
             code=code,
-            conversion=plan.conversion,
+            archive=plan.archive,
         )
         placed = bring.bring(wanted, far, script.submit[0], report)
         report.stage(f"submit to {remote.name}")
@@ -145,6 +147,7 @@ def verb_run(
         record = jobs.submit(far, job, systems.named(job.system).script(job))
         record = dataclasses.replace(record, image_id=placed.image_id)
     _kept(record)
+    need_id(record)
     if as_json:
         data = {
             "schema": SCHEMA,
@@ -152,15 +155,14 @@ def verb_run(
             "image": job.image,
             "delta": job.overlay or None,
             "code": dataclasses.asdict(job.code) if job.code else None,
-            "conversion": placed.conversion or None,
             "folder": placed.home,
             "name": job.name,
         }
-        print(json.dumps(data, indent=2))
+        show(data, as_json=True)
         return
     if detach:
-        print(record.handle)
-        print(f"imgkit: imgkit logs {record.handle}", file=sys.stderr)
+        terminal.out(record.handle)
+        terminal.err(f"imgkit: imgkit logs {record.handle}")
         return
     raise typer.Exit(follow(far, record))
 
@@ -171,11 +173,10 @@ def _kept(record: SubmittedJob) -> None:
     try:
         submit.keep(record)
     except OSError as error:
-        print(
+        terminal.err(
             f"imgkit: the job {record.id} is submitted, but its record cannot be saved "
-            f"({error.filename}: {error.strerror})\n"
+            f"({error.filename}: {error.strerror})",
             "  -> next time: export XDG_STATE_HOME=FOLDER",
-            file=sys.stderr,
         )
 
 
@@ -192,9 +193,7 @@ def _stated_remote(project: ProjectFile | None) -> str:
     )
 
 
-def _planned(
-    recipe: str, given: Request, project: ProjectFile | None, default: str, *, as_json: bool
-) -> _Plan:
+def _planned(recipe: str, given: Request, project: ProjectFile | None, default: str) -> _Plan:
     """What runs: `recipe`, or that of imgkit.toml, or the remote's `default`."""
     from imgkit_builder.job import baked
     from imgkit_builder.project import origins
@@ -231,16 +230,38 @@ def _planned(
     file = Path(word)
     if image.is_sif(file):
         return _Plan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
-    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in _RECIPE_FILES):
-        from imgkit_builder.cli import far_archive
-
-        wanted = far_archive.ordered(file, request, default, keep=_kept, as_json=as_json)
-        return _Plan(
-            word=word, target=wanted.target, recipe="", sif=Path(), request=request, conversion=wanted
-        )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
+    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in _RECIPE_FILES):
+        target = _target_of(file, default)
+        return _Plan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
     return _Plan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
+
+
+def _target_of(archive: Path, default: str) -> Target:
+    """The recipe's name and system that imgkit wrote beside the archive, or else the remote's `default`."""
+    from imgkit_builder.archive import sidecar
+    from imgkit_builder.recipe import targets
+
+    described = None if archive.is_dir() else sidecar.read(archive)
+    if described is not None and described.system is not None and described.manifest is not None:
+        made, platforms = described.manifest, (described.image.platform,)
+        return targets.checked(
+            targets.Target(
+                name=made.recipe,
+                system=described.system,
+                platforms=platforms,
+                file=archive,
+                projects=made.projects,
+            )
+        )
+    if default:
+        return targets.find(default)
+    raise UsageError(
+        "neither the archive nor the remote says which system it is for",
+        where=str(archive),
+        hint="a remote with a recipe: imgkit remote add NAME USER@HOST:DIR --recipe RECIPE --replace",
+    )
 
 
 def _resolved(plan: _Plan, home: str, image: str) -> Job:
@@ -296,5 +317,4 @@ def verb_fetch(
         show(data, text, as_json=as_json)
         if not watch:
             return
-        sys.stdout.flush()
         time.sleep(_WATCH_S)

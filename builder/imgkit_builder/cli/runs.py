@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import typer
 
 from imgkit_builder.cli.common import RESULT_JSON, columns, show
 from imgkit_builder.cli.remote import connected
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def verb_runs(
             for one, numbers, share in rows
         ],
     }
-    text = "\n".join(columns(table)) if rows else "no runs yet; imgkit run and imgkit submit start one"
-    show(data, text, as_json=as_json)
+    lines = columns(table) if rows else ("no runs yet; imgkit run and imgkit submit start one",)
+    show(data, *lines, as_json=as_json)
 
 
 def _described(record: SubmittedJob) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _asked(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
         try:
             now = history.asked(record, run)
         except ImgkitError as error:
-            print(f"imgkit: {record.handle}: {error.what}", file=sys.stderr)
+            terminal.err(f"imgkit: {record.handle}: {error.what}")
             now = record
         if now != record:
             submit.keep(now)
@@ -158,8 +158,8 @@ def verb_compare(
         text = comparison.WRITERS[output.suffix.lower()](found)
         with files.replacing(output, failed="cannot be written", hint="name a writable file") as stream:
             stream.write(text.encode())
-        print(f"imgkit: wrote {output}", file=sys.stderr)
-    show(_compared(found), "\n".join(columns(comparison.grid(found))), as_json=as_json)
+        terminal.err(f"imgkit: wrote {output}")
+    show(_compared(found), *columns(comparison.grid(found)), as_json=as_json)
 
 
 def _compared(found: Comparison) -> dict[str, Any]:

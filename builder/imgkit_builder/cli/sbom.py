@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +13,7 @@ from imgkit_builder.cli.common import UNPACK_LIMIT, VERBOSE, complete_names, gig
 from imgkit_builder.cli.conversion import terminable
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.sif import source_of
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,21 +21,11 @@ if TYPE_CHECKING:
     from imgkit_builder.delta.opened import OpenedImage
 
 
-class DocumentFormat(str, enum.Enum):
-    """Form of the document."""
-
-    SPDX = "spdx"
-    CYCLONEDX = "cyclonedx"
-
-
 def verb_sbom(
     image: str = typer.Argument(
         metavar="SIF|ARCHIVE|RECIPE|IMAGE|OCI-DIR",
         autocompletion=complete_names,
         help="A .sif, an archive, a built recipe, a local image or an OCI folder.",
-    ),
-    form: DocumentFormat = typer.Option(
-        DocumentFormat.SPDX, "--format", help="spdx: SPDX 2.3 in JSON. cyclonedx: CycloneDX 1.6 in JSON."
     ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="File to write (default: standard output)."
@@ -46,18 +35,17 @@ def verb_sbom(
 ) -> None:
     """List the packages in an image, with versions, licences and digests.
 
-    Lists Debian and Python packages and imgkit's own files, as a document that
-    scanners read. Runs nothing of the image. A .sif that imgkit converted has its
-    SPDX document inside, at /opt/imgkit/sbom.spdx.json.
+    Lists Debian and Python packages and imgkit's own files, as an SPDX 2.3
+    document in JSON, which scanners read. Runs nothing of the image. A .sif that
+    imgkit converted has its document inside, at /opt/imgkit/sbom.spdx.json.
 
     \b
     Examples:
       imgkit sbom mn5.sif
-      imgkit sbom mn5 --format cyclonedx -o mn5.cdx.json
-      imgkit sbom mn5.tar.zst -o mn5.spdx.json
+      imgkit sbom mn5 -o mn5.spdx.json
+      imgkit sbom mn5.tar.zst
     """
     from imgkit_builder.delta import opened
-    from imgkit_builder.inventory import cyclonedx
     from imgkit_entrypoints import files
 
     with (
@@ -66,16 +54,13 @@ def verb_sbom(
         image_of(image, report, unpack_limit) as found,
     ):
         report.stage(f"list the packages of {image}")
-        if form is DocumentFormat.SPDX:
-            text = opened.document(found)
-        else:
-            text = cyclonedx.document(opened.inventory(found))
+        text = opened.document(found)
     if output is None:
-        sys.stdout.write(text)
+        terminal.document(text)
         return
     with files.replacing(output, failed="cannot be written", hint="name a writable file") as stream:
         stream.write(text.encode())
-    print(f"imgkit: wrote {output}", file=sys.stderr)
+    terminal.err(f"imgkit: wrote {output}")
 
 
 @contextlib.contextmanager

@@ -76,12 +76,6 @@ def verb_sif(
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="X.sif", help="File to write (default: NAME.sif here)."
     ),
-    store: Path | None = typer.Option(
-        None,
-        "--store",
-        metavar="DIR",
-        help="Write into DIR, under the name by which imgkit run finds the .sif in images/ of a remote.",
-    ),
     origin: Origin | None = typer.Option(
         None,
         "--from",
@@ -134,7 +128,9 @@ def verb_sif(
         reporter(as_json=as_json, verbose=verbose) as report,
         source_of(image, origin) as (source, system),
     ):
-        target = _target(image, output, store)
+        if image == "-" and output is None:
+            raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
+        target = output or Path(f"{stem(image)}.sif")
         options = Options(
             runtime=runtime,
             module_hint=module_line(system),
@@ -145,26 +141,14 @@ def verb_sif(
             limits=TarLimits(entries=max_entries, hint=_MORE_ENTRIES),
             force=force,
             test=not no_test,
-            by_digest=store is not None,
             helper=helper(source if isinstance(source, EngineImage) else None),
         )
         if dry_run:
-            text, data = _planned(source, target, options)
+            lines, data = _planned(source, target, options)
         else:
             converted = convert.convert(source, target, options, report)
-            text, data = _result(converted, target.with_name(converted.path.name))
-    show(data, text, as_json=as_json)
-
-
-def _target(image: str, output: Path | None, store: Path | None) -> Path:
-    """The file to write; in a store, the name that stands for it until its digests are known."""
-    if output is not None and store is not None:
-        raise UsageError("-o and --store both say where the .sif goes", where="--store", hint="leave out one")
-    if store is not None:
-        return store / f"{stem(image)}.sif"
-    if image == "-" and output is None:
-        raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
-    return output or Path(f"{stem(image)}.sif")
+            lines, data = _result(converted, target)
+    show(data, *lines, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -218,16 +202,16 @@ def _refuse_sif(path: Path) -> None:
         raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
 
 
-def _planned(source: Source, target: Path, options: Options) -> tuple[str, dict[str, Any]]:
+def _planned(source: Source, target: Path, options: Options) -> tuple[list[str], dict[str, Any]]:
     from imgkit_builder.sif import convert, plan
 
     convert.check_target(target.absolute(), force=options.force)
     commands = plan.commands(source, target.absolute(), options)
     data = {"schema": SCHEMA, "dry_run": True, "sif": str(target), "commands": list(commands)}
-    return "\n".join(commands), data
+    return list(commands), data
 
 
-def _result(converted: Converted, target: Path) -> tuple[str, dict[str, Any]]:
+def _result(converted: Converted, target: Path) -> tuple[list[str], dict[str, Any]]:
     following = next_line(target, "dist-train")
     record = converted.record
     data = {
@@ -247,4 +231,4 @@ def _result(converted: Converted, target: Path) -> tuple[str, dict[str, Any]]:
     if record.image_id:
         lines.append(f"image  {record.image_id}")
     lines += [f"root   sha256:{record.root_sha256}", f"next:  {following}"]
-    return "\n".join(lines), data
+    return lines, data

@@ -8,6 +8,7 @@ import typer
 
 from imgkit_builder.cli.common import JSON, show
 from imgkit_builder.cli.conversion import RUNTIME
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
@@ -60,8 +61,8 @@ def verb_sign(
         way = ("--key", str(key.absolute())) if key else ("--keyidx", str(keyidx))
         sign.sign_sif(file, way, runtime)
         made = file
-    text = f"{made}  signed\nnext:  imgkit verify {file} --keyring KEYRING"
-    show({"schema": SCHEMA, "file": str(file), "signature": str(made)}, text, as_json=as_json)
+    lines = (f"{made}  signed", f"next:  imgkit verify {file} --keyring KEYRING")
+    show({"schema": SCHEMA, "file": str(file), "signature": str(made)}, *lines, as_json=as_json)
 
 
 def require_signatures(keyring: Path | None, *paths: Path) -> None:
@@ -71,10 +72,8 @@ def require_signatures(keyring: Path | None, *paths: Path) -> None:
     ------
     CheckFailed : a file is unsigned, changed, or signed by nobody in `keyring`.
     """
-    import sys
-
     from imgkit_builder.signing import trust
 
     for path in paths if keyring else ():
         assert keyring is not None  # noqa: S101 - for the type checker
-        print(f"imgkit: {path.name} is signed by {trust.require(path, keyring)}", file=sys.stderr)
+        terminal.err(f"imgkit: {path.name} is signed by {trust.require(path, keyring)}")

@@ -58,8 +58,6 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     delta, stack = descriptor.read(delta_file), descriptor.stack(base)
     _check(delta, delta_file, stack)
     note_signatures(stack, report)
-    if not delta.self_sha256:
-        report.note(f"{delta_file.name} is of imgkit 0.1: nothing covers its description, only its files")
     tool = runtime_if_any(options.runtime)
     if tool is not None:
         _refuse_overlays_off(tool, base)
@@ -99,7 +97,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
 
 def clone(original: Path, copy: Path) -> None:
     """Copy a file, immediately if the file system can share blocks."""
-    with original.open("rb") as reading, files.create(copy) as writing:
+    with files.open_regular(original) as reading, files.create(copy) as writing:
         try:
             fcntl.ioctl(writing, _CLONE, reading.fileno())
         except OSError:

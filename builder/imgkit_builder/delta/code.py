@@ -95,7 +95,7 @@ class CodeTree:
             return
         one = self._files[path]
         digest, left = hashlib.sha256(), one.size_bytes
-        with _readable(one.source), one.source.open("rb", buffering=0) as stream:
+        with _readable(one.source), files.open_regular(one.source, buffering=0) as stream:
             # One byte more than expected detects a file that grew.
             while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
                 digest.update(chunk)
@@ -201,7 +201,7 @@ def _write(
 
 
 def _digest(one: CodeFile) -> str:
-    with _readable(one.source), one.source.open("rb", buffering=0) as stream:
+    with _readable(one.source), files.open_regular(one.source, buffering=0) as stream:
         if os.fstat(stream.fileno()).st_size != one.size_bytes:
             raise _changed(one.source)
         return files.sha256(stream, 0, one.size_bytes)

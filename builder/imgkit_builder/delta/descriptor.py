@@ -73,8 +73,6 @@ class Delta:
     """Size of the squashfs."""
     imgkit: str
     """Version of imgkit."""
-    self_sha256: str = ""
-    """Digest of all of the above as `json_text.sealed` makes it; empty in a delta of imgkit 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,6 @@ def append(path: Path, delta: Delta) -> None:
 
 def _text(delta: Delta) -> bytes:
     values = {"schema": SCHEMA, **dataclasses.asdict(delta)}
-    del values[json_text.SEAL]
     return json.dumps(json_text.sealed(values), indent=1, sort_keys=True).encode()
 
 
@@ -132,7 +129,7 @@ def read(path: Path) -> Delta:
 def is_delta(path: Path) -> bool:
     """Whether the file ends like a delta; False also if it cannot be read."""
     try:
-        with path.open("rb") as stream:
+        with files.open_regular(path) as stream:
             stream.seek(-len(_MARK), 2)
             return stream.read() == _MARK
     except OSError:
@@ -143,7 +140,7 @@ def sha256(
     path: Path, delta: Delta, *, start: int = 0, advance: Callable[[int, int | None], None] = lambda *_: None
 ) -> str:
     """Hex digest of the squashfs of `delta`, which starts at byte `start` of `path`."""
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         return files.sha256(stream, start, delta.size_bytes, advance=advance)
 
 
@@ -183,7 +180,7 @@ def stack(path: Path) -> Stack:
 
 
 def _read(path: Path, start: int, size_bytes: int) -> Delta:
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         stream.seek(max(start + size_bytes - _END.size, 0))
         tail = stream.read(_END.size)
         length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
@@ -195,9 +192,10 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         text = stream.read(length)
     try:
         values: dict[str, Any] = json_text.parse(text)
-        if values.pop("schema") != SCHEMA:
+        if values["schema"] != SCHEMA:
             raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
-        json_text.unseal({"schema": SCHEMA, **values})
+        json_text.unseal(values)
+        del values["schema"]
         base = values.pop("base")
         found = json_text.typed(
             Delta(
@@ -207,7 +205,7 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error
-    if found.self_sha256 and _text(found) != text:
+    if _text(found) != text:
         raise CheckFailed("its description is not as imgkit wrote it", where=str(path), hint="copy it again")
     if found.size_bytes + length + _END.size != size_bytes:
         raise CheckFailed(

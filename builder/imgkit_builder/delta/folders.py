@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.delta.tree import Kind, TreeEntry, join
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ToolFailed
 
 CHUNK_BYTES = 1 << 20
@@ -47,7 +48,7 @@ class Folder:
 
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """The bytes of a file."""
-        with (self.root / str(entry.place)).open("rb", buffering=0) as stream:
+        with files.open_regular(self.root / str(entry.place), buffering=0) as stream:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk
 
@@ -90,7 +91,7 @@ class Folder:
             size_bytes=found.st_size if kind == "file" else 0,
             link=os.readlink(place) if kind == "symlink" else "",  # noqa: PTH115 - a Path loses ./ and //
             device=(os.major(found.st_rdev), os.minor(found.st_rdev)),
-            xattrs={name: value for name, value in xattrs.items() if not name.startswith(_OWN)},
+            xattrs=xattrs,
             opaque=xattrs.get(_OPAQUE) == b"y",
             group=found.st_ino if kind == "file" and found.st_nlink > 1 else None,
             place=path,

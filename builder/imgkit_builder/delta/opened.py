@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.sif import image, locked, own_files
 from imgkit_builder.sif.options import Archive, EngineImage, OciFolder
-from imgkit_builder.sif.workspace import remove_tree, tmp_base
+from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import json_text
 
 _MOST_DOCUMENT_BYTES = 64 << 20
@@ -64,15 +63,12 @@ def opened(
         yield _of_layers(found.name, found.config, [Folder(folder) for folder in folders])
         return
     beside = Path.cwd() if isinstance(found, EngineImage) else found.path.absolute()
-    folder = Path(tempfile.mkdtemp(prefix=".imgkit-opened.", dir=tmp_base(beside, None)))
-    try:
+    with scratch(beside) as folder:
         laid = _laid(found, folder / "image", report, unpack_limit_bytes)
         name = found.name if isinstance(found, EngineImage) else str(found.path)
         blobs = laid.folder / "blobs/sha256"
         tars = [Tar(blobs / one.removeprefix("sha256:")) for one in laid.config.diff_ids]
         yield _of_layers(name, laid.config, tars)
-    finally:
-        remove_tree(folder)
 
 
 def inventory(found: OpenedImage) -> Inventory:

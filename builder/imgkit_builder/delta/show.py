@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
@@ -27,16 +27,15 @@ class FileFacts:
     record: ImgkitRecord | None
     deltas: tuple[Delta, ...]
 
-    def to_text(self) -> str:
+    def lines(self) -> tuple[str, ...]:
         """Aligned lines for people."""
         rows = list(self._rows())
         width = max(len(key) for key, _ in rows)
-        return "\n".join(f"{key:{width}}  {value}".rstrip() for key, value in rows)
+        return tuple(f"{key:{width}}  {value}".rstrip() for key, value in rows)
 
-    def to_json(self) -> str:
-        """One JSON object with its schema number."""
-        kind = "sif" if self.record else "delta"
-        return json.dumps({"schema": SCHEMA, "kind": kind, **dataclasses.asdict(self)}, indent=2)
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, with its schema number."""
+        return {"schema": SCHEMA, "kind": "sif" if self.record else "delta", **dataclasses.asdict(self)}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         record = self.record

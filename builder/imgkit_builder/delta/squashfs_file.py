@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.sif import unpack
+from imgkit_builder.delta import unpack
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 STORED = 1 << 24
@@ -41,7 +42,7 @@ class SquashfsFile:
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self._offset = offset
-        self._file = path.open("rb", buffering=0)
+        self._file = files.open_regular(path, buffering=0)
         self.used_bytes = max(os.fstat(self._file.fileno()).st_size - offset, 0)
         """Size of the squashfs."""
         fields = _SUPERBLOCK.unpack(self.raw(0, _SUPERBLOCK.size))

@@ -25,6 +25,7 @@ from imgkit_builder.archive.tar_header import (
 )
 from imgkit_builder.archive.tarstream import expanded
 from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 CHUNK_BYTES = 1 << 20
@@ -63,7 +64,7 @@ class Tar:
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """The bytes of a file."""
         sparse = self._sparse.get(int(entry.place), ((0, entry.size_bytes),))
-        with self.path.open("rb", buffering=0) as stream:
+        with files.open_regular(self.path, buffering=0) as stream:
             stream.seek(int(entry.place))
 
             def take(left: int) -> Iterator[memoryview]:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from imgkit_builder.archive.tar_header import CAPABILITY
 from imgkit_entrypoints.errors import CheckFailed
 
 DEEPEST = 400
@@ -215,10 +216,13 @@ def _relinked(one: TreeEntry, other: TreeEntry, was: _Links, now: _Links) -> boo
 
 
 def differ(one: TreeEntry, other: TreeEntry) -> bool:
-    """Whether two entries of one name are different: in kind, owner, rights, time of a file, or content."""
+    """Whether two entries of one name are different: in kind, owner, rights, time of a file, or content.
+
+    Of extended attributes a capability counts: a squashfs of imgkit has no other.
+    """
     if one is other:
         return False
-    if _about(one) != _about(other) or dict(one.xattrs) != dict(other.xattrs):
+    if _about(one) != _about(other):
         return True
     return one.kind == "file" and (one.size_bytes != other.size_bytes or digest(one) != digest(other))
 
@@ -226,7 +230,8 @@ def differ(one: TreeEntry, other: TreeEntry) -> bool:
 def _about(entry: TreeEntry) -> tuple[object, ...]:
     # Engines and runtimes change the times of folders when they create mount points in them.
     time = entry.mtime_s if entry.kind == "file" else 0
-    return entry.kind, entry.mode, entry.uid, entry.gid, time, entry.link, entry.device
+    owner, capability = (entry.uid, entry.gid), entry.xattrs.get(CAPABILITY)
+    return entry.kind, entry.mode, owner, capability, time, entry.link, entry.device
 
 
 def digest(entry: TreeEntry) -> bytes:

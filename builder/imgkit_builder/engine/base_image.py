@@ -61,7 +61,7 @@ def resolve_base(
         except ImgkitError as error:
             stated = None if override else recipe.where("image", "base")
             local = "without a network, use a local base: --base NAME (list them: docker images)"
-            hint = f"{error.hint}\n  -> {local}" if error.hint else local
+            hint = f"{error.hint}\n{local}" if error.hint else local
             raise type(error)(error.what, where=error.where or stated, hint=hint) from error
     if image.platform != target:
         raise _other_platform(engine, image, name, target, recipe)

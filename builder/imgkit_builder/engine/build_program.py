@@ -55,9 +55,9 @@ def run(
     buildx = [*_BUILDX, "--metadata-file", str(told), *options, "-"]
     argv = _podman(options, token) if builder.name == "podman" else buildx
     env = own_storage() if builder.name == "podman" else _buildx_env(engine)
-    chunks = context_chunks(context, dockerfile, watch)
+    chunks = _context_chunks(context, dockerfile, watch)
     with contextlib.closing(chunks):
-        code = guarded(argv, chunks, watch.text, token=token, containers=builder.containers, env=env)
+        code = _guarded(argv, chunks, watch.text, token=token, containers=builder.containers, env=env)
     if code:
         raise watch.failed(code)
     try:
@@ -92,7 +92,7 @@ def _buildx_env(engine: Engine) -> dict[str, str]:
     return env
 
 
-def context_chunks(
+def _context_chunks(
     context: BuildContext, dockerfile: str, watch: BuildFollower
 ) -> Generator[bytes, None, None]:
     """The tar of `context` with the text `dockerfile` as ``labels.DOCKERFILE``."""
@@ -100,22 +100,21 @@ def context_chunks(
         yield from _chunks(labels.with_dockerfile(tar, dockerfile))
 
 
-def guarded(
+def _guarded(
     argv: list[str],
     chunks: Iterator[bytes],
     take: Callable[[str], None],
     *,
     env: Mapping[str, str],
-    token: str = "",
-    containers: Path | None = None,
-    folder: Path | None = None,
+    token: str,
+    containers: Path | None,
 ) -> int:
     """Feed `chunks` to the program `argv`, give its output to `take`, and return its exit code.
 
     ``build_guard`` ends all of it when this process is interrupted or killed.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with _guard(argv, token, containers, env, folder) as guard:
+    with _guard(argv, token, containers, env) as guard:
         for data in pumped(guard, chunks):
             take(decoder.decode(data))
         return guard.wait()
@@ -123,7 +122,7 @@ def guarded(
 
 @contextlib.contextmanager
 def _guard(
-    argv: list[str], token: str, containers: Path | None, env: Mapping[str, str], folder: Path | None
+    argv: list[str], token: str, containers: Path | None, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
     ended, alive = os.pipe()
@@ -137,7 +136,6 @@ def _guard(
             stdout=subprocess.PIPE,
             bufsize=0,
             env=dict(env),
-            cwd=folder,
             pass_fds=(ended,),
             start_new_session=True,
         ) as guard,

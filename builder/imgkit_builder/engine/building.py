@@ -22,6 +22,7 @@ from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
 from imgkit_builder.engine.images import ImageInfo, check_name, inspect
 from imgkit_builder.engine.transfer import add_tag
 from imgkit_builder.image import manifest as manifests
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 if TYPE_CHECKING:
@@ -53,12 +54,12 @@ def build(
     report: Reporter,
     builder: Choice | None = None,
     no_cache: bool = False,
-    hide: Callable[[str], str] = str,
+    hide: Callable[[str], str] = secret_patterns.masked,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
     """Build `context` with `builder`, by default the classic one, and name the result `tag`.
 
-    `hide` puts stars into a line of output before anything else sees it.
+    `hide` puts stars into a line of output before anything else sees it, and into the kept Dockerfile.
 
     The tag moves last, after the architecture has been checked and `accept` has returned. A build that
     fails, is interrupted or is not accepted leaves the old image under its name.
@@ -78,7 +79,7 @@ def build(
         locked=context.source_date_epoch is not None,
     )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + marks.instruction(values)
-    files.put(folder / "Dockerfile", dockerfile)
+    files.put(folder / "Dockerfile", hide(dockerfile))
     log = folder / "build.log"
     builder = builder or Choice(name="classic")
     if builder.note:

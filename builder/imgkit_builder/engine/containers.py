@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import clean, translated
+from imgkit_builder.engine.errors import translated
+from imgkit_entrypoints.terminal import unstyled
 
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
@@ -130,7 +131,7 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
         with translated(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
-    return Finished(argv=tuple(argv), returncode=code, output=clean(output.decode("utf-8", "replace")))
+    return Finished(argv=tuple(argv), returncode=code, output=unstyled(output.decode("utf-8", "replace")))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.terminal import unstyled
 
 _NETWORK = (
     "dial tcp",
@@ -42,7 +43,7 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
     doing : the operation, for example ``pull nvcr.io/x:1``.
     name : the image's name, for the hint.
     """
-    said = clean(message).strip()
+    said = unstyled(message).strip()
     low = said.lower()
     hint = hint_for(low)
     if "invalid reference format" in low:
@@ -111,14 +112,6 @@ def registry_of(name: str) -> str:
     """``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``; empty for Docker Hub's short names."""
     first, slash, _ = name.partition("/")
     return first if slash and ("." in first or ":" in first or first == "localhost") else ""
-
-
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def clean(text: str) -> str:
-    """`text` without terminal colours: the engine wraps standard error of RUN in red."""
-    return _ANSI.sub("", text)
 
 
 @contextlib.contextmanager

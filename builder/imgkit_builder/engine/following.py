@@ -15,10 +15,12 @@ from typing import Any, TextIO
 from imgkit_builder.base.process import TAIL_LINES
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.dockerfile import instruction_lines
-from imgkit_builder.engine.errors import clean, explain, hint_for
+from imgkit_builder.engine.errors import explain, hint_for
 from imgkit_builder.engine.events import Event, error_of
 from imgkit_builder.engine.labels import DOCKERFILE
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.terminal import unstyled
 
 _STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
@@ -38,7 +40,7 @@ class BuildFollower:
         base: str,
         log_path: Path,
         report: Reporter,
-        hide: Callable[[str], str] = str,
+        hide: Callable[[str], str] = secret_patterns.masked,
     ) -> None:
         self._log, self.log_path, self._hide = log, log_path, hide
         self._dockerfile, self._base, self.report = dockerfile, base, report
@@ -85,21 +87,18 @@ class BuildFollower:
         # Podman repeats the instruction.
         error = explain(_REPEATED.sub("", message), doing=doing, name=self._base)
         # The engine only reports "returned a non-zero code": the reason is in the step's output.
-        hint = self._advice(error)
+        # A script of imgkit's own has said what helps.
+        said = any("imgkit: " in line for line in self._tail)
+        hint = error.hint or ("" if said else hint_for("\n".join(self._tail))) or ""
         if self._tail:
             hint = "its last lines:\n" + "\n".join(self._tail) + (f"\n{hint}" if hint else "")
         hint = f"{hint}\n{self._where_to_look()}".strip()
         line = _parse_error(message) or self._line_of_step()
         return type(error)(error.what, where=self._origin(line), hint=hint)
 
-    def _advice(self, error: ImgkitError) -> str:
-        # A script of imgkit's own has said what helps.
-        said = any("imgkit: " in line for line in self._tail)
-        return error.hint or ("" if said else hint_for("\n".join(self._tail))) or ""
-
     def _line(self, line: str) -> None:
         # A progress bar rewrites its line; only the last text counts.
-        text = self._hide(clean(line).rstrip("\r").rpartition("\r")[2])
+        text = self._hide(unstyled(line).rstrip("\r").rpartition("\r")[2])
         self._log.write(text + "\n")
         self._log.flush()
         self._understand(text)

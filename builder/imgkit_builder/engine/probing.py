@@ -24,17 +24,17 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
     so a cached result never becomes wrong.
     """
-    found = known(base.id)
+    found = _known(base.id)
     if found is not None:
         return found
     name = base.name if engine.names_manifests else base.id or base.name
     finished = containers.run(engine, name, inside.argv(), platform=base.platform)
-    return learned(base.id, finished.output) or Probe(
+    return _learned(base.id, finished.output) or Probe(
         skipped=_why_not(engine, base, finished.returncode, finished.output)
     )
 
 
-def learned(image_id: str, output: str) -> Probe | None:
+def _learned(image_id: str, output: str) -> Probe | None:
     """The probe in the `output` of ``image.inside``, which is kept for later; None where it has none."""
     seen = inside.parse(output)
     if seen is None:
@@ -64,7 +64,7 @@ def _kept(image_id: str) -> Path:
     return files.cache_dir() / "probe" / f"{image_id.partition(':')[2] or 'unknown'}.json"
 
 
-def known(image_id: str) -> Probe | None:
+def _known(image_id: str) -> Probe | None:
     """The probe of an earlier run."""
     try:
         data = json_text.parse(files.read_own(_kept(image_id)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from imgkit_builder.engine.connection import connect
 from imgkit_builder.engine.images import inspect
 from imgkit_builder.image.manifest import STANDIN_LABEL
+from imgkit_entrypoints.terminal import shown
 
 SCHEMA = 1
 STANDIN_WARNING = "STAND-IN: its base has no NVIDIA software; for tests only, not for a cluster"
@@ -32,7 +33,7 @@ class ImageFacts:
     layers: int
     labels: Mapping[str, str]
 
-    def to_text(self) -> str:
+    def lines(self) -> list[str]:
         """Aligned lines for people."""
         rows = [
             ("image", ", ".join(self.tags) or "(no tag)"),
@@ -43,15 +44,15 @@ class ImageFacts:
             ("recipe", self.recipe or "(not built by imgkit)"),
             ("base", self.base),
             ("created", self.created),
-            *((f"label {key}", value) for key, value in sorted(self.labels.items())),
+            *((f"label {shown(key)}", value) for key, value in sorted(self.labels.items())),
         ]
         width = max(len(key) for key, _ in rows)
         lines = [f"{key:{width}}  {value}".rstrip() for key, value in rows if value]
-        return "\n".join([STANDIN_WARNING, *lines] if self.standin else lines)
+        return [STANDIN_WARNING, *lines] if self.standin else lines
 
-    def to_json(self) -> str:
-        """One JSON object with its schema number."""
-        return json.dumps({"schema": SCHEMA, "kind": "image", **dataclasses.asdict(self)}, indent=2)
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, with its schema number."""
+        return {"schema": SCHEMA, "kind": "image", **dataclasses.asdict(self)}
 
 
 def image_facts(name: str) -> ImageFacts:

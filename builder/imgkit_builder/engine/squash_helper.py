@@ -25,10 +25,11 @@ from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import connection, containers
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import broken, clean, translated
+from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.images import ImageInfo, find
 from imgkit_builder.engine.transfer import pull
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
+from imgkit_entrypoints.terminal import unstyled
 
 REPOSITORY = "imgkit-squash"
 DEBIAN = "debian:stable-slim"
@@ -119,7 +120,7 @@ class EngineHelper:
             with translated("install squashfs-tools in a container"), self.engine.patient() as api:
                 api.start(name)
                 for data in api.logs(name, stream=True, follow=True):
-                    for line in clean(data.decode("utf-8", "replace")).splitlines():
+                    for line in unstyled(data.decode("utf-8", "replace")).splitlines():
                         report.line(line)
                         lines.append(line)
             code, _ = self._ended(name)
@@ -143,7 +144,7 @@ class EngineHelper:
         with translated("wait for mksquashfs"), self.engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
-        return code, clean(output.decode("utf-8", "replace")).strip()
+        return code, unstyled(output.decode("utf-8", "replace")).strip()
 
     @contextlib.contextmanager
     def feed(

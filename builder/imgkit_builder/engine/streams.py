@@ -9,9 +9,10 @@ from imgkit_builder.archive import tarstream
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers, platforms
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import clean, explain, translated
+from imgkit_builder.engine.errors import explain, translated
 from imgkit_builder.engine.images import inspect
 from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.terminal import unstyled
 
 _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
@@ -103,7 +104,7 @@ def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
         return
     at = tail.rfind(b'{"errorDetail"')
     if at >= 0:
-        raise explain(clean(tail[at:].decode("utf-8", "replace")), doing=doing)
+        raise explain(unstyled(tail[at:].decode("utf-8", "replace")), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",

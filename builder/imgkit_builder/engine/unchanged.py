@@ -221,8 +221,11 @@ def _kept(asked: Asked, place: Endpoint) -> Path:
 
 
 def _sha256(path: Path) -> str:
-    """Digest of a file; empty where it is none: a FIFO would never end."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    """Digest of a file; empty where there is none."""
+    try:
+        return hashlib.sha256(files.read_bytes(path)).hexdigest()
+    except OSError:
+        return ""
 
 
 def _own_state() -> str:

@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.apptainer import rights
-from imgkit_builder.apptainer.rights import Rights
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.buildah import program
 from imgkit_builder.examine import engines
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import mksquashfs, runtime, space, squash_ways
 from imgkit_builder.sif.squasher import PACKED_SHARE
 from imgkit_builder.sif.workspace import tmp_base
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
@@ -51,7 +50,7 @@ class Machine:
     def text(self, path: str) -> str:
         """Stripped content of a small file below the root; empty where it cannot be read."""
         try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+            return files.read_text(self.root / path, errors="replace").strip()
         except OSError:
             return ""
 
@@ -75,7 +74,6 @@ def examine(
         *_modules(target),
         *(_unprivileged(machine, tool) if tool.verdict in ("ok", "warn") else ()),
         *definitions,
-        *_buildah(machine),
         way,
         _zstd(),
         *_disks(machine, purpose, engine),
@@ -170,16 +168,7 @@ def _namespaces(machine: Machine) -> Check:
 
 def _definitions(machine: Machine) -> Check:
     """How steps of a recipe would run without an engine."""
-    return _steps("build --with apptainer", rights.look(root=machine.root, uid=machine.uid))
-
-
-def _buildah(machine: Machine) -> Iterator[Check]:
-    """How buildah would run them, where it is installed."""
-    if shutil.which(program.NAME):
-        yield _steps("build --with buildah", program.look(root=machine.root, uid=machine.uid))
-
-
-def _steps(name: str, found: Rights) -> Check:
+    name, found = "build --with apptainer", rights.look(root=machine.root, uid=machine.uid)
     if not found.way:
         return Check(name=name, verdict="warn", found=found.fault, hint=found.hint)
     said = f"steps run {found.way}"

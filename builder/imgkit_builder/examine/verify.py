@@ -20,6 +20,7 @@ from imgkit_builder.sif.coverage import Findings
 from imgkit_builder.sif.image import SifImage
 from imgkit_builder.signing import trust
 from imgkit_builder.signing.keys import Signer
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
@@ -44,7 +45,7 @@ def verify(
     """
     report = report or Silent()
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             start = file.read(512)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
@@ -148,10 +149,6 @@ def _against_sidecar(path: Path, held: Contents, image: SelectedImage[HashedFile
         absent = sidecar.json_path(path).name
         return Check(name="sidecar", verdict="skip", found=f"{absent} is missing")
     wrong = _differences(described, held, image)
-    if not wrong and described.image.id != image.config.image_id:
-        found = f"it names the image by its manifest, {described.image.id}, as imgkit 0.1 did"
-        hint = f"the image id is {image.config.image_id}; for a sidecar with it: imgkit save"
-        return Check(name="sidecar", verdict="warn", found=found, hint=hint)
     verdict: Verdict = "fail" if wrong else "ok"
     found = wrong or f"{described.image.tag}, {described.image.platform}, {described.image.id}"
     hint = "the sidecar belongs to another archive: copy both again" if wrong else ""
@@ -160,7 +157,7 @@ def _against_sidecar(path: Path, held: Contents, image: SelectedImage[HashedFile
 
 def _differences(described: Sidecar, held: Contents, image: SelectedImage[HashedFile]) -> str:
     stated = described.image
-    if stated.id not in (image.config.image_id, *held.manifest_digests):
+    if stated.id != image.config.image_id:
         return f"it describes image {stated.id}, the archive has {image.config.image_id}"
     if stated.diff_ids != image.config.diff_ids:
         return "its list of layers differs from that in the archive"
@@ -194,7 +191,7 @@ def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[
     root_sha256 = sif.root_sha256(path, advance=report.advance)
     root = _root_partition(image, root_sha256)
     yield root
-    yield _coverage(image, coverage.check(path, root_sha256=root_sha256))
+    yield _coverage(coverage.check(path, root_sha256=root_sha256))
     yield _signatures(image, keyring)
     yield from _deltas(image, report)
     if root.verdict == "fail":
@@ -232,9 +229,6 @@ def _delta(name: str, delta: Delta, actual: str) -> Check:
         found = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
         return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
     found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
-    if not delta.self_sha256:
-        hint = "imgkit 0.1 made it; imgkit delta makes one that covers its description"
-        return Check(name=name, verdict="warn", found=f"{found}; no digest of its description", hint=hint)
     return Check(name=name, verdict="ok", found=found)
 
 
@@ -252,22 +246,18 @@ def _root_partition(image: SifImage, actual: str) -> Check:
     return Check(name=name, verdict="ok", found=found)
 
 
-def _coverage(image: SifImage, found: Findings) -> Check:
+def _coverage(found: Findings) -> Check:
     """What the coverage object says; without a record, another tool made the file."""
     name = "coverage"
     if found.faults:
         more = f"; {len(found.faults) - 1} more differences" if len(found.faults) > 1 else ""
-        hint = "copy it again, or convert it again; an imgkit before 0.2 that applied a delta also does this"
+        hint = "copy it again, or convert it again"
         return Check(name=name, verdict="fail", found=f"differs: {found.faults[0]}{more}", hint=hint)
-    if found.covered:
-        return Check(
-            name=name, verdict="ok", found=f"header, descriptors and {found.objects} objects as recorded"
-        )
-    if image.record is None:
+    if not found.covered:
         return Check(name=name, verdict="skip", found="the file has no record of imgkit")
-    about = f"imgkit {image.record.imgkit} wrote no digests of the header and the small objects"
-    hint = f"to have them, convert it again: imgkit sif IMAGE --force -o {image.path.name}"
-    return Check(name=name, verdict="warn", found=about, hint=hint)
+    return Check(
+        name=name, verdict="ok", found=f"header, descriptors and {found.objects} objects as recorded"
+    )
 
 
 def _signatures(image: SifImage, keyring: Path | None) -> Check:

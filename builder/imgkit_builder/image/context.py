@@ -30,7 +30,7 @@ from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
-from imgkit_builder.recipe import portable, requirements
+from imgkit_builder.recipe import portable, requirements, sources
 from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedWheel
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import system
@@ -128,6 +128,7 @@ def pack(
         wheel_sha256=wheel.sha256,
         # Two builds of a lock are equal, also outside of a git repository.
         revision="" if recipe.lock else revision,
+        projects=requirements.installed(recipe.image.pip),
     )
     packed = [
         members.file("Dockerfile", dockerfile.encode()),
@@ -267,7 +268,7 @@ def revision(folder: Path) -> str:
     try:
         head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
         tracked = process.run([*git, "ls-files", "--", "."], check=False)
-        changed = process.run([*git, "status", "--porcelain", "--", "."], check=False)
+        changed = process.run([*git, "status", "--porcelain", "--", *sources.GIT_PATHS], check=False)
     except ToolMissing:
         return ""
     commit = re.search(r"^[0-9a-f]{40,64}$", head.output, re.MULTILINE)
@@ -282,7 +283,7 @@ def certificates(recipe: Recipe) -> Iterator[TarMember]:
     for number, file in enumerate(recipe.image.ca):
         with members.readable(file, recipe.where("image", "ca", number), "name another file"):
             # A file without a last line end would spoil the bundle.
-            yield members.file(layers.certificate_member(number), file.read_bytes().rstrip() + b"\n")
+            yield members.file(layers.certificate_member(number), files.read_bytes(file).rstrip() + b"\n")
 
 
 def _locked(recipe: Recipe) -> Iterator[TarMember]:
@@ -316,7 +317,7 @@ def _kept(recipe: Recipe, folder: str, locked: Iterable[LockedDeb | LockedWheel]
         if file is None:
             continue
         otherwise = "remove it, or make it again: imgkit lock --keep"
-        with members.readable(file, otherwise=otherwise), file.open("rb") as stream:
+        with members.readable(file, otherwise=otherwise), files.open_regular(file) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             found = files.sha256(stream, 0, size_bytes)
         if found != one.sha256:
@@ -342,7 +343,7 @@ def requirements_files(recipe: Recipe) -> Iterator[TarMember]:
             continue
         stated = recipe.where("image", "pip", number, "requirements")
         with members.readable(step.requirements, stated, "name another file"):
-            data = step.requirements.read_bytes()
+            data = files.read_bytes(step.requirements)
         for line, text in enumerate(data.decode(errors="replace").splitlines(), 1):
             # A recipe's check refuses this too; the file may have changed since.
             if requirements.names_other_file(text):

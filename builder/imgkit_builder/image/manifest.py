@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from imgkit_builder.recipe.requirements import InstalledProject
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = 1
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
+LOCK_TOML = "/opt/imgkit/lock.toml"
+"""The lock in an image that was built by one."""
 STANDIN_LABEL = "imgkit.standin"
 CONTEXT_LABEL = "imgkit.context.sha256"
 LOCK_LABEL = "imgkit.lock.sha256"
@@ -67,6 +70,8 @@ class Manifest:
     """Digest of the imgkit_entrypoints wheel in the image."""
     revision: str = ""
     """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git."""
+    projects: tuple[InstalledProject, ...] = ()
+    """What the recipe's pip steps install of the user's own."""
 
 
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:
@@ -92,10 +97,14 @@ def time_of_build(locked: int | None = None) -> str:
 
     `locked` is the time of the lock that the build follows: it wins, so that every build states the same.
     """
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    seconds = int(epoch) if epoch.isdigit() else int(time.time())
-    seconds = seconds if locked is None else locked
+    seconds = now_s() if locked is None else locked
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def now_s() -> int:
+    """Seconds since 1970; ``SOURCE_DATE_EPOCH`` where that is set."""
+    stated = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(stated) if stated.isdigit() else int(time.time())
 
 
 def to_json(manifest: Manifest) -> str:
@@ -119,6 +128,9 @@ def from_json(text: str) -> Manifest:
         base = dict(data.pop("base"))
         probe = dict(base.pop("probe"))
         probe["pip_conflicts"] = tuple(probe["pip_conflicts"])
-        return json_text.typed(Manifest(base=BaseImage(probe=Probe(**probe), **base), **data))
+        projects = tuple(InstalledProject(**one) for one in data.pop("projects", ()))
+        return json_text.typed(
+            Manifest(base=BaseImage(probe=Probe(**probe), **base), projects=projects, **data)
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"not an imgkit manifest: {error}") from error

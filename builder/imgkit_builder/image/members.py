@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from imgkit_builder.recipe import sources
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 CHUNK_BYTES = 1 << 20
@@ -222,7 +223,7 @@ def _content(member: TarMember) -> Iterator[bytes]:
         yield member.data
         return
     left = member.size_bytes
-    with readable(member.source), member.source.open("rb", buffering=0) as stream:
+    with readable(member.source), files.open_regular(member.source, buffering=0) as stream:
         # Reading one byte more than expected detects a file that grew.
         while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
             left -= len(chunk)

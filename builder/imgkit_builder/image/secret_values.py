@@ -9,6 +9,7 @@ from pathlib import Path
 from imgkit_builder.image import members
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.recipe.model import BuildSecret, Recipe
+from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 
 LEAST = 8
@@ -24,10 +25,10 @@ class SecretValues:
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def masked(self, text: str) -> str:
-        """`text` with stars in the place of values."""
+        """`text` with stars in the place of these values, and of what else looks like a secret."""
         for line in self.lines:
             text = text.replace(line, "***")
-        return text
+        return secret_patterns.masked(text)
 
 
 def read(recipe: Recipe) -> SecretValues:
@@ -71,7 +72,7 @@ def _value(secret: BuildSecret, where: str) -> str:
         return value
     file = secret.file or Path()
     try:
-        return file.read_text(encoding="utf-8", errors="surrogateescape")
+        return files.read_text(file, errors="surrogateescape")
     except OSError as error:
         raise UsageError(
             f"the file of the secret {secret.id} cannot be read: {error.strerror}",

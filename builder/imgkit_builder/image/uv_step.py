@@ -16,8 +16,10 @@ from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, UvComma
 from imgkit_builder.recipe import uv_lock
 from imgkit_builder.recipe.lock import UV_STEP, LockedWheel
 from imgkit_builder.recipe.model import PipStep, Recipe
-from imgkit_builder.recipe.uv_lock import UvLock, canonical
+from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.uv_lock import UvLock
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.files import read_text
 
 LOCK = ContextFile(member="imgkit/uv.json", path=f"{INSIDE}/uv.json")
 PROGRAM = ContextFile(member="imgkit/uv-inside.py", path=f"{INSIDE}/uv-inside.py")
@@ -133,7 +135,7 @@ def _named(step: PipStep) -> Iterator[str]:
     """Normalised names of the packages that a pip step names itself."""
     lines = list(step.packages)
     if step.requirements is not None:
-        lines += step.requirements.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines += read_text(step.requirements, errors="replace").splitlines()
     for line in lines:
         if name := re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", line):
             yield canonical(name[1])

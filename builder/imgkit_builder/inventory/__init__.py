@@ -1,5 +1,5 @@
-"""What an image holds: packages, their licences and digests, and the documents that list them. Pure.
+"""What an image holds: packages, their licences and digests, and the document that lists them. Pure.
 
 Read in this order: ``packages``, ``paragraphs``, ``licences``, ``debian``, ``python``,
-``lock_entries``, ``collector``, ``purl``, ``spdx``, ``cyclonedx``.
+``lock_entries``, ``collector``, ``purl``, ``spdx``.
 """

@@ -32,7 +32,6 @@ _MOST_TEXT_BYTES = 2 << 20
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
 _MOST_HOPS = 8
-_LOCK = f"{BAKED}/lock.toml"
 _STATUS = "var/lib/dpkg/status"
 _STATUS_FOLDER = "var/lib/dpkg/status.d/"
 _RELEASES = ("etc/os-release", "usr/lib/os-release")
@@ -134,7 +133,7 @@ class InventoryCollector:
                 self._manifest = manifest.from_json(data.decode())
             except (ValueError, UsageError):
                 self._leave_out(path, "not a manifest of imgkit")
-        elif path == _LOCK:
+        elif f"/{path}" == manifest.LOCK_TOML:
             self._locked = lock_entries.entries(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:

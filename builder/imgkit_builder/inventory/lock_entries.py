@@ -15,7 +15,7 @@ from imgkit_entrypoints import json_text
 _HEAD = re.compile(r"\[\[platforms\.(apt|pip)\]\]")
 _VALUE = re.compile(r'(name|version|architecture|url|sha256) = (".*")')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_URL = re.compile(r"https?://[!-~]{1,2000}")
+_URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe/lock_file.py reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ def document(inventory: Inventory) -> str:
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
         "name": inventory.recipe or "image",
-        "creationInfo": {"created": time_text(inventory), "creators": [f"Tool: imgkit-{__version__}"]},
+        "creationInfo": {"created": _time_text(inventory), "creators": [f"Tool: imgkit-{__version__}"]},
         "packages": [*packages, *listed],
         "files": baked,
         "relationships": [
@@ -47,7 +47,7 @@ def document(inventory: Inventory) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def time_text(inventory: Inventory) -> str:
+def _time_text(inventory: Inventory) -> str:
     """When the image was made, in RFC 3339."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
 

@@ -1,14 +1,20 @@
-"""The system that a .sif is for, read from the image without a runtime."""
+"""The system that a .sif is for and the projects in it, read from the image without a runtime."""
 
 from __future__ import annotations
 
+import posixpath
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from imgkit_builder.delta import source, tree
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.image import manifest
+from imgkit_builder.recipe.requirements import InstalledProject, canonical
 from imgkit_builder.recipe.targets import Target, checked
-from imgkit_builder.sif import image
-from imgkit_entrypoints import system
+from imgkit_builder.sif import image, own_files
+from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import CheckFailed
 
 
@@ -32,7 +38,57 @@ def target(path: Path) -> Target:
             where=str(path),
             hint=f"name the recipe: imgkit job RECIPE --image {path} ...",
         ) from error
-    return checked(Target(name=made.recipe, system=facts, platforms=(f"linux/{sif.arch}",), file=path))
+    platforms = (f"linux/{sif.arch}",)
+    return checked(
+        Target(name=made.recipe, system=facts, platforms=platforms, file=path, projects=made.projects)
+    )
+
+
+def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...]:
+    """The projects that the .sif `path`, with the delta `overlay` over it, has installed by its recipe.
+
+    The project `name` is among them also if another command installed it. Raises as `target` does.
+    """
+    layers = source.mounted(image.read(path))
+    if overlay:
+        layers = (SquashfsLayer(Path(overlay)), *layers)
+    made = tree.content(layers, manifest.MANIFEST_JSON)
+    stated = manifest.from_json(made.decode()).projects if made else ()
+    if any(one.name == name for one in stated):
+        return stated
+    return (*stated, *_distributions(layers, name))
+
+
+def _distributions(layers: tree.Stack, name: str) -> Iterator[InstalledProject]:
+    """The project `name` in the folders where the Pythons of the image's PATH find packages."""
+    script = tree.content(layers, own_files.ENVIRONMENT) or b""
+    path = own_files.variables(script.decode(errors="replace")).get("PATH", "")
+    prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
+    libs = [f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "local/lib")]
+    pythons = [f"{lib}/{one}" for lib in libs for one in _names(layers, lib) if one.startswith("python3")]
+    is_locked = tree.find(layers, manifest.LOCK_TOML.strip("/")) is not None
+    for folder in (f"{python}/{kind}" for python in pythons for kind in ("site-packages", "dist-packages")):
+        for one in _names(layers, folder):
+            about = one.removesuffix(".dist-info")
+            if about == one or canonical(about.rpartition("-")[0]) != name:
+                continue
+            stated = tree.content(layers, f"{folder}/{one}/direct_url.json")
+            if stated is not None or not is_locked:  # a locked .sif has none, whatever pip wrote
+                yield InstalledProject(name=name, folder=_editable(stated or b""))
+
+
+def _names(layers: tree.Stack, path: str) -> Iterable[str]:
+    node = tree.find(layers, path)
+    return tree.children(node.layers, path) if node and node.entry.kind == "dir" else ()
+
+
+def _editable(direct_url: bytes) -> str:
+    """The folder to which an editable installation leads (PEP 610); empty for any other."""
+    try:
+        stated: Any = json_text.parse(direct_url)
+        return unquote(urlsplit(stated["url"]).path) if stated["dir_info"].get("editable") else ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
 
 
 def _text(layers: tree.Stack, path: str) -> str:

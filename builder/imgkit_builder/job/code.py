@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import os
+import posixpath
+import re
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,15 @@ from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.delta import code as code_delta
+from imgkit_builder.delta import tree
 from imgkit_builder.delta.code import CodeFile, CodeTree
+from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.job.request import CodeRecord, Request
+from imgkit_builder.job import baked
+from imgkit_builder.job.request import CodeRecord, Job, Request
 from imgkit_builder.recipe import sources
+from imgkit_builder.recipe.requirements import PYPROJECT, InstalledProject, project_name
+from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 LARGE_BYTES = 100 * 10**6
@@ -30,6 +37,8 @@ class CodeFolder:
     folder: Path
     tree: CodeTree
     record: CodeRecord
+    projects: tuple[InstalledProject, ...]
+    """The Python projects in it, with their folders in the job; of one without a folder it is only a part."""
 
     @property
     def name(self) -> str:
@@ -63,12 +72,103 @@ def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
         _refuse_large(folder, found)
     if sum(one.size_bytes for one in found) > LARGE_BYTES:
         report.stage(f"read {folder}")
-    tree = CodeTree(found, report)
+    layer = CodeTree(found, report)
     described, clean = _git_state(folder)
     record = CodeRecord(
-        sha256=tree.sha256, git=described, uncommitted=not clean, replace=request.code_replace
+        sha256=layer.sha256, git=described, uncommitted=not clean, replace=request.code_replace
     )
-    return CodeFolder(folder=folder, tree=tree, record=record)
+    projects = tuple(_projects(folder, found))
+    return CodeFolder(folder=folder, tree=layer, record=record, projects=projects)
+
+
+def _projects(folder: Path, found: Iterable[CodeFile]) -> Iterator[InstalledProject]:
+    files = {one.name: one.source for one in found if one.kind == "file"}
+    for name, file in files.items():
+        if posixpath.basename(name) == PYPROJECT:
+            place = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
+            yield InstalledProject(name=project_name(file), folder=place)
+    if PYPROJECT not in files and any(re.fullmatch(r"([^/]+/)?__init__\.py", name) for name in files):
+        above = [parent / PYPROJECT for parent in folder.resolve().parents]
+        nearest = [file for file in above if file.is_file()][:1]
+        yield from (InstalledProject(name=project_name(file)) for file in nearest)
+
+
+def refuse_unused(code: CodeFolder, recipe: Target, sif: Path | None, overlay: str = "") -> None:
+    """Refuse code with a project that Python finds elsewhere in the image: that would run, and not the code.
+
+    Parameters
+    ----------
+    sif : the image, where it is here; else what is known of `recipe` counts.
+
+    Raises
+    ------
+    UsageError : names the recipe's line where it is known, and what to write there.
+    """
+    _refuse_unused(code.projects, f"--code {code.folder}", recipe, sif, overlay)
+
+
+def refuse_unused_bind(job: Job, sif: Path | None) -> None:
+    """Refuse a folder over that of the code, as `refuse_unused` does, where the folder is here."""
+    for text in job.binds:
+        source, target = (*text.split(":"), "")[:2]
+        file = Path(source, PYPROJECT)
+        if f"{target or source}/".startswith(f"/{CODE_PLACE}/") and file.is_file():
+            sent = InstalledProject(name=project_name(file), folder=posixpath.normpath(target or source))
+            _refuse_unused([sent], f"--bind {text}", job.recipe, sif, job.overlay)
+
+
+def _refuse_unused(
+    projects: Sequence[InstalledProject], given: str, recipe: Target, sif: Path | None, overlay: str
+) -> None:
+    own = next((one.name for one in projects if one.folder in ("", f"/{CODE_PLACE}")), "")
+    installed = recipe.projects if sif is None else baked.projects(sif, overlay, own)
+    for sent in projects:
+        for one in installed:
+            if one.name == sent.name and (not one.folder or one.folder != sent.folder):
+                raise _unused(sent, one, given, recipe)
+
+
+def _unused(sent: InstalledProject, found: InstalledProject, given: str, recipe: Target) -> UsageError:
+    name = f"the project {sent.name}" if sent.name else "a project without a name"
+    holds = f"has {name} in {sent.folder}" if sent.folder else f"is only a part of {name}"
+    runs = f"that in {found.folder}" if found.folder else "its copy in site-packages"
+    wanted = sent.folder or f"/{CODE_PLACE}"
+    steps = (one.step for one in (*recipe.projects, found) if one.name == found.name)
+    step = next((one for one in steps if one is not None), None)
+    key = "a pip step" if step is None else f"image.pip[{step}]"
+    hints = [] if sent.folder else ["--code with the whole folder of the project"]
+    if found.folder != wanted:
+        hints.append(
+            f"set `editable: {wanted}` in {key} of the recipe {recipe.name}, and build the image again"
+        )
+    return UsageError(
+        f"the code {holds}, but the image runs {runs}",
+        where=recipe.where("image", "pip", step or 0, "project") if recipe.positions else given,
+        hint="; ".join(hints),
+    )
+
+
+def refuse_shadowed(code: CodeFolder, job: Job) -> None:
+    """Refuse a command that names files outside of the code, which lie here, where the code has the same.
+
+    Raises
+    ------
+    UsageError : the job would run files that may change until it starts, and its record would name the code.
+    """
+    root, folder = code.folder.resolve(), job.directory.resolve()
+    other = "another folder for the job: --directory DIR"
+    for before, word in zip(("", *job.command), job.command, strict=False):
+        module = word.partition(".")[0] if before == "-m" else ""
+        for part in (module, f"{module}.py") if module else (word,):
+            here = os.path.normpath(folder / part)
+            for name in (os.path.normpath(part), os.path.relpath(here, root)):
+                sent = tree.find((code.tree,), f"{CODE_PLACE}/{name}")
+                if sent and (module or sent.entry.kind == "file") and os.path.lexists(here):
+                    raise UsageError(
+                        f"the job would read {here}, and not what --code {code.folder} sends",
+                        where=f"the command's {word}",
+                        hint=other if module else f"/{CODE_PLACE}/{name}, or {other}",
+                    )
 
 
 def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
@@ -141,7 +241,7 @@ def _git_state(folder: Path) -> tuple[str, bool]:
     git = (*process.GIT, "-C", folder)
     try:
         described = process.run((*git, "describe", "--always", "--dirty"), check=False)
-        changed = process.run((*git, "status", "--porcelain", "--", "."), check=False)
+        changed = process.run((*git, "status", "--porcelain", "--", *sources.GIT_PATHS), check=False)
     except ToolMissing:
         return "", False
     if described.returncode or changed.returncode:

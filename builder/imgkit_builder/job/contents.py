@@ -11,6 +11,7 @@ from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import fields
+from imgkit_builder.job.flags import declared
 from imgkit_builder.job.request import CodeRecord, Job, Request, RunBy
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
@@ -44,8 +45,6 @@ def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> s
 def making(job: Job) -> tuple[str, ...]:
     """The words that make the image of a job which makes one."""
     request = job.request
-    if job.maker:
-        return job.maker
     if request.archive is not None:
         return (*process.own_words(), "sif", str(request.archive.absolute()), "-o", job.image)
     file = Path(request.build)
@@ -102,6 +101,33 @@ def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None
     """Variables that are set inside the container; the user's own win."""
     given = (variable(text) for text in request.env if "=" in text)
     return {**_delta_id(run_by, Path(image), delta), **dict(given)}
+
+
+def refuse_secrets(recipe: Target, request: Request) -> None:
+    """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
+
+    ``--env`` has a check of its own, `variable`.
+    """
+    system = recipe.system
+    given: list[tuple[str, tuple[str, ...]]] = [
+        ("COMMAND", request.command),
+        (recipe.where("system", "runtime", "options"), system.runtime.options),
+        (recipe.where("system", "queue", "options"), system.queue.options),
+    ]
+    for flags in (request, *request.system_flags):
+        for known in declared(type(flags)):
+            value = getattr(flags, known.field)
+            given.append((known.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,)))))
+    for where, arguments in given:
+        if where == "--env":
+            continue
+        if kind := secret_patterns.in_arguments(arguments):
+            raise UsageError(
+                f"it holds {kind}: others could read it in the job script, in records and argument lists",
+                where=where,
+                hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
+                "--env-file FILE, a file of mode 600",
+            )
 
 
 def names(request: Request) -> tuple[str, ...]:

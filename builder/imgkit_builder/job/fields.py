@@ -70,6 +70,11 @@ def option(value: str) -> str:
     return value
 
 
+def is_job_id(text: str) -> bool:
+    """Whether `text` can be a job's id, which is an argument of the scheduler and part of names of files."""
+    return ".." not in text and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.\[\]+-]{0,126}", text) is not None
+
+
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

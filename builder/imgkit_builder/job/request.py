@@ -197,8 +197,6 @@ class Job:
     """The code over the image and its delta; None if there is none."""
     code_files: tuple[str, ...] = ()
     """Paths of its deltas, lowest first."""
-    maker: tuple[str, ...] = ()
-    """The words that make the image of a job which makes one, where another imgkit than this does."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -257,6 +255,7 @@ class SubmittedJob:
     """What is kept about a submitted job, so that its id is enough to follow it."""
 
     id: str
+    """The scheduler's, or one of imgkit's own where `answer` holds none."""
     system: str
     """Name of the system that took it."""
     name: str
@@ -264,6 +263,10 @@ class SubmittedJob:
     directory: Path
     queue: str = ""
     """The queue that it was submitted to; some systems find a job only by both."""
+    cluster: str = ""
+    """The cluster that the scheduler named beside the id, which is then unique only with it."""
+    answer: str | None = None
+    """What the scheduler printed instead of an id; None where it printed one."""
     remote: str = ""
     """Name of the remote on which it was submitted; empty: here."""
     code: CodeRecord | None = None

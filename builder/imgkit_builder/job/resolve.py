@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from imgkit_builder.job import contents, fields, flags, limits, systems
+from imgkit_builder.job import container, contents, fields, flags, limits, systems
 from imgkit_builder.job.request import Job, Request, RunBy
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe.problems import choices
@@ -13,6 +13,9 @@ from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers.placement import Size
+
+_CLEAN = ("--cleanenv", "-e", "--containall", "-C")
+"""Options of singularity that keep the node's variables out of the container."""
 
 
 def resolve(recipe: Target, request: Request) -> Job:
@@ -37,6 +40,7 @@ def resolve(recipe: Target, request: Request) -> Job:
         "time": time,
     }
     _require(recipe, system.required(recipe, request), queue, request.project)
+    contents.refuse_secrets(recipe, request)
     command = _command(request)
     run_by = _run_by(recipe, request, system)
     contents.refuse_code(request, run_by)
@@ -68,12 +72,13 @@ def resolve(recipe: Target, request: Request) -> Job:
         names=_names(request, system),
         env_file=contents.env_file(request, run_by, directory),
         settings={
-            **_settings(recipe, request, system, gpus=gpus, size=size),
+            **_settings(recipe, request, system, run_by, gpus=gpus, size=size),
             **contents.secret(request, directory),
         },
         directory=directory,
         stop_before_s=limits.stop_before(request, time),
     )
+    _refuse_clean(job)
     warnings = (*_unused(recipe, request, system), *system.doubts(job))
     if warnings and request.strict:
         raise UsageError("; ".join(warnings), where="--strict")
@@ -141,15 +146,44 @@ def _command(request: Request) -> tuple[str, ...]:
 
 
 def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
-    if request.runtime is None:
-        return recipe.system.runtime.kind
-    if request.runtime not in system.runtimes:
-        raise UsageError(
-            f"{request.runtime} cannot be used on {recipe.system.title or recipe.name}",
-            where="--runtime",
-            hint=choices(request.runtime, system.runtimes),
+    """What starts the program on a node.
+
+    Raises
+    ------
+    UsageError : the system cannot start programs by it, or its containers would lack the node's variables.
+    """
+    runtime = recipe.system.runtime
+    kind = request.runtime or runtime.kind
+    if kind in system.runtimes:
+        return kind
+    what = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
+    if kind == "docker" and "host" in system.runtimes:
+        program = "docker" if request.runtime else runtime.command
+        what += (
+            f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
+            "node would run alone"
         )
-    return request.runtime
+    allowed = choices(kind, system.runtimes)
+    if request.runtime:
+        raise UsageError(what, where="--runtime", hint=allowed)
+    raise UsageError(
+        what,
+        where=recipe.where("system", "runtime", "kind"),
+        hint=f"{allowed}; change system.runtime in the recipe, or give --runtime",
+    )
+
+
+def _refuse_clean(job: Job) -> None:
+    """Raise UsageError if the runtime keeps from the container what the node or the job sets for it."""
+    options = container.options(job) if job.run_by == "singularity" else ()
+    cleans = next((word for word in options if word.partition("=")[0] in _CLEAN), "")
+    if cleans and (job.system != "standalone" or job.settings or job.names or job.env_file):
+        raise UsageError(
+            f"with {cleans}, the container receives no variable of the node and the job: the launcher would "
+            "find neither the other nodes nor the job's settings",
+            where=job.recipe.where("system", "runtime", "options"),
+            hint=f"remove {cleans} from system.runtime.options; --contain and --no-home keep the variables",
+        )
 
 
 def _names(request: Request, system: System) -> tuple[str, ...]:
@@ -164,12 +198,15 @@ def _names(request: Request, system: System) -> tuple[str, ...]:
 
 
 def _settings(
-    recipe: Target, request: Request, system: System, *, gpus: int, size: Size
+    recipe: Target, request: Request, system: System, run_by: RunBy, *, gpus: int, size: Size
 ) -> Mapping[str, str]:
     """Options of the launcher that follow from the request, as its variables."""
     settings = {}
     if gpus == 0 and recipe.system.node.gpus:
         settings["IMGKIT_DEVICE"] = "cpu"  # the image's launcher refuses to start without the node's GPUs
+    if gpus and run_by == "host":
+        # Without an image, no system.json tells the launcher to expect them.
+        settings["IMGKIT_GPUS"] = str(gpus)
     if request.nproc is not None:
         if request.nproc < 1:
             raise UsageError(f"{request.nproc} processes", where="--nproc", hint="a number from 1")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from imgkit_builder.recipe.lock import LockedPlatform
-from imgkit_builder.recipe.uv_lock import canonical
+from imgkit_builder.recipe.requirements import canonical
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from imgkit_builder.image.pip_steps import PROTECTED
 from imgkit_builder.recipe import lock_follow
 from imgkit_builder.recipe.model import PipStep, Recipe
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 _MOST_LINES = 12
@@ -41,6 +41,15 @@ class Failure:
     """What the program said."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """A `Failure` as a script writes it, without its step."""
+
+    kind: str
+    about: str
+    output: str
+
+
 class Unresolved(Exception):
     """Carries a `Failure` to where the recipe is known."""
 
@@ -49,17 +58,19 @@ class Unresolved(Exception):
         self.failure = failure
 
 
-def read(text: str) -> Failure:
+def read(text: str | bytes) -> Failure:
     """The failure that a script wrote in the base.
 
     Raises
     ------
-    ValueError, KeyError : `text` is none.
+    ValueError : `text` is none.
     """
     data = json_text.parse(text)
-    return Failure(
-        step=data["step"], kind=str(data["kind"]), about=str(data["about"]), output=str(data["output"])
-    )
+    said: _Said = json_text.read(_Said, data, "failed")
+    step = data.get("step")
+    if step != "apt" and (type(step) is not int or step < 0):
+        raise ValueError("failed.step is no step of a recipe")
+    return Failure(step=step, kind=said.kind, about=said.about, output=said.output)
 
 
 def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
@@ -144,10 +155,11 @@ def place(recipe: Recipe, failure: Failure) -> str:
         asked = [(_name(one), (*path, at)) for at, one in enumerate(recipe.image.apt)]
     else:
         path = ("image", "pip", failure.step)
-        step = recipe.image.pip[int(failure.step)]
-        asked = [(_name(one), (*path, "packages", at)) for at, one in enumerate(step.packages)]
-        if line := _line_of_file(step, names):
-            return f"{recipe.where(*path, 'requirements')} ({line})"
+        asked = []
+        for step in recipe.image.pip[int(failure.step) :][:1]:
+            asked = [(_name(one), (*path, "packages", at)) for at, one in enumerate(step.packages)]
+            if line := _line_of_file(step, names):
+                return f"{recipe.where(*path, 'requirements')} ({line})"
     found = next((where for name in names for one, where in asked if one == name), path)
     return recipe.where(*found)
 
@@ -156,7 +168,9 @@ def _line_of_file(step: PipStep, names: list[str]) -> str:
     """``requirements.txt:3`` for the line of the step's requirements file that asks for one of `names`."""
     if step.requirements is None:
         return ""
-    stated = [_name(line.strip()) for line in step.requirements.read_text(encoding="utf-8").splitlines()]
+    stated = [
+        _name(line.strip()) for line in files.read_text(step.requirements, errors="replace").splitlines()
+    ]
     found = next((stated.index(name) for name in names if name in stated), None)
     return "" if found is None else f"{step.requirements.name}:{found + 1}"
 

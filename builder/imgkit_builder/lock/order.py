@@ -18,7 +18,8 @@ from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_request
 from imgkit_builder.recipe.lock import LockedPlatform, LockRequest
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.recipe.uv_lock import canonical
+from imgkit_builder.recipe.requirements import canonical
+from imgkit_entrypoints import files
 from imgkit_recipes import FOLDER
 
 PLACE = f"{INSIDE}/lock"
@@ -87,7 +88,10 @@ def pack(
     ]
     if kept:
         packed.append(members.folder(f"{_MEMBER}/kept"))
-        packed += [members.file(f"{_MEMBER}/kept/{name}", file.read_bytes()) for name, file in kept.items()]
+        packed += [
+            members.file(f"{_MEMBER}/kept/{name}", files.read_bytes(file, most_bytes=file.stat().st_size))
+            for name, file in kept.items()
+        ]
     if recipe.image.used_secrets:
         script = (FOLDER / "templates/with-secrets.sh").read_bytes()
         packed.append(members.file(secret_steps.WITH_SECRETS, script))

@@ -41,15 +41,18 @@ def write(recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, ma
 
     Raises
     ------
-    OSError, UsageError : something cannot be written; the old lock is as it was.
+    OSError, UsageError : something cannot be written, or would be refused when it is read; the old lock is
+        as it was.
     """
     lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
+    content = lock_file.text(new)
+    lock_file.parse(content, file)  # names, versions and URLs are what the base answered
     if made is not None:
         _store(lock_follow.kept_folder(file), made, part.digests)
     hint = "choose a folder that this user may write to"
     with files.replacing(file, failed="the lock cannot be written", hint=hint) as stream:
-        stream.write(lock_file.text(new).encode())
+        stream.write(content.encode())
     named = {name for one in new.platforms for name in one.digests}
     for name in {name for one in lock.platforms for name in one.digests} - named:
         (lock_follow.kept_folder(file) / name).unlink(missing_ok=True)
@@ -59,5 +62,5 @@ def _store(folder: Path, made: Path, digests: Mapping[str, str]) -> None:
     folder.mkdir(exist_ok=True)
     for name in sorted(digests):
         if (made / name).is_file():
-            with files.writing(folder / name) as stream, (made / name).open("rb") as source:
+            with files.writing(folder / name) as stream, files.open_regular(made / name) as source:
                 shutil.copyfileobj(source, stream)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from imgkit_builder.engine import copies, images
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import secret_values
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.image.manifest import BaseImage, now_s
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import answers, failures, order
 from imgkit_builder.lock.answers import BaseFile
@@ -85,21 +83,18 @@ def resolve(
         found = _read(folder, request, kept, hide=values.masked)
     except Unresolved as error:
         raise failures.explained(recipe, error.failure, log=log) from error
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ToolFailed(f"an answer of the base cannot be read: {error}", hint=f"full log: {log}") from error
+    except (ToolFailed, OSError) as error:
+        what = (
+            error.what if isinstance(error, ToolFailed) else f"an answer of the base cannot be read: {error}"
+        )
+        raise ToolFailed(what, hint=f"full log: {log}") from error
     return dataclasses.replace(
         found,
         platform=base.platform,
-        source_date_epoch=now(),
+        source_date_epoch=now_s(),
         base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
         tools=tools(),
     )
-
-
-def now() -> int:
-    """The time of a lock that is made now; ``SOURCE_DATE_EPOCH`` where that is set."""
-    stated = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(stated) if stated.isdigit() else int(time.time())
 
 
 def tools() -> LockedTools:
@@ -134,10 +129,11 @@ def _read(
     """
     failed = folder / order.FAILED_JSON
     if failed.exists():
-        failure = failures.read(failed.read_text(encoding="utf-8"))
+        with answers.readable():
+            failure = failures.read(files.read_bytes(failed))
         raise Unresolved(dataclasses.replace(failure, output=hide(failure.output)))
     stored = {one.name: one for one in _files((*kept.values(), *sorted(folder.iterdir())))}
-    debs = (folder / order.APT_JSON).read_text(encoding="utf-8") if request.apt else ""
+    debs = files.read_bytes(folder / order.APT_JSON) if request.apt else b""
     return LockedPlatform(
         platform="",
         source_date_epoch=0,
@@ -145,12 +141,12 @@ def _read(
         base=LockedBase(name=request.base),
         apt=answers.debs(debs) if debs else (),
         pip=(
-            *(answers.uv_wheels((folder / order.UV_JSON).read_text(encoding="utf-8")) if request.uv else ()),
+            *(answers.uv_wheels(files.read_bytes(folder / order.UV_JSON)) if request.uv else ()),
             *(
                 wheel
                 for number in range(len(request.pip))
                 for wheel in answers.wheels(
-                    (folder / order.report_member(number)).read_text(encoding="utf-8"), number, stored
+                    files.read_bytes(folder / order.report_member(number)), number, stored
                 )
             ),
         ),
@@ -160,6 +156,6 @@ def _read(
 def _files(paths: Iterable[Path]) -> Iterator[BaseFile]:
     for file in paths:
         if _FILE.fullmatch(file.name):
-            with file.open("rb") as stream:
+            with files.open_regular(file) as stream:
                 digest = files.sha256(stream, 0, file.stat().st_size)
             yield BaseFile(name=file.name, sha256=digest)

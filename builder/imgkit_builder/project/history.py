@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def goodput_of(record: SubmittedJob) -> float | None:
     """The share of its time in which the run trained, 0 to 1; None where that is not known here."""
     folder = folder_of(record)
     try:
-        return goodput.read(folder / goodput.FILE).node_s.share if folder else None
+        return goodput.read(folder / goodput.FILE).share if folder else None
     except (OSError, ValueError):
         return None
 
@@ -87,7 +88,7 @@ def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Sub
     ----------
     run : starts a command of the scheduler where the job is.
     """
-    if record.state in FINAL:
+    if record.state in FINAL or record.answer is not None:
         return record
     system = systems.named(record.system)
     if not (words := system.alive(record)):
@@ -95,7 +96,8 @@ def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Sub
     alive = run(words)
     text = alive.output.strip()
     if alive.returncode == 0 and text:
-        return dataclasses.replace(record, state=text.lower() if len(text.split()) == 1 else "active")
+        is_word = re.fullmatch(r"[A-Za-z_]{1,32}", text)
+        return dataclasses.replace(record, state=text.lower() if is_word else "active")
     return ended(record, run)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRank
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -58,7 +58,7 @@ def read(folder: Path) -> Measured:
         )
     if file.stat().st_size > _MOST_BYTES:
         raise CheckFailed(f"it has more than {_MOST_BYTES >> 20} MiB", where=str(file))
-    with file.open("rb") as stream:
+    with files.open_regular(file) as stream:
         found = _collected(stream)
     if not found.points:
         raise CheckFailed("no line holds a step and a number", where=str(file))
@@ -73,10 +73,7 @@ def tail(folder: Path) -> Measured:
 def last_lines(file: Path) -> bytes:
     """The last 64 KiB of a file; nothing if it cannot be read."""
     try:
-        # Not a FIFO, which would never end.
-        if not file.is_file():
-            return b""
-        with file.open("rb") as stream:
+        with files.open_regular(file) as stream:
             stream.seek(0, io.SEEK_END)
             stream.seek(max(0, stream.tell() - _TAIL_BYTES))
             return stream.read(_TAIL_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,6 +12,7 @@ from imgkit_builder.job import contents, limits
 from imgkit_builder.job import fields as job_fields
 from imgkit_builder.recipe import rules, toml_text
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,12 +76,18 @@ def find(folder: Path) -> ProjectFile | None:
     ------
     UsageError : the file has problems; lists all of them with their lines.
     """
+    file = locate(folder)
+    return read(file) if file else None
+
+
+def locate(folder: Path) -> Path | None:
+    """The file that `find` reads."""
     folder = folder.absolute()
     above = [folder, *folder.parents]
     root = next((number for number, place in enumerate(above) if (place / ".git").exists()), 0)
     for place in above[: root + 1]:
         if (place / NAME).is_file():
-            return read(place / NAME)
+            return place / NAME
     return None
 
 
@@ -102,7 +108,7 @@ def parse(text: str, file: Path) -> ProjectFile:
     ------
     UsageError : as `read`.
     """
-    found = Collector(lines={file: text.split("\n")})
+    found = Collector(lines={file: text.split("\n")}, shows=(file.parent.resolve(),))
     data = _parsed(text, file, found)
     positions = dict(reversed([*_statements(text, file)])) if data else {}
     data = {key: value for key, value in data.items() if value != ""}
@@ -118,11 +124,9 @@ def parse(text: str, file: Path) -> ProjectFile:
 
 def _text(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)
-        text = data.decode()
-        if len(data) > _MOST_BYTES or text.count("\n") > _MOST_LINES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes or {_MOST_LINES} lines")
+        text = files.read_text(file, most_bytes=_MOST_BYTES)
+        if text.count("\n") > _MOST_LINES:
+            raise ValueError(f"it has more than {_MOST_LINES} lines")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
     return text
@@ -131,12 +135,9 @@ def _text(file: Path) -> str:
 def _parsed(text: str, file: Path, found: Collector) -> dict[str, Any]:
     try:
         return toml_text.parse(text)
-    except (ValueError, RecursionError) as error:
-        message = str(error) or "its brackets lie too deep within each other"
-        place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-        line, column = (int(place[1]), int(place[2])) if place else (text.rstrip().count("\n") + 1, 1)
-        what = f"it is no TOML: {message.partition(' (at ')[0]}"
-        found.error(Position(file=file, line=line, column=column), (), what, 'write KEY = "VALUE"')
+    except toml_text.NotToml as error:
+        place = Position(file=file, line=error.line, column=error.column)
+        found.error(place, (), error.what, 'write KEY = "VALUE"')
     return {}
 
 
@@ -150,7 +151,7 @@ def _statements(text: str, file: Path) -> Iterator[tuple[str, Position]]:
         statement = "\n".join(lines[start : end + 1])
         try:
             data = loads(statement)
-        except ValueError:
+        except toml_text.NotToml:
             continue
         column = len(lines[start]) - len(lines[start].lstrip()) + 1
         yield from ((key, Position(file=file, line=start + 1, column=column)) for key in data)

@@ -20,7 +20,7 @@ from imgkit_builder.recipe.yaml_tree import (
     deepest,
     kind,
 )
-from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.system import SystemFacts
 
 Checked = set[KeyPath]
@@ -161,7 +161,8 @@ def _is_variable(path: KeyPath) -> bool:
 
 
 def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
-    in_env = path[:-1] in (("system", "env"), ("image", "labels")) or _is_variable(path)
+    of_system = path[:-1] == ("system", "env")
+    in_env = of_system or path[:-1] == ("image", "labels") or _is_variable(path)
     holds = secret_patterns.in_value(node.text)
     if holds:
         of_build = path[:2] in (("image", "pip"), ("image", "run"))
@@ -169,7 +170,7 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
         found.warn(node.position, path, f"this looks like {holds}", hint)
     elif in_env and secret_patterns.in_name(str(path[-1]), node.text):
         found.warn(node.position, path, "this looks like a secret", _EXPOSED)
-    if _is_variable(path) and re.search(r"\$\{?[A-Za-z_]", node.text):
+    if (of_system or _is_variable(path)) and re.search(r"\$\{?[A-Za-z_]", node.text):
         found.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
@@ -273,7 +274,7 @@ def check_system(facts: SystemFacts, tree: Table, found: Collector) -> None:
     side: systems.RecipeSide = systems.load(facts.scheduler)
     if facts.runtime.kind not in side.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
-        what = f"{facts.scheduler} does not start programs by {facts.runtime.kind}"
+        what = f"{facts.scheduler} does not start programs by {facts.runtime.kind}: imgkit job refuses it"
         found.warn(deepest(tree, path)[0].position, path, what, choices("", side.runtimes))
     for fault in side.check_recipe(facts):
         path = ("system", *fault.path)
@@ -336,7 +337,7 @@ def _near(name: str, there: list[str]) -> bool:
 def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
     """Report lines that name further files: only this one goes into the image."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = files.read_text(file).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         found.error(Position(file=file, line=1, column=1), path, f"cannot be read: {error}")
         return

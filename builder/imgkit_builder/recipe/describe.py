@@ -12,6 +12,7 @@ from typing import Any
 from imgkit_builder.recipe.model import Recipe, RunCommand
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.terminal import shown
 
 SCHEMA = 1
 
@@ -60,16 +61,16 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
     yield Value(key=key_text(_WORDS.get(path, path)), value=value, position=positions.get(path))
 
 
-def table(text: str) -> str:
-    """The text of `to_json` as a table: key, value, and ``file:line`` or ``default``."""
+def table(text: str) -> list[str]:
+    """The text of `to_json` as the lines of a table: key, value, and ``file:line`` or ``default``."""
     recipe = json_text.parse(text)
     head = f"{recipe['name']}: {recipe['description']}" if recipe["description"] else recipe["name"]
-    rows = [(row["key"], _plain(row["value"]), _place(row)) for row in recipe["values"]]
+    rows = [(row["key"], shown(_plain(row["value"])), _place(row)) for row in recipe["values"]]
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(max(len(value) for _, value, _ in rows), 60)
     lines = [head, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
     lines += [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
-    return "\n".join(lines)
+    return lines
 
 
 def _run(command: RunCommand) -> str | dict[str, Any]:

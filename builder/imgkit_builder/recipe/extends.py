@@ -118,7 +118,9 @@ def _parent(ref: YamlNode, folder: Path, files: list[Path], found: Collector) ->
     try:
         file = locate(ref.text, folder)
     except UsageError as error:
-        found.error(ref.position, path, error.what, error.hint or "")
+        # The hint names files that are there.
+        hint = error.hint if not is_path(ref.text) or found.may_show(folder / ref.text) else ""
+        found.error(ref.position, path, error.what, hint or "")
         return None
     seen = file.resolve()
     if seen in files:

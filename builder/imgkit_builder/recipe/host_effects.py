@@ -1,15 +1,18 @@
-"""What a recipe does on the machine that builds it or starts its jobs, for ``imgkit check --strict``.
+"""What a recipe does on the machine that builds it or starts its jobs.
 
-A stranger's recipe is a program: commands and packages run in the build container, the rest of this list
-outside of it. Shipped recipes are part of imgkit and not listed.
+A stranger's recipe is a program: commands and packages run in the build container, the rest of these lists
+outside of it. Shipped recipes are part of imgkit and not listed. `warnings` is for ``imgkit check --strict``;
+`reach` is for the confirmation of a folder, and also has values that are harmless as long as they stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe import targets
+from imgkit_builder.recipe.model import BuildSecret, Recipe
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, key_text
+from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
 
 PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
@@ -21,6 +24,14 @@ _VARIABLES = (
 )
 """Variables that choose what other programs execute."""
 _HINT = "read it, and use the recipe only if you trust its author"
+
+_REACH: tuple[KeyPath, ...] = (
+    ("system", "scheduler"),
+    ("system", "runtime"),
+    ("system", "env"),
+    *(("system", "queue", name) for name in ("options", "chunk", "sif")),
+)
+"""Keys whose values choose what starts on a machine, and what of the machine that can reach."""
 
 Found = Iterator[tuple[KeyPath, str]]
 
@@ -34,6 +45,31 @@ def warnings(recipe: Recipe) -> tuple[Problem, ...]:
             if position is not None and not position.file.is_relative_to(FOLDER):
                 found.append(Problem(position=position, key=key_text(path), what=what, hint=_HINT))
     return tuple(found)
+
+
+def reach(
+    system: SystemFacts, stated: Mapping[KeyPath, Position], secrets: Sequence[BuildSecret] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield key and value of all by which a recipe chooses what starts on a machine and what that can reach.
+
+    Parameters
+    ----------
+    stated : positions of the values; those in shipped recipes are left out. Empty: nobody knows who stated
+        them, and all count that are no defaults.
+    """
+    usual = dict(targets.values_of(SystemFacts(), ("system",)))
+    for path, value in targets.values_of(system, ("system",)):
+        position = _position(stated, path)
+        is_shipped = position is not None and position.file.is_relative_to(FOLDER)
+        is_default = path not in stated and value == usual.get(path)
+        if any(path[: len(key)] == key for key in _REACH) and not is_shipped and not is_default:
+            yield key_text(path), str(value)
+    for number, secret in enumerate(secrets):
+        yield key_text(("image", "secrets", number)), _source(secret)
+
+
+def _source(secret: BuildSecret) -> str:
+    return f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
 
 
 def _position(stated: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
@@ -76,5 +112,4 @@ def _variables(recipe: Recipe) -> Found:
 
 def _secrets(recipe: Recipe) -> Found:
     for number, secret in enumerate(recipe.image.secrets):
-        named = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
-        yield ("image", "secrets", number), f"gives {named} of this machine to steps of the build"
+        yield ("image", "secrets", number), f"gives {_source(secret)} of this machine to steps of the build"

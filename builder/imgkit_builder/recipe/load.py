@@ -16,6 +16,8 @@ from imgkit_builder.recipe.problems import Collector, KeyPath, Position, Problem
 from imgkit_builder.recipe.requirements import PYPROJECT
 from imgkit_builder.recipe.typecheck import Document, typecheck
 from imgkit_builder.recipe.uv_lock import UV_LOCK
+from imgkit_entrypoints import files
+from imgkit_recipes import FOLDER
 
 
 def load(ref: str | Path) -> Recipe:
@@ -27,7 +29,7 @@ def load(ref: str | Path) -> Recipe:
     UsageError : there is no such recipe.
     """
     file = locate(str(ref.absolute()) if isinstance(ref, Path) else ref, Path.cwd())
-    found = Collector()
+    found = Collector(shows=(file.parent.resolve(), FOLDER.resolve()))
     _check_name(file, found)
     resolved = resolve(file, found)
     if resolved.tree is None:
@@ -107,11 +109,11 @@ def _sha256(name: str, document: Document, image: Image, found: Collector) -> st
     locks = (image.uv.project / UV_LOCK,) if image.uv else ()
     requirements = (step.requirements for step in image.pip if step.requirements is not None)
     for file in (*image.ca, *requirements, *locks):
-        one = hashlib.sha256(file.read_bytes())
+        one = hashlib.sha256(files.read_bytes(file))
         found.digests[file] = one.hexdigest()
         digest.update(one.digest())
     projects = [step.project for step in image.pip] + [image.uv.project if image.uv else None]
     for project in filter(None, projects):
         stated = project / PYPROJECT
-        found.digests[stated] = hashlib.sha256(stated.read_bytes()).hexdigest()
+        found.digests[stated] = hashlib.sha256(files.read_bytes(stated)).hexdigest()
     return digest.hexdigest()

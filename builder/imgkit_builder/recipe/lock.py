@@ -49,10 +49,11 @@ class LockedBase:
 
     @property
     def exact(self) -> str:
-        """``REPOSITORY@sha256:...``; the plain name of an image that never was in a registry."""
-        repository = self.name.partition("@")[0]
-        folder, slash, last = repository.rpartition("/")
-        return f"{folder}{slash}{last.partition(':')[0]}@{self.digest}" if self.digest else self.name
+        """``REPOSITORY@sha256:...``; the name itself where it has a digest or no registry had the image."""
+        if "@" in self.name or not self.digest:
+            return self.name
+        folder, slash, last = self.name.rpartition("/")
+        return f"{folder}{slash}{last.partition(':')[0]}@{self.digest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

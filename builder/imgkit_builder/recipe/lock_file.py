@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe import toml_text
-from imgkit_builder.recipe.lock import SCHEMA, UV_STEP, Lock, LockedDeb, LockedPlatform, LockedWheel
+from imgkit_builder.recipe import image_reference, rules, toml_text
+from imgkit_builder.recipe.lock import SCHEMA, UV_STEP, Lock, LockedPlatform
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
-from imgkit_builder.recipe.rules import PLATFORMS
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
@@ -23,18 +22,58 @@ SUFFIX = ".lock"
 _HEAD = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
 _MOST_BYTES = 16 << 20
 _AGAIN = "do not edit a lock; make it again: imgkit lock RECIPE"
-_WORD = r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*"
+_URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
+
+
+def _like(pattern: str, what: str) -> rules.Rule:
+    """A rule by which the whole text matches `pattern`."""
+
+    def rule(text: str) -> Iterator[rules.Fault]:
+        if not re.fullmatch(pattern, text):
+            yield f"{text[:60]!r} must be {what}", _AGAIN
+
+    return rule
+
+
+def _base(text: str) -> Iterator[rules.Fault]:
+    """An image reference; one of --base may lack a tag."""
+    try:
+        image_reference.parse(text)
+    except image_reference.BadReference as bad:
+        yield bad.what, bad.hint
+
+
+_VERSION = _like(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")
+_DIGEST = _like(r"(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")
+_TOOL = _like(r"[A-Za-z0-9 ._+-]*", "the version or the options of a program")
 _FILE = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
-_DIGEST = r"(sha256:[0-9a-f]{64})?"
-_RULES: Mapping[str, tuple[str, str]] = {
-    "name": (_WORD, "must be the name of a package"),
-    "version": (_WORD, "must be a version"),
-    "architecture": (_WORD, "must be an architecture"),
-    "file": (_FILE, "must be the name of a file, without a folder"),
-    "sha256": (r"[0-9a-f]{64}", "must be 64 hex digits"),
-    "url": (r"(https?://[^\s@\\\x00-\x20\x7f]+)?", "must be a URL of http or https, without credentials"),
+_SHA256 = _like(r"[0-9a-f]{64}", "64 hex digits")
+_PLAIN_URL = "a URL of http or https, without credentials and special characters"
+_TEXT_RULES: Mapping[str, rules.Rule] = {
+    "recipe": rules.recipe_name,
+    "imgkit": _VERSION,
+    "platforms.platform": rules.platform,
+    "platforms.request.base": _base,
+    "platforms.request.apt": rules.apt_package,
+    "platforms.request.constraints": rules.pip_name,
+    "platforms.request.uv": _like(r"([0-9a-f]{64})?", "64 hex digits"),
+    "platforms.base.digest": _DIGEST,
+    "platforms.base.id": _DIGEST,
+    "platforms.tools.mksquashfs": _TOOL,
+    "platforms.tools.compressor": _TOOL,
+    "platforms.apt.name": _like(r"[a-z0-9][a-z0-9+.-]+", "the name of a Debian package"),
+    "platforms.apt.version": _VERSION,
+    "platforms.apt.architecture": _like(r"[a-z0-9][a-z0-9-]*", "an architecture"),
+    "platforms.apt.file": _like(rf"{_FILE}\.deb", "the name of a .deb, without a folder"),
+    "platforms.apt.url": _like(_URL, _PLAIN_URL),
+    "platforms.apt.sha256": _SHA256,
+    "platforms.pip.name": rules.pip_name,
+    "platforms.pip.version": _VERSION,
+    "platforms.pip.file": _like(rf"{_FILE}\.whl", "the name of a .whl, without a folder"),
+    "platforms.pip.url": _like(rf"({_URL})?", _PLAIN_URL),
+    "platforms.pip.sha256": _SHA256,
 }
-"""What a text of a package must match, by its key."""
+"""What a text must be, by its key. Any other text equals one of the recipe, and has to be printable only."""
 
 
 def beside(recipe: Recipe) -> Path:
@@ -91,27 +130,30 @@ def read(file: Path) -> Lock:
         value; lists all faults with their lines.
     """
     try:
-        with file.open("rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-        content = data.decode()
+        data = files.read_bytes(file, most_bytes=_MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise UsageError(f"the lock cannot be read: {error}", where=str(file), hint=_AGAIN) from error
-    return parse(content, file)
+        raise _unreadable(error, file) from error
+    return parse(data, file)
 
 
-def parse(content: str, file: Path) -> Lock:
-    """`content` as that of `file`.
+def _unreadable(error: Exception, file: Path) -> UsageError:
+    return UsageError(f"the lock cannot be read: {error}", where=str(file), hint=_AGAIN)
+
+
+def parse(data: str | bytes, file: Path) -> Lock:
+    """The lock in `data`, the content of `file`.
 
     Raises
     ------
     UsageError : as `read`.
     """
-    content = content.replace("\r\n", "\n")
+    try:
+        content = (data if isinstance(data, str) else data.decode()).replace("\r\n", "\n")
+    except ValueError as error:
+        raise _unreadable(error, file) from error
     found = _Faults(file, content)
-    data = _parsed(content, found)
-    schema = data.get("schema", SCHEMA)
+    values = _parsed(content, found)
+    schema = values.get("schema", SCHEMA)
     if not found.problems.errors and schema != SCHEMA:
         later = isinstance(schema, int) and schema > SCHEMA
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE" if later else _AGAIN
@@ -120,10 +162,10 @@ def parse(content: str, file: Path) -> Lock:
         )
         found.add(("schema",), what, hint)
     if not found.problems.errors:
-        _check_keys(Lock, data, (), found)
+        _check_keys(Lock, values, (), found)
     if not found.problems.errors:
         try:
-            lock: Lock = json_text.read(Lock, data, _PLACE)
+            lock: Lock = json_text.read(Lock, values, _PLACE)
         except (ValueError, TypeError) as error:  # json has no dates, which TOML has
             _add_type_fault(str(error), found)
         else:
@@ -138,7 +180,7 @@ class _Faults:
 
     def __init__(self, file: Path, content: str) -> None:
         lines = content.split("\n")
-        self.problems = Collector(lines={file: lines})
+        self.problems = Collector(lines={file: lines}, shows=(file.parent.resolve(),))
         self._file = file
         self._lines = dict(_places(lines))
 
@@ -184,11 +226,8 @@ def _places(lines: list[str]) -> Iterator[tuple[KeyPath, int]]:
 def _parsed(content: str, found: _Faults) -> dict[str, Any]:
     try:
         return toml_text.parse(content)
-    except (ValueError, RecursionError) as error:
-        message = str(error) or "its brackets lie too deep within each other"
-        place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-        line = int(place[1]) if place else content.rstrip().count("\n") + 1
-        found.at(line, (), f"it is no TOML: {message.partition(' (at ')[0]}")
+    except toml_text.NotToml as error:
+        found.at(error.line, (), error.what)
     return {}
 
 
@@ -227,25 +266,28 @@ def _add_type_fault(message: str, found: _Faults) -> None:
 
 
 def _check_values(lock: Lock, found: _Faults) -> None:
+    for path, value in _texts(lock, ()):
+        key = ".".join(one for one in path if isinstance(one, str))
+        faults = list(rules.printable(value)) or list(_TEXT_RULES.get(key, rules.printable)(value))
+        for what, _ in faults:
+            found.add(path, what)
     seen: set[str] = set()
     for number, part in enumerate(lock.platforms):
-        path: KeyPath = ("platforms", number)
-        if part.platform not in PLATFORMS:
-            found.add((*path, "platform"), f"{part.platform!r}", choices(part.platform, PLATFORMS))
+        path = ("platforms", number)
         if part.platform in seen:
             found.add((*path, "platform"), f"{part.platform} occurs twice")
         seen.add(part.platform)
         if not 0 <= part.source_date_epoch < 1 << 32:
             found.add((*path, "source_date_epoch"), "must be seconds since 1970, and fit into 32 bits")
-        for key in ("digest", "id"):
-            if not re.fullmatch(_DIGEST, getattr(part.base, key)):
-                found.add((*path, "base", key), "must be sha256: and 64 hex digits")
+        if part.base.name != part.request.base:
+            what = f"{part.base.name!r} must be {part.request.base!r}, the base in the request"
+            found.add((*path, "base", "name"), what)
         if not (part.base.digest or part.base.id):
             found.add((*path, "base"), "must have a digest or an id")
         for index, deb in enumerate(part.apt):
-            _check_package(deb, ".deb", (*path, "apt", index), found)
+            if deb.size_bytes < 0:
+                found.add((*path, "apt", index, "size_bytes"), "must be a size")
         for index, wheel in enumerate(part.pip):
-            _check_package(wheel, ".whl", (*path, "pip", index), found)
             first = UV_STEP if part.request.uv else 0
             if not first <= wheel.step < len(part.request.pip):
                 found.add((*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request")
@@ -253,12 +295,13 @@ def _check_values(lock: Lock, found: _Faults) -> None:
                 found.add((*path, "pip", index, "url"), "is missing, and the wheel is not a kept one")
 
 
-def _check_package(one: LockedDeb | LockedWheel, suffix: str, path: KeyPath, found: _Faults) -> None:
-    for key, (pattern, what) in _RULES.items():
-        value = getattr(one, key, None)
-        if value is not None and not re.fullmatch(pattern, value):
-            found.add((*path, key), f"{value[:60]!r} {what}")
-    if not one.file.endswith(suffix):
-        found.add((*path, "file"), f"must end in {suffix}")
-    if isinstance(one, LockedDeb) and (one.size_bytes < 0 or not one.url):
-        found.add(path, "must have a URL and a size")
+def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every text in a value of a lock, with its place."""
+    if isinstance(value, str):
+        yield path, value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _texts(getattr(value, field.name), (*path, field.name))
+    elif isinstance(value, tuple):
+        for number, one in enumerate(value):
+            yield from _texts(one, (*path, number))

@@ -12,6 +12,7 @@ from imgkit_builder.recipe import lock_file, lock_request
 from imgkit_builder.recipe.lock import Lock, LockedPlatform
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import shown
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
@@ -75,7 +76,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
                 where=str(shown(kept_folder(file))),
                 hint=f"copy that folder to this machine too, or: {command(recipe)} --keep",
             )
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    digest = hashlib.sha256(files.read_bytes(file)).hexdigest() if file.is_file() else ""
     return dataclasses.replace(
         recipe,
         lock=part,

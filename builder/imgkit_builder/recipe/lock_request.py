@@ -13,7 +13,7 @@ from imgkit_builder.recipe.lock import LockedStep, LockRequest
 from imgkit_builder.recipe.model import PipStep, Recipe, UvProject
 from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.uv_lock import UV_LOCK
-from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints import files, secret_patterns
 
 _UNKNOWN = "unknown"
 
@@ -49,7 +49,7 @@ def _uv(uv: UvProject) -> str:
     """The digest of what a lock takes from a uv project."""
     lock = uv.project / UV_LOCK
     # A recipe out of an image comes without the files that it names; its lock is whole without them.
-    content = lock.read_bytes() if lock.is_file() else None
+    content = files.read_bytes(lock) if lock.is_file() else None
     words = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
     return _UNKNOWN if content is None else hashlib.sha256(content + words.encode()).hexdigest()
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from imgkit_builder.recipe import requirements, uv_fresh, uv_lock
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position
+from imgkit_entrypoints import files
 
 
 def certificate(file: Path, position: Position, path: KeyPath, found: Collector) -> None:
     """Report a file of ``image.ca`` that is not a certificate as PEM text, or that holds a private key."""
     try:
-        data = file.read_bytes()
+        data = files.read_bytes(file)
     except OSError as error:
         found.error(position, path, f"{file.name} cannot be read: {error.strerror}")
         return
@@ -79,7 +80,7 @@ def uv_project(
 
 def _line(folder: Path, name: str) -> str:
     """``pyproject.toml:7`` for the first line that names a distribution, or the file's name."""
-    lines = (folder / requirements.PYPROJECT).read_text(encoding="utf-8").splitlines()
+    lines = files.read_text(folder / requirements.PYPROJECT).splitlines()
     known = re.compile(rf"(?<![A-Za-z0-9]){re.sub('-', '[-_.]+', name)}(?![A-Za-z0-9_.-])", re.IGNORECASE)
     number = next((number for number, line in enumerate(lines, 1) if known.search(line)), 0)
     return requirements.PYPROJECT + (f":{number}" if number else "")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints import secret_patterns, terminal
 from imgkit_entrypoints.errors import UsageError, shortened
 
 KeyPath = tuple[str | int, ...]
@@ -50,15 +50,15 @@ class Problem:
         text = f"{self.position}: {self.key}: {self.what}" if self.key else f"{self.position}: {self.what}"
         if self.hint:
             text += f"; {self.hint}"
-        text = shortened(text)
+        text = shortened(terminal.shown(text))
         if not self.source.strip():
             return text
         # A long line shows what is around the problem.
-        start = max(0, self.position.column - 1 - _SHOWN) if len(self.source) > 2 * _SHOWN else 0
-        line = self.source[start : start + 2 * _SHOWN]
-        # The caret line repeats tabs, so that the caret is below its character at every tab width.
-        before = "".join("\t" if char == "\t" else " " for char in line[: self.position.column - 1 - start])
-        return f"{text}\n    {line}\n    {before}^"
+        at = self.position.column - 1
+        start = max(0, at - _SHOWN) if len(self.source) > 2 * _SHOWN else 0
+        before = terminal.shown(self.source[start:at])
+        after = terminal.shown(self.source[at : start + 2 * _SHOWN])
+        return f"{text}\n    {before}{after}\n    {' ' * len(before)}^"
 
 
 class RecipeErrors(UsageError):
@@ -85,14 +85,34 @@ class Collector:
     """Source lines of the files read so far."""
     digests: dict[Path, str] = field(default_factory=dict)
     """The sha256 of each file read so far."""
+    shows: tuple[Path, ...] | None = None
+    """Resolved folders whose files a problem may quote; None: all. A stranger's recipe can name any file."""
 
     def error(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
         """Add a problem that makes the recipe unusable."""
-        self.errors.append(self._problem(position, path, what, hint))
+        self._add(self.errors, "cannot be used", position, path, what, hint)
 
     def warn(self, position: Position, path: KeyPath, what: str, hint: str = "") -> None:
         """Add a problem that the user should look at."""
-        self.warnings.append(self._problem(position, path, what, hint))
+        self._add(self.warnings, "has warnings", position, path, what, hint)
+
+    def may_show(self, file: Path) -> bool:
+        """Whether a message may repeat what `file` holds."""
+        try:
+            return self.shows is None or any(file.resolve().is_relative_to(folder) for folder in self.shows)
+        except (OSError, ValueError, RuntimeError):  # a NUL byte, or a circle of links
+            return False
+
+    def _add(
+        self, to: list[Problem], how: str, position: Position, path: KeyPath, what: str, hint: str
+    ) -> None:
+        if self.shows is None or self.may_show(position.file):
+            to.append(self._problem(position, path, what, hint))
+            return
+        start = Position(file=position.file, line=1, column=1)
+        what = f"it {how}; nothing of a file outside {shown(self.shows[0])} is shown"
+        if (hidden := Problem(position=start, key="", what=what, hint="look at the file itself")) not in to:
+            to.append(hidden)
 
     def _problem(self, position: Position, path: KeyPath, what: str, hint: str) -> Problem:
         lines = self.lines.get(position.file, [])
@@ -113,7 +133,8 @@ def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> s
     while path and path not in positions:
         path = path[:-1]
     found = positions.get(path)
-    return f"{found.file.name}:{found.line}" if found else file.name
+    # A name may have a line break, and this is a comment in files that imgkit renders.
+    return terminal.shown(f"{found.file.name}:{found.line}" if found else file.name)
 
 
 def key_text(path: KeyPath) -> str:

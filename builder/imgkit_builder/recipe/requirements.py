@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import posixpath
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.recipe import toml_text
+from imgkit_entrypoints import files
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe.model import PipStep
 
 PYPROJECT = "pyproject.toml"
-_MOST_CHARACTERS = 1 << 20
+_MOST_BYTES = 1 << 20
 
+_NAME = re.compile(r"\s*name\s*=\s*[\"']([^\"']+)")
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledProject:
+    """A project that an image has installed."""
+
+    name: str
+    """The result of `project_name`."""
+    folder: str = ""
+    """Where an editable installation leads in the image; empty: pip has copied the project."""
+    step: int | None = None
+    """Number of the recipe's pip step that installs it, from 0; None: another command did."""
 
 
 def names_other_file(line: str) -> bool:
@@ -31,7 +52,7 @@ def of_file(file: Path) -> tuple[str, ...]:
     ------
     OSError : it cannot be read.
     """
-    whole = re.sub(r"\\\r?\n", "", file.read_text(encoding="utf-8", errors="replace"))
+    whole = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in whole.splitlines())
     return tuple(line for line in lines if line)
 
@@ -45,16 +66,44 @@ def of_project(folder: Path) -> tuple[str, ...]:
     ValueError : it is not TOML, or its dependencies are not a list of texts.
     ToolMissing : this Python cannot read TOML.
     """
-    with (folder / PYPROJECT).open(encoding="utf-8") as stream:
-        text = stream.read(_MOST_CHARACTERS + 1)
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"it has more than {_MOST_CHARACTERS} characters")
-    try:
-        content: dict[str, Any] = toml_text.parse(text)
-    except RecursionError:
-        raise ValueError("its brackets lie too deep within each other") from None
+    text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
+    content: dict[str, Any] = toml_text.parse(text)
     project = content.get("project", {})
     stated = project.get("dependencies", []) if isinstance(project, dict) else None
     if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):
         raise ValueError("project.dependencies is not a list of texts")
     return tuple(stated)
+
+
+def project_name(file: Path) -> str:
+    """The canonical name of the project in a pyproject.toml; empty where it states none, or cannot be read.
+
+    This needs no reader of TOML, so every machine finds the same name.
+    """
+    table, text = "", ""
+    with contextlib.suppress(OSError):
+        text = files.read_text(file, most_bytes=_MOST_BYTES, errors="replace")
+    for line in text.splitlines():
+        if line.startswith("["):
+            table = line.partition("#")[0].strip()
+        elif table in ("[project]", "[tool.poetry]") and (stated := _NAME.match(line)):
+            return canonical(stated[1])
+    return ""
+
+
+def canonical(name: str) -> str:
+    """The name of a distribution as PyPA's specification normalises it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
+    """The projects that the pip steps of a recipe install."""
+    return tuple(
+        InstalledProject(
+            name=project_name(step.project / PYPROJECT),
+            folder=posixpath.normpath(step.editable) if step.editable else "",
+            step=number,
+        )
+        for number, step in enumerate(steps)
+        if step.project is not None
+    )

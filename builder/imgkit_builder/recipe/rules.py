@@ -7,6 +7,7 @@ values, so that one wrong value does not hide another.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 
 from imgkit_builder.recipe import systems
@@ -39,14 +40,21 @@ _IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
 _TIME = re.compile(r"(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?")
 _PIP_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _BY_NAME = "name the package, and its index in `options`: [--index-url, URL]; or use `requirements`"
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of Unicode: control, format, surrogates, separators of lines and paragraphs."""
 _UNPROTECTED = ("would remove the protection of the base's torch", "use image.constraints")
 _PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
 
 
 def printable(text: str) -> Iterator[Fault]:
-    """No line break or control character: a value is one line of a Dockerfile or a job script."""
-    bad = re.search(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]", text)
-    if bad and bad.group() in "\n\r\x85\u2028\u2029":
+    """No line break, control or invisible character: a value is one line of a Dockerfile or a job script.
+
+    Invisible ones, such as marks of the direction of writing, make a text look like another one.
+    """
+    if text.isprintable():
+        return
+    bad = next((one for one in text if one != "\t" and unicodedata.category(one) in _UNSEEN), "")
+    if bad and bad in "\n\r\x85\u2028\u2029":
         hint = (
             "write >- instead of | or >"
             if text.strip().count("\n") == 0
@@ -54,7 +62,8 @@ def printable(text: str) -> Iterator[Fault]:
         )
         yield "contains a line break", hint
     elif bad:
-        yield f"contains the control character U+{ord(bad.group()):04X}", "delete it"
+        kind = "control" if unicodedata.category(bad) == "Cc" else "invisible"
+        yield f"contains the {kind} character U+{ord(bad):04X}", "delete it"
 
 
 def recipe_name(text: str) -> Iterator[Fault]:
@@ -156,6 +165,17 @@ def pip_env_name(text: str) -> Iterator[Fault]:
     yield from env_name(text)
     if text == "PIP_CONSTRAINT":
         yield _UNPROTECTED
+
+
+def env_value(text: str) -> Iterator[Fault]:
+    """A variable's value, which no shell reads."""
+    if found := re.search(r"\$\(\(|\$\(|`[^`]*`", text):
+        shown = {"$((": "$((...))", "$(": "$(...)"}.get(found.group(), "`...`")
+        yield (
+            f"{shown} is not executed: the variable would hold this text as it is written",
+            'write the value, such as "8"; or set the variable where a shell reads it, in a command of '
+            "image.run or in your program",
+        )
 
 
 def env_name(text: str) -> Iterator[Fault]:
@@ -294,6 +314,9 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "copy", ANY, "ignore", ANY), not_empty),
     *((place, shell_command) for place in COMMANDS),
     (("image", "workdir"), image_path),
+    (("image", "env", ANY), env_value),
+    (("image", "pip", ANY, "env", ANY), env_value),
+    (("system", "env", ANY), env_value),
     (("system", "scheduler"), scheduler),
     (("system", "runtime", "command"), word),
     (("system", "runtime", "modules", ANY), word),

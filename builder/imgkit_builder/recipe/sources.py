@@ -16,19 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.files import TEMPORARY
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 NEVER = frozenset({".git", "__pycache__"})
-"""Names that stay out, whatever a pattern says."""
-OUTPUTS = ("*.sif", "*.imgdelta", ".*.part")
-"""What imgkit writes: .sif files, deltas, and the temporary names of unfinished files."""
+"""Names that stay out, whatever a pattern says; so do those that begin with `TEMPORARY`."""
+OUTPUTS = ("*.sif", "*.imgdelta")
+"""What imgkit writes, besides archives."""
+GIT_PATHS = (
+    *(".", f":(exclude,glob)**/{TEMPORARY}*", f":(exclude,glob)**/{TEMPORARY}*/**"),
+    *(f":(exclude,glob)**/{pattern}" for pattern in OUTPUTS),
+)
+"""Paths for ``git status``: what imgkit leaves in a folder is no change of its code."""
 _KEY_BYTES = 1 << 16
 """How much of a file imgkit reads to find a private key; a chain of certificates is shorter."""
-_MOST_CHARACTERS = 1 << 20
+_MOST_BYTES = 1 << 20
 _MOST_STARS = 4
 """Stars in one pattern: the time for a name of 240 characters grows from a second to 40 with the next one."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
@@ -139,11 +145,13 @@ class _Walker:
             is_folder = entry.is_dir(follow_symlinks=False)
             # The slash lets a folder match patterns such as "data/"; as in git, this excludes all below it.
             name = f"{below}{entry.name}{'/' if is_folder else ''}"
-            if entry.name in NEVER or self._is_hidden(entry):
+            if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
                 continue
             stays_out = _last_word((*general, *self.late), name)
             if stays_out is None:
-                stays_out = _is_cache(entry) if is_folder else _is_output(entry.name, names)
+                stays_out = (
+                    self._is_made(entry, name, general) if is_folder else _is_output(entry.name, names)
+                )
             if not stays_out and _is_secret(entry, name) and not self._is_named(entry, name):
                 self.secret.append(name)
             elif not stays_out:
@@ -152,6 +160,20 @@ class _Walker:
                     yield from self.folder(Path(entry.path), name, general)
             elif self.own.decision(name) is None:
                 self.left_out.append(name)
+
+    def _is_made(self, folder: os.DirEntry[str], name: str, general: _Rules) -> bool:
+        """Whether a program made all of `folder`: it is a cache, or holds outputs of imgkit alone."""
+        with os.scandir(folder) as scan:
+            entries = list(scan)
+        names, rules = {entry.name for entry in entries}, (*general, *self.late)
+
+        def is_own(entry: os.DirEntry[str]) -> bool:
+            if entry.name.startswith(TEMPORARY):
+                return True
+            is_output = not entry.is_dir(follow_symlinks=False) and _is_output(entry.name, names)
+            return is_output and _last_word(rules, name + entry.name) is None
+
+        return not names.isdisjoint(MARKERS) or (bool(entries) and all(map(is_own, entries)))
 
     def _is_named(self, entry: os.DirEntry[str], name: str) -> bool:
         by_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.named)
@@ -184,7 +206,7 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
     of_both = name.lower().endswith((".pem", ".key"))
     if not of_both and (secret_patterns.in_file_name(name) or not _maybe_key(entry)):
         return secret_patterns.in_file_name(name)
-    with Path(entry.path).open("rb") as file:
+    with files.open_regular(Path(entry.path)) as file:
         start = file.read(_KEY_BYTES)
     if secret_patterns.is_private_key(start):
         return True
@@ -194,10 +216,6 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
 def _maybe_key(entry: os.DirEntry[str]) -> bool:
     """A small file without a suffix, such as ``id_deploy``: its content decides."""
     return "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
-
-
-def _is_cache(folder: os.DirEntry[str]) -> bool:
-    return any(os.path.lexists(Path(folder.path, marker)) for marker in MARKERS)
 
 
 def _is_output(name: str, names: set[str]) -> bool:
@@ -253,6 +271,9 @@ def _above(source: Path) -> tuple[_Patterns, ...]:
 def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
     """The patterns of ``.dockerignore``, which all start at its folder, as patterns of gitignore's kind."""
     anchored, file = [], source / ".dockerignore"
+    # A message may quote the patterns, and a stranger's link may lead to a secret.
+    if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):
+        raise UsageError("it is a link out of its folder", where=str(file), hint="put the list itself there")
     for line in _lines(file):
         pattern = line.strip()
         if pattern and not pattern.startswith("#"):
@@ -262,8 +283,6 @@ def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
 
 
 def _lines(file: Path) -> list[str]:
-    # Not a FIFO, which would never end.
-    if not file.is_file():
+    if not file.is_file() or (file.name == ".gitignore" and file.is_symlink()):  # as git: it follows no link
         return []
-    with file.open(encoding="utf-8", errors="surrogateescape") as stream:
-        return stream.read(_MOST_CHARACTERS).splitlines()
+    return files.read_text(file, most_bytes=_MOST_BYTES, errors="surrogateescape").splitlines()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 from imgkit_builder.recipe import describe, problems, rules
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
-from imgkit_entrypoints import json_text
+from imgkit_builder.recipe.requirements import InstalledProject, installed
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -41,6 +42,8 @@ class Target:
     """Where the values come from."""
     positions: Mapping[KeyPath, Position] = field(default_factory=dict)
     """Position of every value that a recipe's file states."""
+    projects: tuple[InstalledProject, ...] = ()
+    """What its image has installed of the user's own, as far as that is known here."""
 
     @property
     def module_line(self) -> str:
@@ -77,6 +80,7 @@ def find(ref: str | Path) -> Target:
         platforms=recipe.image.platforms,
         file=recipe.file,
         positions=recipe.positions,
+        projects=installed(recipe.image.pip),
     )
 
 
@@ -89,7 +93,7 @@ def as_json(ref: str) -> str | None:
     """
     if ref.endswith(JSON_SUFFIX):
         try:
-            return Path(ref).read_text(encoding="utf-8")
+            return files.read_text(Path(ref))
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot be read: {error}", where=ref, hint=HINT) from error
     known = _bundled()
@@ -183,8 +187,16 @@ def checked(target: Target) -> Target:
         ]
     if faults:
         texts = [f"{key}: {what}; {hint}" if hint else f"{key}: {what}" for key, what, hint in faults]
-        raise UsageError("\n".join(texts), where=str(target.file))
+        raise several(texts, target.file)
     return target
+
+
+def several(faults: Sequence[str], file: Path, *hints: str) -> UsageError:
+    """The error of a file with values that no recipe may have: one fault stands in it, several below it."""
+    if len(faults) == 1:
+        return UsageError(faults[0], where=str(file), hint="\n".join(hints) or None)
+    what = f"{len(faults)} of its values are none of a recipe"
+    return UsageError(what, where=str(file), hint="\n".join((*faults, *hints)))
 
 
 def values_of(content: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.recipe.uv_lock import canonical
+from imgkit_builder.recipe.requirements import canonical
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

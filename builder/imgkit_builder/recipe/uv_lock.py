@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.recipe import toml_text
-from imgkit_builder.recipe.requirements import PYPROJECT
+from imgkit_builder.recipe.requirements import PYPROJECT, canonical
+from imgkit_entrypoints import files
 
 UV_LOCK = "uv.lock"
 VERSION = 1
@@ -75,11 +76,6 @@ class UvLock:
     """What pyproject.toml said when uv wrote the lock: the table ``package.metadata`` of the project."""
 
 
-def canonical(name: str) -> str:
-    """The name of a distribution as PyPA's specification normalises it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def tables(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of the project's pyproject.toml and of its uv.lock.
 
@@ -92,14 +88,11 @@ def tables(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    with file.open(encoding="utf-8") as stream:
-        text = stream.read(_MOST_BYTES + 1)
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"{file.name} has more than {_MOST_BYTES} characters")
+    text = files.read_text(file, most_bytes=_MOST_BYTES)
     try:
         return toml_text.parse(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} is not TOML: {error or 'its brackets lie too deep'}") from error
+    except toml_text.NotToml as error:
+        raise ValueError(f"{file.name}:{error.line}: {error.what}") from error
 
 
 def read(folder: Path) -> UvLock:

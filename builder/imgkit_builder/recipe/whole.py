@@ -52,7 +52,8 @@ def from_json(text: str, file: Path) -> Recipe:
         raise UsageError(
             f"its image part cannot be read: {error}", where=str(file), hint=targets.HINT
         ) from error
-    faults, positions = [], dict(target.positions)
+    faults = [f"description: {what}" for what, _ in rules.printable(description.strip())]
+    positions = dict(target.positions)
     for path, value in targets.values_of(image, ("image",)):
         found = (*rules.of_key(path), *(rules.of_text(path, str(value)) if value is not None else ()))
         faults += [f"{key_text(path)}: {what}" for what, _ in found]
@@ -63,7 +64,7 @@ def from_json(text: str, file: Path) -> Recipe:
             for depth in range(len(path), 0, -1):
                 positions.setdefault(path[:depth], place)
     if faults:
-        raise UsageError("\n".join(faults), where=str(file), hint=targets.HINT)
+        raise targets.several(faults, file, targets.HINT)
     return Recipe(
         name=target.name,
         description=description,

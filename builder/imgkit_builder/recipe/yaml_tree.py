@@ -16,6 +16,7 @@ from typing import Literal
 import yaml
 
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position
+from imgkit_entrypoints import files
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
@@ -160,13 +161,7 @@ class _TooManyError(Exception):
 
 def _read(file: Path, start: Position, found: Collector) -> str | None:
     try:
-        if not file.is_file():  # a FIFO or /dev/zero would never end
-            found.error(start, (), "not a regular file" if file.exists() else "no such file")
-            return None
-        if file.stat().st_size > MAX_BYTES:
-            found.error(start, (), f"larger than {MAX_BYTES >> 20} MiB", "is this a recipe?")
-            return None
-        data = file.read_bytes()
+        data = files.read_bytes(file, most_bytes=MAX_BYTES)
         found.digests[file] = hashlib.sha256(data).hexdigest()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

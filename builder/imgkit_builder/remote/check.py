@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder.base.checks import Check
 from imgkit_builder.job.ssh.doctor import CLOCKS_S
-from imgkit_builder.remote import converter, store
+from imgkit_builder.remote import store
 from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
+from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, odd
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
@@ -73,9 +73,6 @@ if bash -lc 'type module' > /dev/null 2>&1 < /dev/null; then
     found=$(timeout 20 bash -lc 'module -t avail' 2>&1 < /dev/null)
     echo "modules $(echo "$found" | grep -iE '^(singularity|apptainer)' | head -n 8 | tr '\\n' ' ')"
 fi
-"""
-    + converter.PROBE
-    + """\
 if command -v curl > /dev/null 2>&1; then
     internet=no
     if curl -sI -m 4 https://example.com > /dev/null 2>&1 < /dev/null; then internet=yes; fi
@@ -96,21 +93,44 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     Raises
     ------
     Cut : ssh cannot log in.
+    ToolFailed : the answer is cut short, or not that of imgkit's script.
     """
     modules = target.system.runtime.modules if target else ()
-    wanted = _SUBMITS.get(target.system.scheduler, "") if target else ""
-    values = {"folder": connection.remote.folder, "program": wanted or "sbatch"}
+    values = {"folder": connection.remote.folder, "program": _needed(target) or "sbatch"}
     began = time.time()
-    answer = converter.answer_of(b"".join(connection.stream(_PROBE, values, words=modules)))
-    middle = (began + time.time()) / 2
+    output = connection.answer(connection.stream(_PROBE, values, words=modules))
+    return read(output, connection, target, began_s=began, ended_s=time.time())
+
+
+def read(
+    output: bytes, connection: Connection, target: Target | None, *, began_s: float, ended_s: float
+) -> tuple[Check, ...]:
+    """What the answer `output` says; the rest is as of `examine`, which asked between these times.
+
+    Raises
+    ------
+    ToolFailed : the answer is cut short, or not that of imgkit's script.
+    """
+    answer: dict[str, list[str]] = {}
+    for line in output.decode(errors="replace").splitlines():
+        name, _, value = line.partition(" ")
+        answer.setdefault(name, []).append(value.strip())
+    if "end" not in answer:
+        raise odd(connection.remote.name, output)
+    modules = target.system.runtime.modules if target else ()
     return (
         *_login(answer, connection),
-        _scheduler(answer, target, wanted),
+        _scheduler(answer, target),
         _runtime(answer, modules),
         *_folder(answer, connection.remote),
         *_programs(answer, modules),
-        _clock(answer, middle, time.time() - began),
+        _clock(answer, (began_s + ended_s) / 2, ended_s - began_s),
     )
+
+
+def _needed(target: Target | None) -> str:
+    """The program that submits jobs of the recipe; empty where no remote has it."""
+    return _SUBMITS.get(target.system.scheduler, "") if target else ""
 
 
 def _login(answer: Mapping[str, list[str]], connection: Connection) -> Iterator[Check]:
@@ -135,7 +155,8 @@ def _login(answer: Mapping[str, list[str]], connection: Connection) -> Iterator[
         )
 
 
-def _scheduler(answer: Mapping[str, list[str]], target: Target | None, wanted: str) -> Check:
+def _scheduler(answer: Mapping[str, list[str]], target: Target | None) -> Check:
+    wanted = _needed(target)
     there = {name: answer[program][0] for name, program in _SUBMITS.items() if program in answer}
     system = target.system.scheduler if target else ""
     if target and not wanted:
@@ -223,18 +244,6 @@ def _quota(row: str) -> str:
 
 
 def _programs(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Iterator[Check]:
-    found = converter.of_answer(answer)
-    if found.python:
-        loaded = f", after module load {found.module}" if found.module else ""
-        yield Check(name="python", verdict="ok", found=f"{found.version} ({found.python}){loaded}")
-    else:
-        old = f"{found.version}, older than 3.10" if found.version else "none"
-        yield Check(name="python", verdict="skip", found=f"{old}; only a run of an archive needs it")
-    yield Check(
-        name="mksquashfs",
-        verdict="ok" if found.squash else "skip",
-        found=found.squash or "none; only a run of an archive needs it",
-    )
     internet = answer.get("internet", ["unknown: there is no curl"])[0]
     yield Check(
         name="internet",
@@ -260,7 +269,7 @@ def _modules(answer: Mapping[str, list[str]], modules: Sequence[str]) -> Check:
 
 def _clock(answer: Mapping[str, list[str]], here_s: float, took_s: float) -> Check:
     there = answer.get("clock", [""])[0]
-    if not re.fullmatch(r"\d+", there):
+    if not re.fullmatch(r"[0-9]{1,12}", there):
         return Check(name="clock", verdict="warn", found="date does not answer", hint="date +%s there")
     ahead_s = int(there) - here_s
     apart = max(0.0, abs(ahead_s) - took_s)

@@ -91,7 +91,10 @@ def _keep(code: CodeFolder, file: Path) -> None:
     with contextlib.suppress(OSError):
         files.make_own_folder(files.cache_dir())
         _folder().mkdir(exist_ok=True)
-        with file.open("rb") as made, files.writing(_folder() / f"{_key(code)}-{file.name}") as stream:
+        with (
+            files.open_regular(file) as made,
+            files.writing(_folder() / f"{_key(code)}-{file.name}") as stream,
+        ):
             shutil.copyfileobj(made, stream)
         for old in sorted(_folder().iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             old.unlink(missing_ok=True)

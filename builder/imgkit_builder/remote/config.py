@@ -21,7 +21,7 @@ FOLDER = "imgkit"
 """imgkit's folder on a remote, in the home there, where the user names none."""
 KEEP_S = 600
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
-_MOST_CHARACTERS = 1 << 20
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +170,13 @@ def remove(name: str) -> Remote:
 
 def _text() -> str:
     try:
-        with path().open(encoding="utf-8") as stream:
-            text = stream.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"it has more than {_MOST_CHARACTERS} characters")
+        return files.read_text(path(), most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot be read: {error}", where=str(path()), hint="correct or remove the file"
         ) from error
-    return text
 
 
 def _write(text: str) -> None:
@@ -203,8 +199,9 @@ def _checked(text: str) -> dict[str, Any]:
 
     try:
         data = toml_text.parse(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"it is no TOML: {error}", where=str(path()), hint="correct the file") from error
+    except toml_text.NotToml as error:
+        where = f"{path()}:{error.line}"
+        raise UsageError(error.what, where=where, hint="correct the file") from error
     try:
         found = _adapter().validate_python(data)
     except ValidationError as error:

@@ -74,14 +74,24 @@ class Connection:
     """Whether ssh may ask for a password or a second factor on the terminal."""
 
     def run(self, script: str, *, by_transfer: bool = False, **values: str) -> bytes:
-        """The output of `script`, which sees `values` as its variables.
+        """The output of `script`, which sees `values` as its variables; the rest is as of `stream`.
 
         Raises
         ------
         Cut : ssh could not connect, or lost the connection.
         ScriptFailed : the script failed.
+        TooLong : it printed more than an answer can have; the connection has been ended.
         """
-        return b"".join(self.stream(script, values, by_transfer=by_transfer))
+        return self.answer(self.stream(script, values, by_transfer=by_transfer))
+
+    def answer(self, output: Generator[bytes, None, None]) -> bytes:
+        """All of `output`, which `stream` yields.
+
+        Raises
+        ------
+        As `run`.
+        """
+        return process.answer(output, f"a command on {self.remote.name}")
 
     def stream(
         self,
@@ -190,9 +200,17 @@ class Connection:
             check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
             again = hints.SECOND_FACTOR in error.said and self.control
             hint = f"{check}; then this command again" if again else f"{check}; or without questions: {hint}"
-        return Cut(
-            f"ssh to {host} failed: {said or 'the connection was lost'}", where=self.remote.name, hint=hint
-        )
+        what, hint = process.quoted(f"ssh to {host} failed", said or "the connection was lost", hint)
+        return Cut(what, where=self.remote.name, hint=hint)
+
+
+def odd(remote: str, output: bytes) -> ToolFailed:
+    """The error for an answer of `remote` that is cut short, or that imgkit's script did not print."""
+    return ToolFailed(
+        f"the answer cannot be read, or is cut short; its first line: {process.first_line(output)}",
+        where=remote,
+        hint="run the same command again; if it fails again, check what programs of that account print",
+    )
 
 
 def connect(remote: Remote, *, ask: bool = False) -> Connection:
@@ -245,7 +263,9 @@ def _behind(source: Iterable[bytes], token: bytes, host: str) -> Generator[bytes
             break
     if not found:
         shown = before[-200:].decode(errors="replace").strip()
-        raise ToolFailed(
-            f"the login shell of {host} starts no command" + (f"; it printed: {shown}" if shown else ""),
-            hint=f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works",
+        what, hint = process.quoted(
+            f"the login shell of {host} starts no command" + ("; it printed" if shown else ""),
+            shown,
+            f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works",
         )
+        raise ToolFailed(what, hint=hint)

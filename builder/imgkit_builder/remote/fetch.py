@@ -17,6 +17,9 @@ from imgkit_builder.remote import jobs
 from imgkit_builder.remote.connection import Connection
 from imgkit_entrypoints.errors import CheckFailed
 
+_LATEST_S = 10**12
+"""Times that a listing can have; later ones do not fit a file system."""
+
 # GNU find and tar are on every cluster. A name that ends in NUL can hold anything else. A secret stays there.
 _LIST = """\
 cd -- "$home" || exit 1
@@ -126,7 +129,7 @@ def _fetched(
     stream = TarStream(connection.stream(_PACK, {"home": home}, data=[names]), name=run)
     for member in stream:
         far = known.get(member.name)
-        if far is None or member.kind != REGULAR:
+        if far is None or member.kind != REGULAR or not 0 <= member.mtime_s < _LATEST_S:
             raise CheckFailed(f"{member.name!r} was not asked for", where=run)
         target = far.target(folder, run)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,21 +10,18 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from imgkit_builder.base import files
 from imgkit_builder.job import systems
+from imgkit_builder.job.fields import is_job_id
 from imgkit_builder.remote import jobs, store
-from imgkit_builder.remote.connection import Connection
+from imgkit_builder.remote.connection import Connection, odd
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-_MADE = (
-    r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta|tar)|code-[0-9a-f]{64}(-[0-9a-f]{12})?\.imgdelta"
-    r"|imgkit-[0-9a-f]{64}\.pyz)"
-)
-_PART = r"\.([0-9a-f]{12}\.part|[0-9a-f]{8}\.part|lock)"
-_PATH = re.compile(rf"({'|'.join(store.PLACES)})/({_MADE}|\.{_MADE}({_PART}|({_PART})?\.gone))")
-"""Names that imgkit gives: a whole file, a part of one that a transfer or a conversion left, the lock of a
-conversion, and one that a removal has put aside.
-"""
+_MADE = r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)|code-[0-9a-f]{64}(-[0-9a-f]{12})?\.imgdelta)"
+_PART = rf"{re.escape(files.TEMPORARY)}[0-9a-f]{{12}}\.{_MADE}\.part"
+_PATH = re.compile(rf"({'|'.join(store.PLACES)})/({_MADE}|\.{_MADE}\.gone|{_PART}(\.gone)?)")
+"""Names that imgkit gives: a whole file, a part of one, and one that a removal has put aside."""
 
 _LIST = """\
 cd -- "$folder" 2> /dev/null || { echo "clock $(date +%s)"; echo end; exit 0; }
@@ -74,6 +71,7 @@ class JobNote:
 
     id: str
     system: str
+    """The system, or ``SYSTEM;CLUSTER``."""
     files: tuple[str, ...]
     used_s: float
     """Time of its submission, or of the last change in its run folder."""
@@ -103,8 +101,8 @@ def find_unused(connection: Connection, days: int) -> Unused:
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
     ToolFailed : its answer is cut short.
     """
-    output = connection.run(_LIST, folder=connection.remote.folder).decode(errors="replace")
-    files, notes, clock_s = parse(output)
+    output = connection.run(_LIST, folder=connection.remote.folder)
+    files, notes, clock_s = parse(output, connection.remote.name)
     waiting: dict[str, Collection[str] | None] = {}
     unknown = []
     for name in dict.fromkeys(note.system for note in notes):
@@ -124,22 +122,24 @@ def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
         return ()
     names = "".join(f"{file.path}\n" for file in unused.files)
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
-    output = b"".join(connection.stream(_REMOVE, values, words=unused.ended, data=[names.encode()]))
+    output = connection.answer(connection.stream(_REMOVE, values, words=unused.ended, data=[names.encode()]))
     rows = output.decode(errors="replace").splitlines()
     return tuple(row.removeprefix("removed ") for row in rows if row.startswith("removed "))
 
 
-def parse(output: str) -> tuple[tuple[KeptFile, ...], tuple[JobNote, ...], float]:
-    """Files, notes of jobs and the remote's clock in an answer; lines that imgkit does not know are left out.
+def parse(output: bytes, remote: str) -> tuple[tuple[KeptFile, ...], tuple[JobNote, ...], float]:
+    """Files, notes of jobs and the clock of `remote` in its answer.
+
+    Lines that imgkit does not know are left out.
 
     Raises
     ------
-    ToolFailed : the answer is cut short.
+    ToolFailed : the answer is cut short, or not that of imgkit's script.
     """
-    rows = output.splitlines()
+    rows = output.decode(errors="replace").splitlines()
     clock = re.fullmatch(r"clock (\d{1,12})", rows[0]) if rows else None
     if clock is None or rows[-1] != "end":
-        raise ToolFailed("the remote's answer is cut short", hint="the same command again")
+        raise odd(remote, output)
     files: list[KeptFile] = []
     runs: dict[str, float] = {}
     times: dict[str, float] = {}
@@ -154,9 +154,11 @@ def parse(output: str) -> tuple[tuple[KeptFile, ...], tuple[JobNote, ...], float
             said.setdefault(found[1], []).append(found[2])
     notes = []
     for name, time_s in times.items():
-        system, job, *paths = said.get(name, []) or ["", ""]
+        if not is_job_id(name):
+            continue
+        system, job, *paths = [*said.get(name, []), "", ""]
         used_s = max(time_s, runs.get(f"{job}-{name}", 0))
-        notes.append(JobNote(id=name, system=system, files=tuple(paths), used_s=used_s))
+        notes.append(JobNote(id=name, system=system, files=tuple(filter(None, paths)), used_s=used_s))
     return tuple(files), tuple(notes), float(clock[1])
 
 
@@ -194,9 +196,15 @@ def choose(
 
 
 def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | None, str]:
-    """Ids of all jobs of a system that have not ended; or None, and why nobody knows them."""
+    """Ids of all jobs of a system that have not ended; or None, and why nobody knows them.
+
+    Parameters
+    ----------
+    name : as in `JobNote`.
+    """
+    name, _, cluster = name.partition(";")
     try:
-        words = systems.named(name).unfinished()
+        words = systems.named(name).unfinished(cluster)
     except (UsageError, ToolFailed) as error:
         return None, error.what
     if not words:

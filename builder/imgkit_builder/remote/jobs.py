@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import PurePosixPath
 
+from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
-from imgkit_builder.job.submit import now
+from imgkit_builder.job.submit import submitted
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -18,9 +19,9 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
 
-# Its first words are the system, the job's name and four files, such as .sif, delta and two of code: the note
-# in jobs/ tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the
-# user's variables have any name.
+# Its first words are the system, the job's name, its .sif, its delta and two of its code: the note in jobs/
+# tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
+# variables have any name.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -36,11 +37,11 @@ cd -- "$folder" || exit 1
 ) || exit 1
 said=$(shift 6 && exec "$@") || exit
 printf '%s\\n' "$said"
-id=$(printf '%s\\n' "$said" | tail -n 1)
-id=${id%%;*}
+said=$(printf '%s\\n' "$said" | tail -n 1)
+id=${said%%;*}
 case $id in
-    '' | .* | *[!A-Za-z0-9._-]*) ;;
-    *) printf '%s\\n' "$1" "$2" "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"} > "jobs/$id" ;;
+    '' | [!A-Za-z0-9]* | *..* | *[!]A-Za-z0-9_.[+-]*) ;;
+    *) printf '%s\\n' "$1${said#"$id"}" "$2" "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"} > "jobs/$id" ;;
 esac 2> /dev/null
 exit 0
 """
@@ -79,60 +80,42 @@ exit 0
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
-def submit(connection: Connection, job: Job, script: Script, *, uses: Sequence[str] = ()) -> SubmittedJob:
+def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     """Submit `script` in the job's folder on the remote; returns the record to follow it by.
-
-    Parameters
-    ----------
-    uses : paths of at most four files that must be there (default: the image, its delta and the code).
 
     Raises
     ------
     ToolFailed : the scheduler refused; quotes its message. Or the connection was cut, and the job may wait.
     """
     remote = connection.remote
-    folder = str(job.directory)
-    used = (*(uses or (job.image, job.overlay, *job.code_files)), "", "", "")[:4]
+    folder, used = str(job.directory), (job.image, job.overlay, *job.code_files, "", "")[:4]
     # In the script, which goes through standard input: no argument list holds a value.
     values = {name: os.environ[name] for name in job.names}
     export = f"export {' '.join(job.names)}\n" if job.names else ""
+    output = connection.stream(
+        export + _SUBMIT,
+        {**values, "folder": folder, "program": script.submit[0]},
+        words=(
+            job.system,
+            job.title,
+            *(path.removeprefix(f"{folder}/") for path in used),
+            *script.submit,
+        ),
+        data=[script.text.encode()] if script.on_stdin else [],
+    )
     try:
-        output = b"".join(
-            connection.stream(
-                export + _SUBMIT,
-                {**values, "folder": folder, "program": script.submit[0]},
-                words=(
-                    job.system,
-                    job.title,
-                    *(path.removeprefix(f"{folder}/") for path in used),
-                    *script.submit,
-                ),
-                data=[script.text.encode()] if script.on_stdin else [],
-            )
-        )
+        return submitted(job, output, remote=remote.name)
     except ScriptFailed as error:
-        raise ToolFailed(
-            f"{script.submit[0]} on {remote.name} failed with exit code {error.code}: {error.said}"
-        ) from error
+        what, hint = process.quoted(
+            f"{script.submit[0]} on {remote.name} failed with exit code {error.code}", error.said
+        )
+        raise ToolFailed(what, hint=hint or None) from error
     except Cut as error:
         raise ToolFailed(
             f"the connection was cut while the job was submitted: {error.what}",
             where=remote.name,
             hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
         ) from error
-    system = systems.named(job.system)
-    return SubmittedJob(
-        id=system.job_id(output.decode(errors="replace")) or job.name,
-        system=job.system,
-        name=job.title,
-        recipe=job.recipe.name,
-        directory=job.directory,
-        queue=job.queue,
-        remote=remote.name,
-        code=job.code,
-        submitted=now(),
-        command=job.command,
-    )
 
 
 def refuse_runtime(target: Target, request: Request) -> None:
@@ -163,14 +146,19 @@ def finished(connection: Connection, words: Sequence[str]) -> Finished:
     Raises
     ------
     Cut : the remote cannot be reached.
+    TooLong : it printed more than an answer can have.
     """
-    parts: list[bytes] = []
     code = 0
-    try:
-        parts.extend(connection.stream(_RUN, {"program": words[0]}, words=words))
-    except ScriptFailed as error:
-        code = error.code
-    return Finished(argv=tuple(words), returncode=code, output=b"".join(parts).decode(errors="replace"))
+
+    def output() -> Generator[bytes, None, None]:
+        nonlocal code
+        try:
+            yield from connection.stream(_RUN, {"program": words[0]}, words=words)
+        except ScriptFailed as error:
+            code = error.code
+
+    answer = connection.answer(output()).decode(errors="replace")
+    return Finished(argv=tuple(words), returncode=code, output=answer)
 
 
 def follow(

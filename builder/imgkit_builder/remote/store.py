@@ -14,15 +14,15 @@ from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import fields
 from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import FIND_PROGRAM, Connection
+from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, odd
 from imgkit_builder.sif import image
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 EDGE_BYTES = 32768
 """What is read from each end of a .sif: the table is in the first, imgkit's record in the last."""
 
-PLACES = ("images", "deltas", "archives", "tools")
-"""Folders of files that imgkit sends or has made there."""
+PLACES = ("images", "deltas")
+"""Folders of files that imgkit sends."""
 
 FIND_OWNER = """\
 owner=
@@ -48,9 +48,6 @@ echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 for file in images/*.sif; do echo "name ${file#images/}"; done
 for file in deltas/code-*.imgdelta; do echo "code ${file#deltas/}"; done
-for file in archives/"$image"-*.tar tools/imgkit-*.pyz; do
-    if [ -f "$file" ]; then echo "sent $file"; fi
-done
 for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
     if [ -f "$file" ] && size=$(wc -c < "$file"); then
         echo "file $((size)) ${file##*/}"
@@ -91,8 +88,6 @@ class Store:
     """All names in ``images``; a file gets its name when it is whole."""
     codes: tuple[str, ...]
     """Names in ``deltas`` of code."""
-    sent: tuple[str, ...] = ()
-    """Paths of archives of the image, and of the one-file tools that convert them."""
 
 
 def base_name(base: BaseSif) -> str:
@@ -117,7 +112,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be made.
-    UsageError : the folder belongs to another user, or its path cannot stand in a job.
+    ToolFailed, UsageError : as of `read`.
     """
     digest = image_id.removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
@@ -125,13 +120,23 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     output = connection.run(
         _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)
     )
+    return read(output, connection.remote, wanted=wanted)
+
+
+def read(output: bytes, remote: Remote, *, wanted: str = "") -> Store:
+    """What the answer `output` says about the store of `remote`; `wanted` is as of `look`.
+
+    Raises
+    ------
+    ToolFailed : the answer is cut short, or not that of imgkit's script.
+    UsageError : the folder belongs to another user, or its path cannot stand in a job.
+    """
     home, owner, free, there = "", "", None, False
     names: list[str] = []
     codes: list[str] = []
-    sent: list[str] = []
     images: list[str] = []
     deltas: list[HeldDelta] = []
-    for word, value, body in _rows(output):
+    for word, value, body in _rows(output, remote):
         if word == "home":
             home = value
         elif word == "owner":
@@ -144,16 +149,16 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
             names.append(value)
         elif word == "code":
             codes.append(value)
-        elif word == "sent":
-            sent.append(value)
         elif word == "file":
             size, _, name = value.partition(" ")
-            with _ends(int(size), body) as path:
+            with _ends(int(size), body) as path:  # a size that `_rows` has read
                 if name.endswith(".imgdelta"):
                     deltas += _held(path, name, names)
                 elif _is_whole(path, name, wanted):
                     images.append(name)
-    if fault := fault_of_home(home, owner, connection.remote):
+    if not home and not owner:
+        raise odd(remote.name, output)
+    if fault := fault_of_home(home, owner, remote):
         raise fault
     return Store(
         home=home,
@@ -163,7 +168,6 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
         deltas=tuple(deltas),
         names=tuple(names),
         codes=tuple(codes),
-        sent=tuple(sent),
     )
 
 
@@ -182,7 +186,8 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
             hint=f"a folder of your own, for example below it: {again.format(f'{remote.folder}/YOU')}",
         )
     try:
-        fields.check("--directory", home)
+        # An undecodable byte is another one in the script of a job.
+        fields.check("--directory", home.replace("\N{REPLACEMENT CHARACTER}", "\0"))
     except UsageError as error:
         return UsageError(
             f"{home!r}, the folder's real path, cannot stand in a job",
@@ -193,16 +198,16 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
 
 def free_bytes(row: str) -> int | None:
     """Free space in a row of ``df -Pk``; None if it is none."""
-    found = re.search(r"\s\d+\s+\d+\s+(-?\d+)\s+(?:\d+%|-)\s", row)
+    found = re.search(r"\s\d+\s+\d+\s+(-?\d{1,15})\s+(?:\d+%|-)\s", row)
     return int(found[1]) * 1024 if found else None
 
 
-def _rows(output: bytes) -> Iterator[tuple[str, str, bytes]]:
+def _rows(output: bytes, remote: Remote) -> Iterator[tuple[str, str, bytes]]:
     """The lines of the answer: a word, its value, and both ends of a file behind its line.
 
     Raises
     ------
-    ToolFailed : the answer is cut short.
+    ToolFailed : the answer is cut short, or not that of imgkit's script.
     """
     at = 0
     while (end := output.find(b"\n", at)) >= 0:
@@ -212,12 +217,14 @@ def _rows(output: bytes) -> Iterator[tuple[str, str, bytes]]:
             return
         body = b""
         if word == "file":
-            size = re.match(r"\d{1,15} ", value)
-            length = 2 * min(int(size[0]), EDGE_BYTES) if size else 0
+            size = re.match(r"\d{1,13} ", value, re.ASCII)  # file systems take a hole of 9 TB
+            if size is None:
+                break
+            length = 2 * min(int(size[0]), EDGE_BYTES)
             body = output[at : at + length]
             at += length
         yield word, value, body
-    raise ToolFailed("the remote's answer is cut short", hint="the same command again")
+    raise odd(remote.name, output)
 
 
 @contextlib.contextmanager

@@ -8,14 +8,16 @@ name when its sha256 there is that of the file here.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.remote.connection import Connection, Cut, ScriptFailed
+from imgkit_builder.remote.connection import Connection, Cut, ScriptFailed, odd
 from imgkit_builder.remote.store import free_bytes
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
@@ -86,7 +88,7 @@ def upload(
     """
     size = source.stat().st_size
     folder, _, name = target.rpartition("/")
-    part = f"{folder}/.{name}.{_key(source)}.part"
+    part = f"{folder}/{files.TEMPORARY}{_key(source)}.{name}.part"
     if size <= _SMALL_BYTES and not most_per_s:
         report.stage(f"send {source.name} to {connection.remote.name}")
         if _sent_at_once(connection, source, home, part, target):
@@ -126,23 +128,20 @@ def upload(
 
 def _key(source: Path) -> str:
     """Text that differs for files of one name with other content."""
-    with source.open("rb") as stream:
+    with files.open_regular(source) as stream:
         start = stream.read(_KEY_BYTES)
     return hashlib.sha256(start + str(source.stat().st_size).encode()).hexdigest()[:12]
 
 
 def _state(connection: Connection, home: str, part: str, size: int, source: Path) -> int:
     """Bytes of the part file that count: whole blocks."""
-    rows = dict(
-        line.split(" ", 1)
-        for line in connection.run(_STATE, by_transfer=True, home=home, part=part)
-        .decode(errors="replace")
-        .splitlines()
-        if " " in line
-    )
-    found = int(rows.get("part", "0"))
+    output = connection.run(_STATE, by_transfer=True, home=home, part=part)
+    answer = re.fullmatch(rb"disk (.*)\npart (\d{1,15})\n", output)
+    if answer is None:
+        raise odd(connection.remote.name, output)
+    found = int(answer[2])
     at = min(found, size) // BLOCK_BYTES * BLOCK_BYTES
-    free = free_bytes(rows.get("disk", ""))
+    free = free_bytes(answer[1].decode(errors="replace"))
     if free is not None and free < size - found:
         raise CheckFailed(
             f"{size / 1e9:.1f} GB have to go to {connection.remote.name}, where {free / 1e9:.1f} GB are free",
@@ -166,7 +165,7 @@ def _send(
     """Send the file from byte `at` on; the sum is that of all of it."""
     whole = _Sum()
     values = {"home": home, "part": part, "block": str(BLOCK_BYTES), "blocks": str(at // BLOCK_BYTES)}
-    with source.open("rb", buffering=0) as stream:
+    with files.open_regular(source, buffering=0) as stream:
         data = _data(stream, at, size, whole, report, most_per_s)
         try:
             for _ in connection.stream(_SEND, values, data=data, by_transfer=True):
@@ -180,11 +179,11 @@ def _send(
 
 def _sent_at_once(connection: Connection, source: Path, home: str, part: str, target: str) -> bool:
     """Send a small file in one round trip; False if it did not arrive whole, and the usual way decides."""
-    data = source.read_bytes()
+    data = files.read_bytes(source)
     values = {"home": home, "part": part, "target": target, "block": str(BLOCK_BYTES), "blocks": "0"}
     values["sum"] = hashlib.sha256(data).hexdigest()
     try:
-        output = b"".join(connection.stream(_SEND + _KEEP, values, data=[data], by_transfer=True))
+        output = connection.answer(connection.stream(_SEND + _KEEP, values, data=[data], by_transfer=True))
     except Cut:
         return False
     except ScriptFailed as error:
@@ -216,7 +215,8 @@ def _data(
 
 
 def _keep(connection: Connection, home: str, part: str, target: str, digest: str) -> str:
-    values = {"home": home, "part": part, "target": target, "sum": digest}
-    return (
-        connection.run(_KEEP, by_transfer=True, **values).decode(errors="replace").strip().partition(" ")[0]
-    )
+    output = connection.run(_KEEP, by_transfer=True, home=home, part=part, target=target, sum=digest)
+    answer = output.decode(errors="replace").strip().partition(" ")[0]
+    if answer not in ("kept", "other", "lost"):
+        raise odd(connection.remote.name, output)
+    return answer

@@ -62,7 +62,7 @@ def settled(entries: Iterator[ImageEntry], epoch_s: int) -> Iterator[ImageEntry]
             yield _clamped(entry, epoch_s)
             continue
         if 16 <= entry.size_bytes <= _MOST_BYTES and entry.mtime_s > epoch_s:
-            data = b"".join(map(bytes, entry.content))
+            data = entry.read()
             flags, time_s = _HEAD.unpack_from(data)
             if not flags and time_s > epoch_s:
                 folders.setdefault(folder, _OpenFolder()).held.append((source, entry, data))

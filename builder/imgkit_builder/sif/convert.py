@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from imgkit_builder import __version__
 from imgkit_builder.archive import oci_folder
@@ -26,7 +25,7 @@ from imgkit_builder.sif.options import (
 )
 from imgkit_builder.sif.plan import Means, Way
 from imgkit_builder.sif.runtime import log_file
-from imgkit_builder.sif.workspace import Workspace, remove_leftovers, tmp_base, workspace
+from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -63,35 +62,19 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     base = tmp_base(target, options.tmpdir)
     space.check(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:
-        return _converted(source, target, options, means, Place(work=work, log=log, clock=Clock(report)))
+        job = ConversionJob(
+            tool=means.tool,
+            options=options,
+            compression=means.packing,
+            work=work,
+            clock=Clock(report),
+            log=log,
+            squasher=means.squasher,
+        )
+        return _converted(job, source, target, means)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a conversion takes place."""
-
-    work: Workspace
-    log: TextIO
-    clock: Clock
-
-
-def convert_in(place: Place, source: Source, target: Path, options: Options) -> Converted:
-    """Convert as `convert` does, as the last part of something longer that has made its workspace."""
-    means = plan.ready(plan.choose(source, options), options, place.clock)
-    space.check(source, target, place.work.folder.parent, means)
-    return _converted(source, target, options, means, place)
-
-
-def _converted(source: Source, target: Path, options: Options, means: Means, place: Place) -> Converted:
-    job = ConversionJob(
-        tool=means.tool,
-        options=options,
-        compression=means.packing,
-        work=place.work,
-        clock=place.clock,
-        log=place.log,
-        squasher=means.squasher,
-    )
+def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -> Converted:
     if means.way == "export":
         made = _exported(job, source)
     elif means.way == "layers":
@@ -100,7 +83,7 @@ def _converted(source: Source, target: Path, options: Options, means: Means, pla
         with stream.stored_image(job, source) as image_here:
             found = image_here.selected.config
             config = locked.settled(found)
-            if _known_config(source) is None and (done := _up_to_date(target, found, means, options)):
+            if _known_config(source) is None and (done := _up_to_date(target, found, means, job.options)):
                 return done
             _tell_arch(config, job.clock)
             room = space.room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
@@ -144,8 +127,6 @@ def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converte
     coverage.put_record(part, record)
     _check_content(job, made, sif, way)
     clock.stage("make durable")
-    if job.options.by_digest:
-        target = target.with_name(image.store_name(record))
     files.publish(part, target)
     if made.config and locked.epoch_s(made.config) is not None:
         locked.remember(made.origin_id, record.root_sha256)
@@ -208,20 +189,19 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
             and _is_packed_well(record, means, options)
         )
 
-    named = target.parent.glob(f"{config.image_id[7:]}-*.sif") if options.by_digest else (target,)
-    for path in () if options.force else named:
-        if found := coverage.undamaged(path, wanted):
-            sif, record = found
-            return Converted(
-                path=path,
-                size_bytes=sif.size_bytes,
-                arch=sif.arch,
-                record=record,
-                up_to_date=True,
-                stages=(),
-                log=None,
-            )
-    return None
+    found = None if options.force else coverage.undamaged(target, wanted)
+    if found is None:
+        return None
+    sif, record = found
+    return Converted(
+        path=target,
+        size_bytes=sif.size_bytes,
+        arch=sif.arch,
+        record=record,
+        up_to_date=True,
+        stages=(),
+        log=None,
+    )
 
 
 def _is_wanted(record: ImgkitRecord, means: Means, options: Options, route: Way) -> bool:

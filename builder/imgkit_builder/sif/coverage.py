@@ -1,8 +1,8 @@
 """The object ``imgkit-coverage`` of a .sif: digests of the whole file, so that no changed byte passes.
 
-It lies behind the record (`image.ImgkitRecord`), whose keys stay those that older versions of imgkit read.
-Both belong to the object group of the root partition. So a signature of that group covers them, and through
-this object the header, every descriptor and every other object. It holds sha256 digests of
+It lies behind the record (`image.ImgkitRecord`). Both belong to the object group of the root partition. So a
+signature of that group covers them, and through this object the header, every descriptor and every other
+object. It holds sha256 digests of
 
 * the global header, without ``modified_s``, ``free`` and ``data_bytes``, which signing changes;
 * each descriptor, its own too, as its 585 bytes;
@@ -37,7 +37,6 @@ from imgkit_entrypoints.errors import CheckFailed
 
 NAME = "imgkit-coverage"
 SCHEMA = 1
-_UNCOVERED_VERSION = "0.1."
 _HEX = "0" * 64
 _MOST_BYTES = 4 << 20
 _PAGE_BYTES = 4096
@@ -70,7 +69,7 @@ class Findings:
     """What `check` found."""
 
     covered: bool
-    """Whether there is a coverage object; imgkit 0.1 wrote none."""
+    """Whether there is a coverage object; other tools write none."""
     faults: tuple[str, ...]
     """Each difference, for people; empty if all is as it was written."""
     objects: int
@@ -107,7 +106,7 @@ def add(path: Path, *, root_sha256: str | None = None) -> None:
     """
     clear(path, names=(NAME,))
     root = _root(path)
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         found = table.read(path, stream)
         known = {root.id: root_sha256} if root_sha256 else {}
         covered = _describe(path, stream, found, root.group, known)
@@ -148,13 +147,14 @@ def check(path: Path, *, root_sha256: str | None = None) -> Findings:
     """
     sif = image.read(path)
     root = sif.root
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         found = table.read(path, stream)
         own = [one for one in found.entries if _is_coverage(one.datatype, one.label)]
         if not own:
-            # Another tool or imgkit 0.1 made it, or the object's own descriptor is damaged.
-            lost = sif.record is not None and not sif.record.imgkit.startswith(_UNCOVERED_VERSION)
-            why = "its coverage object is missing" if lost else "" if root else "it has no root partition"
+            # Another tool made it, or the object's own descriptor is damaged.
+            why = (
+                "its coverage object is missing" if sif.record else "" if root else "it has no root partition"
+            )
             return Findings(covered=False, faults=(why,) if why else (), objects=0)
         if root is None or len(own) > 1 or own[0].group != GROUP | root.group:
             why = "its coverage object is not the only one, or not in the root partition's group"

@@ -56,7 +56,7 @@ def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
             for name in wanted:
                 collector.add(name, None)
         elif wanted:
-            data = b"".join(map(bytes, entry.content))
+            data = entry.read()
             for name in wanted:
                 collector.add(name, data)
             return replace(entry, content=(data,))  # with its own header

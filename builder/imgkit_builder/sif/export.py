@@ -54,7 +54,7 @@ def make(job: ConversionJob, source: EngineImage) -> None:
             limits=job.options.limits,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
-        passing.send(found, made, config)
+        passing.send(found, made, config, job.clock.note)
     write.surround(job.work.part, around)
 
 

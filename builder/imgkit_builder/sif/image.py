@@ -195,7 +195,7 @@ def store_name(record: ImgkitRecord) -> str:
 def is_sif(path: Path) -> bool:
     """Whether the file starts like a .sif; False also if it cannot be read."""
     try:
-        with path.open("rb") as stream:
+        with files.open_regular(path) as stream:
             stream.seek(MAGIC_OFFSET)
             return stream.read(len(MAGIC)) == MAGIC
     except OSError:
@@ -210,7 +210,7 @@ def read(path: Path) -> SifImage:
     CheckFailed : not a .sif, cut short, or with an impossible table.
     """
     try:
-        with path.open("rb") as stream:
+        with files.open_regular(path) as stream:
             return _read(path, stream)
     except FileNotFoundError as error:
         raise CheckFailed("there is no such file", where=str(path)) from error
@@ -277,7 +277,7 @@ def _data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
 
 def data(image: SifImage, descriptor: Descriptor) -> bytes:
     """Content of a small data object (at most 4 MiB of it)."""
-    with image.path.open("rb") as stream:
+    with files.open_regular(image.path) as stream:
         return _data(stream, descriptor)
 
 
@@ -287,7 +287,7 @@ def _record(path: Path, raw: bytes) -> ImgkitRecord:
         if values.pop("schema") != 1:
             raise CheckFailed("a later imgkit wrote its imgkit object", where=str(path), hint="update imgkit")
         values["diff_ids"] = tuple(values["diff_ids"])
-        values["deltas"] = tuple(values.get("deltas", ()))
+        values["deltas"] = tuple(values["deltas"])
         return json_text.typed(ImgkitRecord(**values))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
@@ -298,7 +298,7 @@ def squashfs(image: SifImage) -> Superblock | None:
     root = image.root
     if root is None or root.size_bytes < _SQUASHFS.size:
         return None
-    with image.path.open("rb") as stream:
+    with files.open_regular(image.path) as stream:
         stream.seek(root.offset)
         magic, inodes, time_s, block, _, number, _, _, _, _, _, _, used = _SQUASHFS.unpack(
             stream.read(_SQUASHFS.size)
@@ -326,5 +326,5 @@ def root_sha256(path: Path, *, advance: Callable[[int, int | None], None] | None
         raise CheckFailed("the .sif has no root partition", where=str(path))
     if path.stat().st_size < root.offset + root.size_bytes:
         raise CheckFailed("cut short within its root partition", where=str(path))
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         return files.sha256(stream, root.offset, root.size_bytes, advance=advance)

@@ -39,6 +39,10 @@ class ImageEntry:
         """Its first path."""
         return self.names[0]
 
+    def read(self) -> bytes:
+        """All of `content`, which is spent afterwards."""
+        return b"".join(map(bytes, self.content))
+
     def changed(self, **values: Any) -> ImageEntry:
         """The same with other `values`."""
         return replace(self, header=b"", **values)

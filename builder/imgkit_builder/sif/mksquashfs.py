@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from imgkit_builder.base.process import bound, run
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ToolFailed
 
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
@@ -24,9 +25,7 @@ _RUNTIMES = ("apptainer", "singularity")
 _SETTING = re.compile(r"^\s*mksquashfs path\s*=\s*(\S.*?)\s*$", re.MULTILINE)
 _MOST_SETTINGS_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
-_HARMLESS = re.compile(
-    r"Unrecognised (tar )?xattr prefix |WARNING: squashfs does not support xattr prefix of "
-)
+_HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
 """An attribute that no squashfs holds, as access lists are."""
 
 
@@ -56,7 +55,7 @@ def lacks_zstd(program: Path | None) -> str:
 
 def candidates() -> tuple[Path, ...]:
     """Every mksquashfs here: on PATH, where an ordinary user's PATH does not look, and of a runtime."""
-    found = [on_path("mksquashfs")]
+    found = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=os.pathsep.join(_SBIN))]
     for name in _RUNTIMES:
         if runtime := shutil.which(name):
             prefix = Path(runtime).resolve().parents[1]
@@ -67,11 +66,6 @@ def candidates() -> tuple[Path, ...]:
             found += [shutil.which("mksquashfs", path=str(place)) for place in places]
             found += _configured(prefix)
     return tuple(dict.fromkeys(Path(one) for one in found if one))
-
-
-def on_path(program: str) -> str | None:
-    """Where `program` is on PATH, or where an ordinary user's PATH does not look."""
-    return shutil.which(program) or shutil.which(program, path=os.pathsep.join(_SBIN))
 
 
 def _configured(prefix: Path) -> Iterator[str | None]:
@@ -86,7 +80,7 @@ def _configured(prefix: Path) -> Iterator[str | None]:
     ):
         for flavour in _RUNTIMES:
             try:
-                with (folder / flavour / f"{flavour}.conf").open("rb") as stream:
+                with files.open_regular(folder / flavour / f"{flavour}.conf") as stream:
                     text = stream.read(_MOST_SETTINGS_BYTES).decode("utf-8", "replace")
             except OSError:
                 continue
@@ -115,7 +109,7 @@ def _help(program: Path, _changed_ns: int) -> str:
 def squashing(
     argv: Sequence[str], *, log: TextIO, on_line: Callable[[str], None], only_errors: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Run a program that squashes, with its standard input open; on leaving, it has succeeded or was killed.
+    """Run mksquashfs with its standard input open; on leaving, it has succeeded or was killed.
 
     It ends with imgkit, however that ends: left alone, it would write gigabytes that nobody uses.
     A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
@@ -157,13 +151,11 @@ def squashing(
             raise
         messages.seek(0)
         text = messages.read().decode("utf-8", "replace").strip()
-    judge(Path(argv[0]).name, code, text, broken=broken, log=log, on_line=on_line)
+    judge(code, text, broken=broken, log=log, on_line=on_line)
 
 
-def judge(
-    program: str, code: int, text: str, *, broken: bool, log: TextIO, on_line: Callable[[str], None]
-) -> None:
-    """Report what `program` said, and raise ToolFailed if it failed or said something unknown.
+def judge(code: int, text: str, *, broken: bool, log: TextIO, on_line: Callable[[str], None]) -> None:
+    """Report what mksquashfs said, and raise ToolFailed if it failed or said something unknown.
 
     `broken` says that it ended before it had read everything.
     """
@@ -176,6 +168,6 @@ def judge(
         why = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
         what = f"failed with exit code {code}{why}" if code != 0 or broken else "said something unknown"
         raise ToolFailed(
-            f"{program} {what}",
+            f"mksquashfs {what}",
             hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {log.name}",
         )

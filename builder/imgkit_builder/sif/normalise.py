@@ -21,8 +21,6 @@ _MOUNTED: Final = ("dev", "proc", "sys")
 """Folders over which every runtime mounts."""
 _HOST_FILES: Final = ("etc/hosts", "etc/resolv.conf")
 """Files of the machine's own, which a runtime mounts over empty ones."""
-_ATTRIBUTE: Final = "security.capability"
-"""The only extended attribute that all engines store."""
 _DROPPED = re.compile(
     r"\.dockerenv|run/\.containerenv|(dev|proc|sys)/.+"
     r"|etc/(hosts|hostname|resolv\.conf|mtab|[^/]+-)"
@@ -67,10 +65,6 @@ def _normalised(entries: Iterator[ImageEntry], epoch_s: int) -> Iterator[ImageEn
             mounted = {"mode": 0o755, "uid": 0, "gid": 0} if entry.name in _MOUNTED else {}
             yield entry.changed(mtime_s=epoch_s, xattrs={}, **mounted)
             continue
-        if entry.xattrs.keys() - {_ATTRIBUTE}:
-            entry = entry.changed(
-                xattrs={name: value for name, value in entry.xattrs.items() if name == _ATTRIBUTE}
-            )
         yield _with_own_content(entry, epoch_s)
 
 
@@ -88,9 +82,9 @@ def _with_own_content(entry: ImageEntry, epoch_s: int) -> ImageEntry:
     if entry.kind != REGULAR or not entry.size_bytes or entry.size_bytes > _MOST_BYTES:
         return entry
     if entry.name == "etc/shadow":
-        return entry.with_content(_clamped_days(_read(entry), epoch_s // _DAY_S))
+        return entry.with_content(_clamped_days(entry.read(), epoch_s // _DAY_S))
     if entry.mtime_s > epoch_s and entry.name.endswith(".dist-info/RECORD"):
-        lines = _read(entry).splitlines(keepends=True)
+        lines = entry.read().splitlines(keepends=True)
         return entry.with_content(b"".join(one for one in lines if b".dist-info/direct_url.json," not in one))
     return entry
 

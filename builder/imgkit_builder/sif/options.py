@@ -146,8 +146,6 @@ class Options:
     """Convert even if the target is up to date; replace a target that is no .sif."""
     test: bool = True
     """Run ``true`` in the new .sif."""
-    by_digest: bool = False
-    """Name the .sif after its digests (`image.store_name`), in the target's folder."""
     helper: Callable[[], Helper | None] = lambda: None
     """Finds an engine that squashes; asked only where this machine cannot."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image.config import epoch
 from imgkit_builder.sif import compression, mksquashfs, runtime_build, squash_ways
@@ -93,7 +94,7 @@ def _by_runtime(options: Options, obstacle: str) -> Means:
         if not obstacle:
             raise
         more = f"or without a runtime: {squash_ways.INSTALL}"
-        raise ToolMissing(error.what, hint=f"{error.hint}\n     {more}") from error
+        raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
     packing = compression.choose(builder.capabilities, options.compression, lacks_zstd=lacks)
     notes = tuple(filter(None, (why, packing.note)))
@@ -108,8 +109,8 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     UsageError, ToolMissing : as in `choose`.
     """
     means = choose(source, options)
-    part = target.with_name(f".{target.name}.TOKEN.part")
-    folder = tmp_base(target, options.tmpdir) / ".imgkit-sif.TOKEN"
+    part = files.temporary_name(target, "TOKEN")
+    folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
     lines = [f"# {note}" for note in means.notes]
     if means.squasher is None:
         assert means.tool is not None  # noqa: S101 - for the type checker: this way has one
@@ -126,7 +127,7 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
         if means.way == "export":
             lines.append(f"docker export CONTAINER-OF-{name} | {squashed}")
         else:
-            lines.append(f"# merge the layers of {name} into one stream\n... | {squashed}")
+            lines += [f"# merge the layers of {name} into one stream", f"... | {squashed}"]
     lines.append("# add the record of the image, and digests of everything in the file")
     return (*lines, f"mv {part} {target}")
 

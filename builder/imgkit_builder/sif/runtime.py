@@ -37,6 +37,7 @@ from typing import TextIO
 
 from imgkit_builder.base import files
 from imgkit_builder.base.process import Finished
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 COMMANDS = ("singularity", "apptainer")
@@ -100,7 +101,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
         load = module_hint or "module avail singularity apptainer   (then: module load ...)"
         raise ToolMissing(
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
-            hint=f"on a cluster: {load}\n     elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
+            hint=f"on a cluster: {load}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
     # Not resolve(): an Apptainer may find its own files by the name it is called.
     path = Path(found).absolute()
@@ -133,7 +134,7 @@ def setting(tool: RuntimeTool, name: str) -> str:
     """
     named = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", _ask(tool.path, "buildcfg").output, re.MULTILINE)
     try:
-        text = Path(named[1]).read_text(encoding="utf-8", errors="replace") if named else ""
+        text = files.read_text(Path(named[1]), errors="replace") if named else ""
     except OSError:
         return ""
     found = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
@@ -325,5 +326,12 @@ def log_file(stem: str) -> Iterator[TextIO]:
         made = files.create(folder / name)
     except (OSError, RuntimeError):  # RuntimeError: no home folder at all
         made = files.create(Path(tempfile.gettempdir()) / name)
-    with made, io.TextIOWrapper(made, encoding="utf-8", errors="replace") as stream:
+    with made, _Log(made, encoding="utf-8", errors="replace") as stream:
         yield stream
+
+
+class _Log(io.TextIOWrapper):
+    """A log that has stars in the place of secrets; others may read it, and users send it on."""
+
+    def write(self, text: str) -> int:
+        return super().write(secret_patterns.masked(text))

@@ -73,10 +73,6 @@ def source_words(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tupl
     """Where the runtime finds the image: the laid out folder, or a registry."""
     if not isinstance(source, Registry):
         return (f"oci:{folder_name(name)}",)
-    plain = is_local(source) and tool.capabilities.no_https
+    host = source.reference.split("/", 1)[0].rsplit(":", 1)[0]
+    plain = host in _LOCAL_REGISTRIES and tool.capabilities.no_https
     return (*(("--no-https",) if plain else ()), f"docker://{source.reference}")
-
-
-def is_local(source: Registry) -> bool:
-    """Whether the registry is on this machine, where it has no certificate."""
-    return source.reference.split("/", 1)[0].rsplit(":", 1)[0] in _LOCAL_REGISTRIES

@@ -1,7 +1,7 @@
 """Count the names in a squashfs that has just been written, to compare them with what was sent.
 
 mksquashfs 4.5.1 loses files of a tar and still exits 0. The lists of all folders follow each other without a
-gap in the table of folders, so that one pass over it sees every name. With ``-noI`` it is stored as it is.
+gap in the table of folders, so that one pass over it sees every name. ``-noI`` stores it as it is.
 The format is that of the kernel's Documentation/filesystems/squashfs.rst.
 """
 
@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from imgkit_builder.archive.tar_header import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.sif import unpack
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
-_SUPERBLOCK = struct.Struct("<16xIH26xQ16xQQQ")
-"""Numbers of fragments and of the compressor; places of: index of owners, table of folders, indexes of
-fragments and of exports."""
+_SUPERBLOCK = struct.Struct("<16xI28xQ16xQQQ")
+"""Number of fragments; places of: index of owners, table of folders, indexes of fragments and of exports."""
 _PLACE = struct.Struct("<Q")
 _LENGTH = struct.Struct("<H")
 _HEAD = struct.Struct("<III")
 _ENTRY = struct.Struct("<HhHH")
 _STORED = 0x8000
-_BLOCK_BYTES = 8192
 _ABSENT = (1 << 64) - 1
 _KINDS = {1: DIRECTORY, 2: REGULAR, 3: SYMLINK, 4: BLOCK, 5: CHARACTER, 6: FIFO}
 
@@ -35,11 +33,10 @@ def names_by_kind(path: Path, *, offset: int = 0) -> Counter[bytes]:
 
     Raises
     ------
-    CheckFailed : the table of folders is damaged.
-    ToolMissing : it is compressed in a way that this machine cannot unpack.
+    CheckFailed : the table of folders is compressed or damaged.
     """
     found: Counter[bytes] = Counter()
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         table = b"".join(_table(stream, path, offset))
     at = 0
     try:
@@ -74,23 +71,16 @@ def compare(path: Path, sent: Counter[bytes], *, offset: int) -> None:
 
 def _table(stream: BinaryIO, path: Path, offset: int) -> Iterator[bytes]:
     """The blocks of the table of folders."""
-    fields = _SUPERBLOCK.unpack(_read(stream, path, offset, 96))
-    fragments, compressor, ids, at, fragment_index, exports = fields
+    fragments, ids, at, fragment_index, exports = _SUPERBLOCK.unpack(_read(stream, path, offset, 96))
     # It ends where the first block of the next table begins, which that table's index states.
     following = fragment_index if fragments else exports if exports != _ABSENT else ids
     (end,) = _PLACE.unpack(_read(stream, path, offset + following, _PLACE.size))
     while at < end:
         (head,) = _LENGTH.unpack(_read(stream, path, offset + at, _LENGTH.size))
         size = head & (_STORED - 1)
-        if not size:
+        if not head & _STORED or not size:
             raise _damaged(path)
-        block = _read(stream, path, offset + at + _LENGTH.size, size)
-        if not head & _STORED:
-            try:
-                block = unpack.unpacker(compressor, path)(block, _BLOCK_BYTES)
-            except unpack.FAULTS as error:
-                raise _damaged(path) from error
-        yield block
+        yield _read(stream, path, offset + at + _LENGTH.size, size)
         at += _LENGTH.size + size
 
 

@@ -1,4 +1,4 @@
-"""The ways to a squashfs, the best first: a new mksquashfs, tar2sqfs, an old mksquashfs, an engine.
+"""The ways to a squashfs, the best first: a new mksquashfs, an old one, an engine.
 
 What all of them get is one tar with every name once, folders first. What they write is compared with it
 afterwards (`squash`).
@@ -17,7 +17,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif import limits, mksquashfs
 from imgkit_builder.sif.options import Helper
 from imgkit_builder.sif.plain_tree import OldMksquashfs
-from imgkit_builder.sif.squasher import PACKED_SHARE, Squasher, SquashOrder, append
+from imgkit_builder.sif.squasher import Squasher, SquashOrder
 from imgkit_entrypoints.errors import ToolMissing
 
 INSTALL = "apt install squashfs-tools (4.5 or later)"
@@ -66,53 +66,6 @@ class TarMksquashfs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tar2sqfs:
-    """tar2sqfs of squashfs-tools-ng, which reads a tar and writes a file of its own.
-
-    Its root folder gets the defaults. It stores inodes compressed, and warns of an attribute that no
-    squashfs holds, as mksquashfs does.
-    """
-
-    program: Path
-    note: str
-    lacks_zstd: str = ""
-    disk_share: float = PACKED_SHARE
-
-    def __str__(self) -> str:
-        return f"tar2sqfs at {self.program}"
-
-    def prepare(self, report: Reporter) -> None:
-        """Nothing."""
-
-    def words(self, order: SquashOrder, output: Path) -> list[str]:
-        """The program and its arguments."""
-        packing = order.compression
-        return [
-            *(str(self.program), "--quiet", "--force"),
-            *("--compressor", packing.name, "--comp-extra", f"level={packing.level}"),
-            *("--block-size", str(packing.block_bytes), "--num-jobs", str(limits.gather().processors)),
-            *("--defaults", f"uid=0,gid=0,mode=0755,mtime={order.created_s}"),
-            str(output),
-        ]
-
-    def shown(self, order: SquashOrder) -> str:
-        """The program, and the copy."""
-        output = order.folder / "root.sqfs"
-        return f"{shlex.join(self.words(order, output))}; cat {shlex.quote(str(output))} >> {order.target}"
-
-    @contextlib.contextmanager
-    def feed(self, order: SquashOrder) -> Iterator[IO[bytes]]:
-        """Feed it, and copy its file."""
-        output = order.folder / "root.sqfs"
-        words = self.words(order, output)
-        order.log.write(f"$ ... | {' '.join(words)}\n")
-        with mksquashfs.squashing(words, log=order.log, on_line=order.on_line) as sink:
-            yield sink
-        append(output, order.target, order.offset)
-        output.unlink()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMksquashfs:
     """mksquashfs in a container of an engine."""
 
@@ -144,7 +97,7 @@ class EngineMksquashfs:
         order.log.write(f"$ ... | mksquashfs in a container of {self.helper}: {' '.join(words)}\n")
 
         def judge(code: int, broken: bool, text: str) -> None:
-            mksquashfs.judge("mksquashfs", code, text, broken=broken, log=order.log, on_line=order.on_line)
+            mksquashfs.judge(code, text, broken=broken, log=order.log, on_line=order.on_line)
 
         with self.helper.feed(words, order.target, order.offset, judge) as sink:
             yield sink
@@ -171,10 +124,6 @@ def choose(find_helper: Callable[[], Helper | None] = lambda: None) -> Squasher:
     if program := mksquashfs.tar_reader():
         return TarMksquashfs(program=program)
     why = mksquashfs.obstacle()
-    other = mksquashfs.on_path("tar2sqfs")
-    if other and mksquashfs.knows(Path(other), r".*--defaults\b"):
-        lacks = "" if mksquashfs.knows(Path(other), r".*\bzstd\b") else f"{other} was built without zstd"
-        return Tar2sqfs(program=Path(other), note=f"tar2sqfs squashes: {why}", lacks_zstd=lacks)
     for old in mksquashfs.candidates():
         if mksquashfs.knows(old, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {why}"

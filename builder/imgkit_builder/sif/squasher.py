@@ -78,7 +78,7 @@ class Squasher(Protocol):
 def append(source: Path, target: Path, offset: int) -> None:
     """Copy the file `source` to byte `offset` of `target`, by the kernel where it can."""
     with (
-        source.open("rb", buffering=0) as data,
+        files.open_regular(source, buffering=0) as data,
         files.open_own(target, os.O_RDWR | os.O_CREAT, "r+b") as out,
     ):
         size = os.fstat(data.fileno()).st_size

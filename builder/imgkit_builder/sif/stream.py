@@ -108,7 +108,7 @@ def make(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None
         with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
             in_order = locked.epoch_s(config) is not None and not merged.image.packed_bytes
             found = _in_order(merged, job) if in_order else _entries(merged, job)
-            passing.send(found, made, config)
+            passing.send(found, made, config, job.clock.note)
     write.surround(job.work.part, around)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 MAGIC = b"SIF_MAGIC\0"
@@ -204,7 +205,7 @@ def _chunks(data: bytes | Path) -> Iterator[bytes]:
     if isinstance(data, bytes):
         yield data
         return
-    with data.open("rb") as stream:
+    with files.open_regular(data) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk
 

@@ -1,6 +1,6 @@
 """The workplace of a conversion: a temporary folder, and a name beside the target, both removed at the end.
 
-``kill -9`` leaves three names: the lock beside the target, the ``.part`` file and the temporary folder. The
+``kill -9`` leaves three names: the lock and the part file beside the target, and the temporary folder. The
 next run for the same target takes the lock, which proves that nobody uses them, and removes them.
 """
 
@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
+_FOLDER = f"{files.TEMPORARY}sif."
 _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -70,9 +72,8 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     UsageError : another process is writing `target`, or its folder is not writable.
     ToolFailed : the disk of the target or of `base` is full.
     """
-    key, token = _key(target), secrets.token_hex(4)
-    folder = base / f".imgkit-sif.{key}.{token}"
-    part = target.with_name(f".{target.name}.{token}.part")
+    key, part = _key(target), files.temporary_name(target)
+    folder = base / f"{_FOLDER}{key}.{secrets.token_hex(4)}"
     with _named_if_full(target, base), _locked(target, key, folder):
         try:
             folder.mkdir(mode=0o700)
@@ -82,6 +83,16 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
                 part.unlink(missing_ok=True)
             finally:
                 remove_tree(folder)
+
+
+@contextlib.contextmanager
+def scratch(beside: Path, chosen: Path | None = None) -> Iterator[Path]:
+    """A temporary folder where `tmp_base` says, for what is beside `beside`; removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, chosen)))
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
 
 
 def remove_leftovers(target: Path) -> None:
@@ -96,7 +107,7 @@ def _key(target: Path) -> str:
 
 
 def _lock_path(target: Path) -> Path:
-    return target.with_name(f".{target.name}.lock")
+    return target.with_name(f"{files.TEMPORARY}lock.{target.name}")
 
 
 @contextlib.contextmanager
@@ -188,16 +199,12 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 def _clean(target: Path, key: str, about: dict[str, Any]) -> None:
     """Remove what a killed run left, but only our names and files: anybody may have written the lock."""
-    for part in target.parent.glob(f".{_glob_safe(target.name)}.*.part"):
-        if re.fullmatch(r"[0-9a-f]{8}", part.name.split(".")[-2]) and _ours(part, stat.S_ISREG):
+    for part in files.temporary_files(target):
+        if _ours(part, stat.S_ISREG):
             part.unlink(missing_ok=True)
     left = Path(str(about.get("folder", "")))
-    if re.fullmatch(rf"\.imgkit-sif\.{key}\.[0-9a-f]{{8}}", left.name) and _ours(left, stat.S_ISDIR):
+    if re.fullmatch(rf"{re.escape(_FOLDER)}{key}\.[0-9a-f]{{8}}", left.name) and _ours(left, stat.S_ISDIR):
         remove_tree(left)
-
-
-def _glob_safe(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _ours(path: Path, is_kind: Callable[[int], bool]) -> bool:

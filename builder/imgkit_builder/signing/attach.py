@@ -31,7 +31,7 @@ def add(path: Path, statement: str) -> None:
         raise CheckFailed(
             "it is signed, and one more object would break the signature",
             where=str(path),
-            hint=f"write a file: imgkit provenance {path}\n  -> or add the statement first, and sign then",
+            hint=f"write a file: imgkit provenance {path}\nor add the statement first, and sign then",
         )
     part = files.temporary_name(path)
     try:

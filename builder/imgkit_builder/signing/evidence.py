@@ -17,13 +17,12 @@ from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree
 from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import CREATED_LABEL, MANIFEST_JSON
+from imgkit_builder.image.manifest import CREATED_LABEL, LOCK_TOML, MANIFEST_JSON
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.sif import check, coverage, image
 from imgkit_builder.signing.provenance import Evidence, Subject
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-LOCK_TOML = "/opt/imgkit/lock.toml"
 _MOST_BYTES = 16 << 20
 _AGAIN = "copy it again; imgkit verify says more"
 
@@ -114,7 +113,7 @@ def _evidence(
     try:
         made = manifests.from_json(files[MANIFEST_JSON].decode())
         content = files.get(LOCK_TOML, b"")
-        lock = lock_file.parse(content.decode(), Path(LOCK_TOML)).of(made.platform) if content else None
+        lock = lock_file.parse(content, Path(LOCK_TOML)).of(made.platform) if content else None
     except UnicodeDecodeError as error:
         raise CheckFailed(f"a file of imgkit in it is no text: {error}", where=str(path)) from error
     return Evidence(

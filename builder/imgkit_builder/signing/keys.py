@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import process
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 PAYLOAD_TYPE = "application/vnd.sylabs.sif-metadata+json"
@@ -50,7 +50,7 @@ def is_pem(keyring: Path) -> bool:
     UsageError : it cannot be read.
     """
     try:
-        return keyring.read_bytes().lstrip().startswith(_PEM)
+        return files.read_bytes(keyring).lstrip().startswith(_PEM)
     except OSError as error:
         raise UsageError(f"cannot read the keyring: {error.strerror}", where=str(keyring)) from error
 
@@ -78,7 +78,7 @@ def clear_signed(message: bytes, keyring: Path) -> tuple[Signer, bytes]:
             "--decrypt",
             str(signed),
         ]
-        return _asked(words, folder, keyring, plaintexts=1), content.read_bytes()
+        return _asked(words, folder, keyring, plaintexts=1), files.read_bytes(content)
 
 
 def _with_checksum(message: bytes) -> bytes:
@@ -142,7 +142,7 @@ def _asked(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) ->
     status = folder / "status"
     argv = [words[0], "--status-file", str(status), *words[1:]]
     done = process.run(argv, check=False, hint=_GPG_HINT)
-    lines = status.read_text(encoding="utf-8", errors="replace").split("\n") if status.exists() else []
+    lines = files.read_text(status, errors="replace").split("\n") if status.exists() else []
     said = [line.removeprefix("[GNUPG:] ").split(" ") for line in lines]
     expected = {"NEWSIG": 1, "GOODSIG": 1, "VALIDSIG": 1, "PLAINTEXT": plaintexts}
     counts = {word: sum(one[0] == word for one in said) for word in expected}
@@ -156,8 +156,7 @@ def _asked(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) ->
         raise CheckFailed(f"the signature is not good: gpg says {wrong or done.tail() or counts}")
     good = next(one for one in said if one[0] == "GOODSIG")
     valid = next(one for one in said if one[0] == "VALIDSIG")
-    name = "".join(letter for letter in " ".join(good[2:]) if letter.isprintable())
-    return Signer(fingerprint=valid[-1], name=name)
+    return Signer(fingerprint=valid[-1], name=" ".join(good[2:]))
 
 
 def enveloped(message: bytes, key: Path) -> tuple[Signer, bytes]:
@@ -199,6 +198,6 @@ def _openssl(key: Path, data: Path, signature: Path) -> bool:
 
 def _pem_fingerprint(key: Path) -> str:
     # openssl, too, takes the first key of the file.
-    body = key.read_bytes().split(_PEM, 1)[1].partition(b"-----")[0]
+    body = files.read_bytes(key).split(_PEM, 1)[1].partition(b"-----")[0]
     digest = hashlib.sha256(base64.b64decode(body)).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")

@@ -19,6 +19,7 @@ from typing import Any
 from imgkit_builder.base import files
 from imgkit_builder.image.manifest import CONTEXT_LABEL, CREATED_LABEL, Manifest
 from imgkit_builder.recipe.lock import LockedPlatform
+from imgkit_builder.recipe.requirements import canonical
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
@@ -119,9 +120,8 @@ def _dependencies(evidence: Evidence) -> Iterator[dict[str, Any]]:
     for deb in evidence.lock.apt:
         yield _package(deb.file, deb.sha256, deb.url)
     for wheel in evidence.lock.pip:
-        package = re.sub(r"[-_.]+", "-", wheel.name).lower()
         yield {
-            "uri": f"pkg:pypi/{package}@{wheel.version}",
+            "uri": f"pkg:pypi/{canonical(wheel.name)}@{wheel.version}",
             **_package(wheel.file, wheel.sha256, wheel.url),
         }
 

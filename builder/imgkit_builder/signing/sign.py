@@ -34,7 +34,7 @@ def sign_sif(path: Path, way: tuple[str, str], command: str | None = None) -> No
     """
     found = coverage.check(path)
     if found.faults or not found.covered:
-        why = f"it is changed: {found.faults[0]}" if found.faults else "imgkit 0.1 or another tool made it"
+        why = f"it is changed: {found.faults[0]}" if found.faults else "another tool made it"
         raise CheckFailed(
             f"{why}; a signature would not cover the whole file",
             where=str(path),
@@ -90,5 +90,5 @@ def sign_detached(path: Path, key: str = "") -> Path:
         )
         if code != 0 or not made.exists():
             raise ToolFailed(f"gpg did not sign (exit code {code})", where=str(path))
-        files.put(target, made.read_text(encoding="ascii"))
+        files.put(target, files.read_text(made))
     return target

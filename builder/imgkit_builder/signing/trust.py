@@ -20,7 +20,7 @@ from imgkit_builder.delta import descriptor
 from imgkit_builder.sif import coverage, image, table
 from imgkit_builder.signing import keys
 from imgkit_builder.signing.keys import Signer
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 _LOOK = "imgkit verify FILE lists what differs"
@@ -95,7 +95,7 @@ def of_sif(path: Path, keyring: Path) -> Signer:
 
 def _signed_digests(path: Path) -> tuple[int, str, str]:
     """What a runtime signs of the coverage object: id within its group, digests of descriptor and data."""
-    with path.open("rb") as stream:
+    with files.open_regular(path) as stream:
         found = table.read(path, stream)
     own = next((one for one in found.entries if one.label == coverage.NAME), None)
     data = coverage.data_of(path)

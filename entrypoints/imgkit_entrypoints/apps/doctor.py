@@ -16,12 +16,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_entrypoints import __version__, facts, json_text
+from imgkit_entrypoints import __version__, facts, json_text, terminal
 from imgkit_entrypoints.doctor import clock
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
@@ -173,19 +173,17 @@ def _node(
     )
 
 
-def table(nodes: Sequence[NodeVerdict]) -> str:
-    """One line per node, with its problems below."""
+def table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
+    """Yield one line per node, with its problems below."""
     width = max(len(node.host) for node in nodes)
-    lines = []
     for node in nodes:
         ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_spans(node.ranks)}"
-        lines.append(f"{node.verdict:7}  {node.host:{width}}  {ranks}")
-        lines += [f"{'':7}  {'':{width}}  {reason}" for reason in node.reasons]
+        yield f"{node.verdict:7}  {node.host:{width}}  {ranks}"
+        yield from (f"{'':7}  {'':{width}}  {reason}" for reason in node.reasons)
         for check in node.checks:
-            lines.append(f"{'':7}  {'':{width}}  {check.verdict} {check.name}: {check.evidence}")
+            yield f"{'':7}  {'':{width}}  {check.verdict} {check.name}: {check.evidence}"
             if check.fix:
-                lines.append(f"{'':7}  {'':{width}}  -> {check.fix}")
-    return "\n".join(lines)
+                yield f"{'':7}  {'':{width}}  -> {check.fix}"
 
 
 def _spans(ranks: Sequence[int]) -> str:
@@ -264,9 +262,9 @@ def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool, stri
             "world_size": world_size,
             "nodes": [dataclasses.asdict(node) for node in nodes],
         }
-        print(json.dumps(found, indent=2), flush=True)
+        terminal.document(json.dumps(found, indent=2) + "\n")
     else:
-        print(f"{table(nodes)}\n{verdict_line(nodes, world_size, strict=strict)}", flush=True)
+        terminal.out(*table(nodes), verdict_line(nodes, world_size, strict=strict))
 
 
 def _examined(answer: Answer) -> Answer:

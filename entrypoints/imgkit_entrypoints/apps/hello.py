@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.arguments import positive
 
 if TYPE_CHECKING:
@@ -55,16 +56,16 @@ def unpacked(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")
 
 
-def table(peers: Sequence[Peer]) -> str:
+def table(peers: Sequence[Peer]) -> list[str]:
     """Aligned plain text with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
         way = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
         rows.append((str(peer.rank), peer.host, peer.device, way))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
+    return [
         f"{row[0]:>{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  {row[3]:>10}" for row in rows
-    )
+    ]
 
 
 def main() -> None:
@@ -81,14 +82,14 @@ def main() -> None:
         if here.rank == 0:
             peers = [Peer(rank=0, host=platform.node(), device=_device(here))]
             peers += [_call(peer, rounds, here) for peer in range(1, here.world_size)]
-            print(table(peers))
-            print(f"latency: half the median of {rounds} round trips of 8 bytes, {dist.get_backend()}")
+            said = f"latency: half the median of {rounds} round trips of 8 bytes, {dist.get_backend()}"
+            terminal.out(*table(peers), said)
         else:
             _answer(rounds, here)
         total = torch.ones(1, device=here.device)
         dist.all_reduce(total)
         if here.rank == 0:
-            print(f"all_reduce of ones: {total.item():.0f}", flush=True)
+            terminal.out(f"all_reduce of ones: {total.item():.0f}")
     if total.item() != here.world_size:
         sys.exit(f"rank {here.rank}: all_reduce of {here.world_size} ones gave {total.item():.0f}")
 

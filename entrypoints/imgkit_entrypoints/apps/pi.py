@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.errors import EXIT_NO
@@ -147,8 +148,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         done, spans = here.gather(mine, Done), here.gather(seconds, float)
         if here.rank == 0 and alone is not None:
-            lines = report(value, intervals, done, max(spans), alone)
-            print("\n".join(lines), flush=True)
+            terminal.out(*report(value, intervals, done, max(spans), alone))
     if abs(value - math.pi) > tolerance(intervals):
         wrong = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"

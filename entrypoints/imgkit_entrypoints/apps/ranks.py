@@ -15,7 +15,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO
+from imgkit_entrypoints.launch import hang_watch
 from imgkit_entrypoints.run.ranks import Ranks
 
 REFUSE_S = 5.0
@@ -50,9 +52,10 @@ def opened(
         torch.cuda.set_device(device)
         # device_id makes NCCL connect now, on the right GPU, instead of guessing it at the first collective.
         backend, connected = "nccl", {"device_id": device}
-    dist.init_process_group(
-        backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **connected
-    )
+    with contextlib.nullcontext() if store else hang_watch.connecting(os.environ):
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **connected
+        )
     try:
         yield Ranks(
             rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
@@ -62,14 +65,14 @@ def opened(
 
 
 def refuse(text: str, exit_code: int) -> NoReturn:
-    """Print `text` once per node and leave with `exit_code`; every rank of the node calls this.
+    """Print the lines of `text` once per node and leave with `exit_code`; every rank of the node calls this.
 
     torchrun ends all others when the first one leaves, so local rank 0 leaves first. Another rank that still
     runs after `REFUSE_S` has no torchrun above it, or is the only one with this reason: it prints it as well.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
-    print(text, file=sys.stderr, flush=True)
+    terminal.err(*text.split("\n"))
     sys.exit(exit_code)
 
 
@@ -100,7 +103,7 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
             traceback.print_exc()
             code = EXIT_NO
     if not isinstance(code, int):
-        print(code, file=sys.stderr)
+        terminal.err(*str(code).split("\n"))
         code = EXIT_NO
     try:
         end()

@@ -1,11 +1,12 @@
-"""torchrun itself, started by the launcher with five changes.
+"""torchrun itself, started by the launcher with six changes.
 
 It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
 schedulers send it to every process, and torchrun would wait 30 s before KILL. When the launcher ends it, by
 HUP or QUIT, it prints nothing: the launcher has said why. After success it exits without tearing its
 interpreter down, which takes 0.4 s with torch. If a program of this package has failed, it has printed the
 reason; torchrun then adds no traceback and passes the exit code on. With ``IMGKIT_START=fork`` its workers
-are forks of it: torch is imported once for all of them, and they share the memory of what it imports.
+are forks of it: torch is imported once for all of them, and they share the memory of what it imports. And it
+notes for the launcher when its rendezvous begins and ends.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing import popen_fork
 from types import FrameType
 
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.run import main
 
 from imgkit_entrypoints.apps.ranks import run_worker
-from imgkit_entrypoints.launch import user_program
+from imgkit_entrypoints.launch import start_up, user_program
 
 _OWN = "imgkit_entrypoints.apps."
 
@@ -73,6 +75,17 @@ def ends_silently(run: Callable[[], None]) -> None:
         run()
     except api.SignalException as error:
         sys.exit(128 + error.sigval)
+
+
+def note_the_rendezvous() -> None:
+    """Note for the launcher from when to when this node waits for others in torch's store."""
+    by_torch = SimpleElasticAgent._rendezvous
+
+    def noted(agent: SimpleElasticAgent, group: object) -> None:
+        with start_up.rendezvous(os.environ):
+            by_torch(agent, group)
+
+    SimpleElasticAgent._rendezvous = noted
 
 
 def main_of_forks() -> None:
@@ -152,6 +165,7 @@ def _run_program(words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
+    note_the_rendezvous()
     start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
     own = any(word.startswith(_OWN) for word in sys.argv)
     run_worker(lambda: ends_silently((lambda: quietly(start)) if own else start))

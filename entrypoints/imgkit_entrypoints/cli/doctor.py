@@ -25,7 +25,7 @@ def main(words: Sequence[str], env: Mapping[str, str]) -> int:
         try:
             place = start.place(asked.wanted, env)
         except NoPlan as error:
-            start.say(f"this node only: {error}")
+            start.say(*f"this node only: {error}".split("\n"))
         else:
             if place.nnodes > 1 or asked.request.nproc != "auto":
                 request = dataclasses.replace(asked.request, prefix=False)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints import __version__, fabric, facts, json_text, schedulers
+from imgkit_entrypoints import __version__, fabric, facts, json_text, schedulers, terminal
 from imgkit_entrypoints.cli import options, start
 from imgkit_entrypoints.cli.worker import Worker
 from imgkit_entrypoints.errors import ImgkitError
@@ -49,11 +49,11 @@ def main(words: Sequence[str], env: Mapping[str, str]) -> int:
     found = _look(asked, env)
     if chosen.shell:
         for name, value in sorted(found.network.env.items()):
-            print(f"export {name}={shlex.quote(value)}")
+            terminal.document(f"export {name}={shlex.quote(value)}\n")
     elif chosen.json:
-        print(json.dumps(_json(found), indent=2))
+        terminal.document(json.dumps(_json(found), indent=2) + "\n")
     else:
-        print("\n".join(_lines(found)))
+        terminal.out(*_lines(found))
     return 0
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.cli import options, start, worker
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.doctor import saved_environment
@@ -25,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImgkitError as error:
         if options.plan_wanted(words, os.environ):
             parts = {"what": error.what, "where": error.where, "hint": error.hint}
-            print(json.dumps({"schema": plan.SCHEMA, "error": parts}, indent=2))
-        print(f"{words[0] if words else 'imgkit_entrypoints'}: {error}", file=sys.stderr)
+            terminal.document(json.dumps({"schema": plan.SCHEMA, "error": parts}, indent=2) + "\n")
+        terminal.err(*f"{words[0] if words else 'imgkit_entrypoints'}: {error}".split("\n"))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

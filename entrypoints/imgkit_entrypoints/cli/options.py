@@ -67,11 +67,10 @@ def parser(
     )
     option("--head", str, None, "HOST", "name or address of node 0, as the other nodes reach it")
     option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)")
-    restarts = env.get("IMGKIT_MAX_RESTARTS")  # the name in imgkit 0.2
     option(
         "--max-failures",
         natural,
-        restarts,
+        None,
         "K",
         "lost nodes and failed workers that the run survives by a new attempt (default: 0; with a range or "
         f"spares {FAILURES})",
@@ -92,7 +91,13 @@ def parser(
         "(default: fork for imgkit's programs on CPUs)",
     )
     option("--log-dir", str, None, "DIR", "keep each process' output in DIR, one folder per node")
-    option("--rollcall-timeout", positive, 120, "S", "seconds to wait for all nodes (default: 120)")
+    option(
+        "--rollcall-timeout",
+        positive,
+        120,
+        "S",
+        "seconds to wait for all nodes, in the roll call and again in torchrun's rendezvous (default: 120)",
+    )
     option("--grace", positive, 60, "S", "seconds to save after a stop request (default: 60)")
     option(
         "--hang-after",

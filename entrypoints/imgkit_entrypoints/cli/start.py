@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_entrypoints import fabric, facts, schedulers
+from imgkit_entrypoints import fabric, facts, schedulers, terminal
 from imgkit_entrypoints.cli.worker import Worker
 from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import NoPlan, UsageError
@@ -53,7 +53,8 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     if asked.show_plan:
         meets = where.nnodes > 1 and made.mode == "torchrun"
         source = secret.source(asked.secret_file, env, shared_home=_shared_home(env)) if meets else ""
-        print(json.dumps(dataclasses.replace(made, warnings=warnings, secret=source).to_dict(), indent=2))
+        found = dataclasses.replace(made, warnings=warnings, secret=source)
+        terminal.document(json.dumps(found.to_dict(), indent=2) + "\n")
         return 0
     if saved_environment.is_replay(env):
         # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
@@ -153,9 +154,9 @@ def line(decision: fabric.Decision) -> str:
     return f"{decision.variable}={decision.value}: {decision.reason}"
 
 
-def say(text: str) -> None:
-    """Tell the user; results alone go to stdout."""
-    print(f"imgkit: {text}", file=sys.stderr, flush=True)
+def say(text: str, *more: str) -> None:
+    """Tell the user, in one line or several; results alone go to stdout."""
+    terminal.err(f"imgkit: {text}", *more)
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def of_app(command: Command, words: Sequence[str], env: Mapping[str, str]) -> tu
 
     Raises
     ------
-    UsageError : an option is unknown or has a wrong value.
+    UsageError : an option is unknown, has a wrong value, or contradicts another.
     """
     assert command.app is not None  # noqa: S101 - the caller branches on it
     app = importlib.import_module(command.options or command.app)
@@ -59,6 +59,8 @@ def of_app(command: Command, words: Sequence[str], env: Mapping[str, str]) -> tu
     both.parse_args(words[1:])  # one check of everything, and --help with all groups
     launch = options.parser(command.name, command.summary, env, device=command.device)
     parsed, rest = launch.parse_known_args(words[1:])
+    if hasattr(app, "check"):
+        app.check(rest, env)
     worker = of_module(command.app, rest)
     return options.read(parsed, tuple(words)), dataclasses.replace(worker, goodput=command.goodput)
 

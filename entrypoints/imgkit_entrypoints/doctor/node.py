@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import __version__, fabric, facts
+from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.doctor import bundle
 from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject
@@ -67,19 +67,19 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     )
     good = passed(found, strict=options.strict)
     if options.json:
-        print(json.dumps(to_dict(found, passed=good, host=host.hostname), indent=2))
+        terminal.document(json.dumps(to_dict(found, passed=good, host=host.hostname), indent=2) + "\n")
     else:
-        print(f"{table(found)}\n{summary(found)}")
+        terminal.out(*table(found), summary(found))
         if not good and passed(found):
-            print("FAILED: --strict counts warnings as failures")
+            terminal.out("FAILED: --strict counts warnings as failures")
     return 0 if good else EXIT_NO
 
 
 def _bundle(target: Path, env: Mapping[str, str]) -> int:
     left_out = bundle.save(target, env)
-    print(f"{target}\nto replay it: {bundle.how_to_replay(target)}")
+    terminal.out(str(target), f"to replay it: {bundle.how_to_replay(target)}")
     if left_out:
-        print(f"left out, as not on the list of harmless variables: {', '.join(left_out)}")
+        terminal.out(f"left out, as not on the list of harmless variables: {', '.join(left_out)}")
     return 0
 
 
@@ -122,15 +122,13 @@ def to_dict(found: Sequence[Check], *, passed: bool, **about: Any) -> dict[str, 
     }
 
 
-def table(found: Sequence[Check]) -> str:
-    """Aligned plain text with one check per line and its fix below."""
+def table(found: Sequence[Check]) -> Iterator[str]:
+    """Yield aligned lines: one for each check, and its fix below."""
     width = max((len(check.name) for check in found), default=0)
-    lines = []
     for check in found:
-        lines.append(f"{check.verdict:7}  {check.name:{width}}  {check.evidence}")
+        yield f"{check.verdict:7}  {check.name:{width}}  {check.evidence}"
         if check.fix:
-            lines.append(f"{'':7}  {'':{width}}  -> {check.fix}")
-    return "\n".join(lines)
+            yield f"{'':7}  {'':{width}}  -> {check.fix}"
 
 
 def summary(found: Sequence[Check]) -> str:

@@ -7,11 +7,10 @@ prefix. Values lose passwords and tokens of known formats.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_entrypoints import facts, secret_patterns
+from imgkit_entrypoints import facts, files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.fabric import spelling
 from imgkit_entrypoints.fabric.names import KNOWN
@@ -29,7 +28,7 @@ FI_CXI_DISABLE_HOST_REGISTER FI_CXI_RDZV_EAGER_SIZE FI_CXI_RDZV_GET_MIN FI_CXI_R
 FI_CXI_RDZV_THRESHOLD FI_CXI_RX_MATCH_MODE FI_LOG_LEVEL FI_MR_CACHE_MONITOR FI_PROVIDER IMGKIT_DECIDED
 IMGKIT_CODE IMGKIT_DELTA IMGKIT_DEVICE IMGKIT_DIRECT IMGKIT_GRACE IMGKIT_HANG_AFTER IMGKIT_HEAD IMGKIT_JOB_ID
 IMGKIT_LOST_AFTER IMGKIT_MAX_FAILURES
-IMGKIT_MAX_RESTARTS IMGKIT_NCCL_VERSION IMGKIT_NNODES IMGKIT_NODES IMGKIT_NODE_RANK IMGKIT_NO_NETWORK_TEST
+IMGKIT_NCCL_VERSION IMGKIT_NNODES IMGKIT_NODES IMGKIT_NODE_RANK IMGKIT_NO_NETWORK_TEST
 IMGKIT_NPROC IMGKIT_PORT IMGKIT_PREFLIGHT
 IMGKIT_REQUIRE_SECRET IMGKIT_ROLLCALL_TIMEOUT IMGKIT_RUN_DIR IMGKIT_SCHEDULER
 LD_LIBRARY_PATH LOCAL_RANK LOCAL_WORLD_SIZE LSB_DJOB_HOSTFILE MASTER_ADDR MASTER_PORT MPI_LOCALNRANKS
@@ -65,18 +64,12 @@ def to_text(kept: Mapping[str, str]) -> str:
 
 
 def from_text(text: str) -> dict[str, str]:
-    """The allowed variables in what `to_text`, or imgkit 0.1 as lines for a shell, wrote."""
+    """The allowed variables in what `to_text` wrote."""
     found: dict[str, str] = {}
     for line in text.splitlines():
-        name, equals, value = line.removeprefix("export ").partition("=")
-        if not equals or name not in ALLOWED:
-            continue
-        if line.startswith("export "):
-            try:
-                value = "".join(shlex.split(value))
-            except ValueError:
-                continue
-        found[name] = value
+        name, equals, value = line.partition("=")
+        if equals and name in ALLOWED:
+            found[name] = value
     return found
 
 
@@ -99,7 +92,7 @@ def replayed(env: Mapping[str, str]) -> Mapping[str, str]:
         return env
     file = facts.root_of(env) / ENVIRONMENT
     try:
-        with file.open("rb") as stream:
+        with files.open_regular(file) as stream:
             text = stream.read(_MOST_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(file)) from error

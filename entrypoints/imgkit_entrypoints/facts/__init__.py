@@ -10,7 +10,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-from imgkit_entrypoints import system
+from imgkit_entrypoints import files, system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import compute, mounts, network, rdma, saved_tree, software
 from imgkit_entrypoints.facts.host_facts import (
@@ -73,6 +73,7 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
     devices = {device.verbs: device.verbs_opens for device in found.rdma if device.verbs}
     devices.update({f"/dev/{device.name}": device.opens for device in found.cxi})
     devices["/dev/infiniband/rdma_cm"] = found.rdma_cm
+    devices.update(dict.fromkeys(software.closed_gpus(recorder, env), False))
     for path in devices:
         recorder.exists(path)
     not_files = {
@@ -88,7 +89,7 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
 
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
     known = reader.not_files()
-    gpus = compute.gpus(reader, env)
+    gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
     cpus = compute.cpus(reader, known)
     processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source = software.nccl(reader, env)
@@ -139,7 +140,7 @@ def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) 
     """
     found = root_of(env) / str(system.SYSTEM_JSON).lstrip("/") if path is None else path
     try:
-        return system.from_json(found.read_text(encoding="utf-8"))
+        return system.from_json(files.read_text(found))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -130,40 +130,59 @@ class VisibleGpus:
 
 
 ONLY_NVIDIA = "imgkit uses NVIDIA GPUs only"
-"""Part of the evidence for no GPU on a node that has GPUs of AMD."""
-_AMD = "0x1002"
+"""Part of the evidence for no GPU on a node that has GPUs of other makers alone."""
+NVIDIA_FILES = r"nvidia\d+"
+"""Names of the device files of NVIDIA GPUs."""
+_OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
+"""Names of the device files, and of folders with those, of other makers' GPUs."""
+_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
 
 
-def amd_gpus(reader: Reader) -> int:
-    """Number of GPUs of AMD whose compute driver runs; imgkit does not use them."""
-    cards = reader.names("/sys/class/drm", r"card\d+") if reader.exists("/dev/kfd") else ()
-    return sum(reader.text(f"/sys/class/drm/{card}/device/vendor") == _AMD for card in cards)
+def _pci_gpus(reader: Reader) -> Mapping[str, int]:
+    """Number of GPUs and accelerators on the PCI bus by maker, also of those that a container hides."""
+    found: collections.Counter[str] = collections.Counter()
+    for address in reader.names("/sys/bus/pci/devices"):
+        kind, vendor = (reader.text(f"/sys/bus/pci/devices/{address}/{file}") for file in ("class", "vendor"))
+        maker = _MAKERS.get(vendor or "", "")
+        # 3D controllers and accelerators. Service processors and processors of Intel have a display, too.
+        displays = ("0x0380",) if maker == "Intel" else ("0x03",) if maker else ()
+        if (kind or "").startswith(("0x0302", "0x1200", *displays)):
+            found[maker or f"vendor {vendor}"] += 1
+    return found
 
 
-def _amd(reader: Reader) -> str:
-    count = amd_gpus(reader)
-    return f", but /dev/kfd and {count} AMD GPUs: {ONLY_NVIDIA}" if count else ""
+def _hidden(reader: Reader, has_files: bool) -> str:
+    """What /dev, /proc and /sys show of GPUs on a node where none can be used."""
+    others, driver = reader.names("/dev", _OTHER_FILES), reader.names("/proc/driver/nvidia/gpus")
+    makers = _pci_gpus(reader)
+    on_bus = ", ".join(f"{count} of {maker}" for maker, count in makers.items())
+    foreign = makers or {*others} - {"dri"}
+    found = (
+        f"/dev: {' '.join(others)}" if others else "",
+        f"/proc/driver/nvidia/gpus: the driver has {len(driver)}" if driver else "",
+        f"/sys/bus/pci/devices: {on_bus}" if makers else "",
+        ONLY_NVIDIA if foreign and not (has_files or driver or "NVIDIA" in makers) else "",
+    )
+    return "".join(f"; {text}" for text in found if text)
 
 
-def gpus(reader: Reader, env: Mapping[str, str]) -> VisibleGpus:
-    """Number of GPUs that a worker could use."""
-    devices = reader.names("/dev", r"nvidia\d+")
+def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
+    """Number of GPUs that a worker could use; `closed` is that of `software.closed_gpus`."""
+    files = reader.names("/dev", NVIDIA_FILES)
+    devices = tuple(name for name in files if f"/dev/{name}" not in closed)
     visible = env.get("CUDA_VISIBLE_DEVICES")
+    shown = f"/dev: {' '.join(files) or 'no nvidia device'}"
+    if why := next(iter(closed.values()), ""):
+        shown += f", but {f'{len(closed)} of them ' if devices else ''}{why}"
+    if not devices:
+        given = "" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}, "
+        return VisibleGpus(count=0, source=f"{given}{shown}{_hidden(reader, bool(files))}")
     if visible is None:
-        source = f"/dev: {' '.join(devices) or 'no nvidia device'}"
-        driver = reader.names("/proc/driver/nvidia/gpus")
-        if driver and not devices:
-            source += f", but the driver has {len(driver)} (/proc/driver/nvidia/gpus)"
-        if not devices:
-            source += _amd(reader)
-        return VisibleGpus(count=len(devices), source=source)
+        return VisibleGpus(count=len(devices), source=shown)
     source = f"CUDA_VISIBLE_DEVICES={visible!r}, {len(devices)} device files"
     # CUDA ends the list at the first unknown entry, which is usually -1.
     wanted = [item.strip() for item in visible.split(",") if item.strip()]
     usable = list(itertools.takewhile(lambda item: item != "-1", wanted))
-    # Slurm also sets the variable for a container without --nv, which has no device file and so no GPU.
-    if not devices:
-        return VisibleGpus(count=0, source=source + _amd(reader))
     # Both rules are CUDA's: _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
     counts = collections.Counter(usable)
     twice = next((item for item in usable if counts[item] > 1), "")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.facts.reader import NOT_FILES, Reader
 
 
@@ -82,7 +83,7 @@ def entries(recorder: Recorder, not_files: Mapping[str, object]) -> tuple[Entry,
 
 def _readable(place: Path) -> bool:
     try:
-        with place.open("rb") as file:
+        with files.open_regular(place) as file:
             file.read(1)
     except OSError:
         return False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts.compute import driver
+from imgkit_entrypoints.facts.compute import NVIDIA_FILES, driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
 
@@ -22,6 +25,8 @@ LIBRARIES = (
     "libfabric.so.1",
     "libcxi.so.1",
 )
+
+_CUDA = "libcuda.so.1"
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -48,6 +53,31 @@ def libraries(reader: Reader, env: Mapping[str, str]) -> tuple[Library, ...]:
         if path:
             found.append(Library(name=name, path=path, target=reader.target(path)))
     return tuple(found)
+
+
+def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Device files of NVIDIA GPUs that no program here can use, each with the reason.
+
+    Apptainer mounts the whole /dev, also without ``--nv``, which brings the driver's library. Slurm closes
+    the GPUs of other jobs to this one. A saved tree lists both under ``closed``.
+    """
+    paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
+    if not reader.live:
+        listed = reader.not_files().get("closed", ())
+        return {path: "closed" for path in paths if path in listed}
+    found = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
+    if paths and not found and f"/{_CUDA}\0".encode() not in _linker_cache():
+        return dict.fromkeys(paths, f"no {_CUDA}, which --nv brings")
+    # They are not opened: the driver of an idle GPU takes seconds for that.
+    return {path: "closed to this process" for path in paths if not os.access(path, os.R_OK | os.W_OK)}
+
+
+def _linker_cache() -> bytes:
+    # Not through the reader, which a saved tree would keep all of it from.
+    try:
+        return files.read_bytes(Path("/etc/ld.so.cache"))
+    except OSError:
+        return b""
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:

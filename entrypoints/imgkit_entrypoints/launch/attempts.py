@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
 from imgkit_entrypoints.launch import membership
 from imgkit_entrypoints.launch.membership import FailedAttempt
+from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING
 from imgkit_entrypoints.rollcall.session import LeadingRoll
 from imgkit_entrypoints.schedulers.placement import Size
 
 GOOD = (0, EXIT_SAVED)
+NAMED = 8
+"""Most nodes that one message names."""
+LEAST_S = 10.0
+"""Least time of a rendezvous: a node that finds no store yet calls again after seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +175,38 @@ class Attempts:
             return f"{self._size.least} or more"
         allowed = [count for count in self._counts if count >= self._size.least]
         return f"one of {', '.join(map(str, sorted(allowed)))}: the global batch allows no other number"
+
+
+class RendezvousWatch:
+    """Torchrun's rendezvous of one attempt (start_up.py), as the head sees it."""
+
+    def __init__(self, roll: LeadingRoll, limit_s: float) -> None:
+        self._roll, self._limit_s = roll, max(limit_s, LEAST_S)
+        self._since: float | None = None
+
+    def stalled(self) -> str:
+        """Return why the attempt has to end; empty: it has not, or not yet.
+
+        The time counts while every node is in the rendezvous or past it: torchrun of a node that is not may
+        still be read from a slow file system.
+        """
+        phases = self._roll.phases
+        waiting = [number for number, phase in phases.items() if phase == RENDEZVOUS]
+        if not waiting or STARTING in phases.values():
+            self._since = None
+            return ""
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since < self._limit_s:
+            return ""
+        names = ", ".join(self._roll.named(number) for number in waiting[:NAMED])
+        more = f" and {len(waiting) - NAMED} more" if len(waiting) > NAMED else ""
+        return (
+            f"torchrun's rendezvous has not ended after {self._limit_s:g} s (--rollcall-timeout); without "
+            f"workers: {names}{more}. They wait for torch's store on port {self._roll.port} of the head: a "
+            "firewall closes it, or another program deletes its keys, since the store has no authentication. "
+            "Start the job again: a new job gets another port"
+        )
 
 
 def _nodes(count: int) -> str:

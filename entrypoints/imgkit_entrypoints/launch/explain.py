@@ -16,8 +16,10 @@ class Explanation:
     cause: str
     remedy: str
 
-    def __str__(self) -> str:
-        return f"why: {self.cause}\n  seen: {self.found}\n  -> {self.remedy}"
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The three of them in a log."""
+        return f"why: {self.cause}", f"  seen: {self.found}", f"  -> {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,12 @@ KNOWN: tuple[_Known, ...] = (
         r"|client socket has (?:timed out|failed).*trying to connect to \((?P<host2>[^,]+), (?P<port2>\d+)\)",
         cause="torchrun on the head does not answer at {host}:{port}",
         remedy="check that node 0 has started, and that the other nodes reach it by this address (--head)",
+        stops=True,
+    ),
+    _Known(
+        pattern=r"in _assign_worker_ranks\n(?:.*\n)*?json\.decoder\.JSONDecodeError",
+        cause="another program changes the keys of torch's store, which has no authentication",
+        remedy="start the job again: a new job gets another port; SECURITY.md says what a site can do",
         stops=True,
     ),
     _Known(

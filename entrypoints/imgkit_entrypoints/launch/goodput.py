@@ -46,11 +46,6 @@ class Parts:
         """The sum."""
         return self.starting + self.training + self.saving + self.lost + self.idle
 
-    @property
-    def share(self) -> float:
-        """Training as a part of the whole, 0 to 1."""
-        return self.training / self.allocated if self.allocated else 0.0
-
     def plus(self, other: Parts) -> Parts:
         """Return the sum of both."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -71,10 +66,8 @@ class Attempt:
     """None: it still runs."""
     well: bool = False
     """The program has ended with 0, or with a saved state."""
-    tells: bool = True
-    """The program notes its progress from its first step on, as dist-train does."""
     progress: Progress | None = None
-    """The notes; None: there are none yet, or never."""
+    """The notes of the program; None: it has noted no step yet, or never does."""
 
     def counted(self, now_s: float) -> tuple[float, float, float]:
         """Return beginning and end of the time whose result lasts, and the seconds for saves in it.
@@ -83,9 +76,8 @@ class Attempt:
         """
         if self.progress is None:
             end_s = now_s if self.ended_s is None else self.ended_s
-            if not self.well:
-                return self.began_s, self.began_s, 0.0
-            return (end_s if self.tells else self.began_s), end_s, 0.0
+            first_s = end_s if self.well else self.began_s
+            return first_s, first_s, 0.0
         made = self.progress
         if self.well:
             return made.first_s, made.last_s, made.saving_s
@@ -125,7 +117,7 @@ class CountedStart:
     code: int | None
     """Exit code; None: it runs, or it was killed."""
     source: str
-    """`TOLD`, or `SEEN`: the launcher knows when the program began and ended, and not what it saved."""
+    """`TOLD`, or `SEEN`: the program has noted no step, so that nothing is known but the wall time."""
     node_s: Parts
 
     def __post_init__(self) -> None:
@@ -171,16 +163,24 @@ class Goodput:
             total = total.plus(start.node_s)
         return total
 
+    @property
+    def share(self) -> float | None:
+        """Training as a part of the whole, 0 to 1; None where the program has never noted a step."""
+        total = self.node_s
+        if all(start.source == SEEN for start in self.starts):
+            return None
+        return total.training / total.allocated if total.allocated else 0.0
+
     def with_start(self, start: CountedStart) -> Goodput:
         """Return these starts and one more."""
         return Goodput(starts=(*self.starts, start)[-MOST_STARTS:])
 
     def to_json(self) -> str:
         """Return the text of the file."""
-        total = self.node_s
+        total, share = self.node_s, self.share
         about: dict[str, Any] = {
             "schema": SCHEMA,
-            "goodput": round(total.share, 4),
+            "goodput": None if share is None else round(share, 4),
             "allocated_node_s": round(total.allocated, 3),
             "node_s": _rounded(total),
             "starts": [
@@ -199,12 +199,12 @@ class Goodput:
             return f"{node_s / (size or 1):.{places}f} {unit}"
 
         where = f" on {size} node{'s' if size > 1 else ''}" if size else ""
+        starts = f" over {len(self.starts)} starts" if len(self.starts) > 1 else ""
+        if self.share is None:
+            return f"{shown(total.allocated)}{where}{starts}; no goodput: the program reported no steps"
         words = {**dict(zip(NAMES, NAMES, strict=True)), "lost": "lost to faults"}
         told = ", ".join(f"{words[name]} {shown(getattr(total, name))}" for name in NAMES)
-        starts = f" over {len(self.starts)} starts" if len(self.starts) > 1 else ""
-        outside = any(start.source == SEEN for start in self.starts)
-        guess = " (the launcher does not see what the program saves)" if outside else ""
-        return f"goodput {100 * total.share:.0f} %{starts}: {shown(total.allocated)}{where}: {told}{guess}"
+        return f"goodput {100 * self.share:.0f} %{starts}: {shown(total.allocated)}{where}: {told}"
 
 
 def _rounded(spent: Parts) -> dict[str, float]:

@@ -36,7 +36,9 @@ The place is twice the number of steps done, less one within a step, and negativ
 BEFORE = -1
 PATIENCE, PATIENCE_BEFORE = 3, 10
 """A worker is late after three times its longest step. Before its first step it may be compiling, and is late
-after ten times ``--hang-after``."""
+after ten times ``--hang-after``; not where it waits for other ranks in `CONNECTS`."""
+CONNECTS = "init_process_group"
+"""Where ranks meet in torch's store, whose keys everybody can delete who reaches its port (SECURITY.md)."""
 ANSWER_S = 5.0
 FRAMES = 12
 """Number of innermost frames in a report."""
@@ -74,6 +76,21 @@ class Pulse:
         """This worker is busy between two steps."""
         self._place[3] += 1
 
+    def ends(self) -> None:
+        """This worker is no longer watched."""
+        self._place[0] = 0
+
+
+@contextlib.contextmanager
+def connecting(env: Mapping[str, str]) -> Iterator[None]:
+    """Have this worker watched while it opens the process group; one with a run is watched already."""
+    folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
+    watched = folder is None or Path(folder, f"pulse-{rank}").exists()
+    pulse = None if watched else Pulse(folder, int(rank))
+    yield
+    if pulse:
+        pulse.ends()
+
 
 def _new(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)  # a worker before this one may still write to its own
@@ -105,9 +122,14 @@ class _Worker:
     """Longest time between two signs of life since its first step, reported hangs left out."""
     asked_from: int | None = None
     """Size of its file of stacks when the launcher asked for new ones."""
+    looked: float = 0.0
+    """Time of the last look at its stack before its first step."""
+    connects: bool = False
+    """It waits in `CONNECTS`."""
 
     def patience_s(self, after_s: float) -> float:
-        return max(after_s * (PATIENCE_BEFORE if self.place < 0 else 1), self.longest_s * PATIENCE)
+        patient = self.place < 0 and not self.connects
+        return max(after_s * (PATIENCE_BEFORE if patient else 1), self.longest_s * PATIENCE)
 
 
 class HangWatch:
@@ -145,6 +167,9 @@ class HangWatch:
         own = self.span
         if own is None:
             return told
+        for worker in self._workers.values():
+            if worker.place < 0 and not worker.connects:
+                self._look_at_start(worker, now)
         low, high = (min(own[0], others[0]), max(own[1], others[1])) if others else own
         late = [worker for worker in self._workers.values() if worker.place == low]
         patient = any(now - worker.since < worker.patience_s(self._after_s) for worker in late)
@@ -166,10 +191,24 @@ class HangWatch:
         nccl = self._question.lines() if self._question else []
         return [*told, "\n".join((self._text(late, answers, now, low, high), *nccl))]
 
+    def _look_at_start(self, worker: _Worker, now: float) -> None:
+        """Find out whether a worker waits in `CONNECTS`, once in a while."""
+        if worker.asked_from is None:
+            if now - max(worker.since, worker.looked) >= self._after_s:
+                worker.looked = now
+                self._ask(worker)
+        elif (answer := self._answer(worker)) or now - worker.looked >= ANSWER_S:
+            worker.connects = CONNECTS in answer
+            worker.asked_from = worker.asked_from if worker.connects else None
+
     def _read(self, now: float) -> list[str]:
         moving: dict[float, list[_Worker]] = {}
         calm = not self._told  # else others have waited for the reported ones
-        for rank, pid, thread, place, signs in self._notes():
+        notes = list(self._notes())
+        for rank in self._workers.keys() - {rank for rank, *_ in notes}:
+            del self._workers[rank]
+            self._told.discard(rank)
+        for rank, pid, thread, place, signs in notes:
             before = self._workers.get(rank)
             if not _status(pid):  # ended
                 self._workers.pop(rank, None)
@@ -193,7 +232,7 @@ class HangWatch:
         """The rank of each worker, and what it has noted."""
         for path in self._folder.glob("pulse-*"):
             with contextlib.suppress(OSError, struct.error):
-                pid, thread, place, signs = LAYOUT.unpack(path.read_bytes())
+                pid, thread, place, signs = LAYOUT.unpack(files.read_bytes(path))
                 if pid:
                     yield int(path.name.partition("-")[2]), pid, thread, place, signs
 
@@ -208,7 +247,7 @@ class HangWatch:
     def _answer(self, worker: _Worker) -> str:
         """Return why `worker` stands, as far as one can see; empty while its stacks may still come."""
         with contextlib.suppress(OSError):
-            text = (self._folder / f"stacks-{worker.rank}").read_bytes()[worker.asked_from :]
+            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.asked_from :]
             if found := _main_stack(text.decode(errors="replace"), worker.thread):
                 return found
         return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)
@@ -218,6 +257,9 @@ class HangWatch:
         who, moved = (self._who(late), "did not move") if low < high else ("no rank", "has moved")
         others = f" (others: {_named(high)})" if low < high else ""
         lines = [f"{who} {moved} from {_named(low)} for {seconds:.0f} s{others}"]
+        if all(worker.connects for worker in late):
+            why = "ranks are missing, or torch's store has lost their keys"
+            lines = [f"{self._who(late)} in {CONNECTS} for {seconds:.0f} s: {why}"]
         groups: dict[str, list[_Worker]] = {}
         for worker in late:
             groups.setdefault(answers[worker.rank] or _silence(worker), []).append(worker)

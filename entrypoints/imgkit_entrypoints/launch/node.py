@@ -20,11 +20,10 @@ from imgkit_entrypoints.launch import (
     forced_end,
     markers,
     nccl_ras,
-    run_folder,
     start_up,
     stop_protocol,
 )
-from imgkit_entrypoints.launch.attempts import Attempts
+from imgkit_entrypoints.launch.attempts import Attempts, RendezvousWatch
 from imgkit_entrypoints.launch.forced_end import ForcedEnd
 from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.hang_watch import HangWatch
@@ -33,6 +32,8 @@ from imgkit_entrypoints.launch.signals import CollectedSignals
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.launch.timekeeper import Timekeeper
 from imgkit_entrypoints.rollcall.messages import (
+    STARTING,
+    WORKERS,
     AllDone,
     AttemptEnded,
     EndAttempt,
@@ -41,7 +42,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Start,
     StopAsked,
 )
-from imgkit_entrypoints.rollcall.session import Event, Roll
+from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Roll
 
 PEER_FAILED_S = 10.0
 """Time that this node's workers have to fail with a message of their own, once another node has failed."""
@@ -72,9 +73,11 @@ class Surroundings:
     started: StartUp
     """The time until the first attempt."""
     signals: CollectedSignals
+    rendezvous_s: float
+    """Longest time of torchrun's rendezvous."""
     grace_s: float
     hang_after_s: float
-    say: Callable[[str], None]
+    say: Callable[..., None]
 
 
 class NodeRun:
@@ -90,6 +93,8 @@ class NodeRun:
         """The end of the program by force; between attempts, the end of the waiting."""
         self.lost = False
         """A node that the run cannot do without is lost."""
+        self.stalled = False
+        """Torchrun's rendezvous of this attempt took too long; only the head knows."""
         self.codes: tuple[int, ...] | None = None
         """Exit codes of all nodes once every node is done; of an elastic run, the code of the run."""
         self._start: Start | None = None
@@ -137,12 +142,12 @@ class NodeRun:
     def _take_part(self, start: Start) -> int:
         """Run the command once, report how it has ended, and return the exit code of this node alone."""
         node, began, code = self.node, time.time(), EXIT_NO
-        self.end = ForcedEnd()
+        self.end, self.stalled, node.roll.phase = ForcedEnd(), False, STARTING
         stop_protocol.clear(node.stop_folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
         watch = HangWatch(node.stop_folder, node.host, node.hang_after_s, lambda: nccl_ras.question(node.env))
-        node.times.attempt(node.stop_folder, start.nnodes)
+        first_s = node.times.attempt(node.stop_folder, start.nnodes)
         if start.attempt > self._cancelled:
             with GuardedCommand(
                 self._command(start),
@@ -150,6 +155,7 @@ class NodeRun:
                     **node.env,
                     "IMGKIT_ATTEMPT": str(start.attempt),
                     start_up.VARIABLE: self._started(start.attempt).text(),
+                    start_up.FIRST_ATTEMPT: f"{first_s:.3f}",
                 },
                 node.say,
                 speaks_for_all=node.head,
@@ -194,14 +200,22 @@ class NodeRun:
     def _supervise(self, child: GuardedCommand, watch: HangWatch) -> None:
         """React until nothing of the command is left."""
         node = self.node
+        rendezvous = (
+            RendezvousWatch(node.roll, node.rendezvous_s) if isinstance(node.roll, LeadingRoll) else None
+        )
         while True:
             self._wait(child, node.signals)
             if not child.read():
                 return
             self._react()
             node.roll.span = watch.span
+            if node.roll.phase != WORKERS:
+                node.roll.phase = start_up.noted(node.stop_folder)
+            if rendezvous and not self.stalled and (why := rendezvous.stalled()):
+                self.stalled = True
+                self.end.now(why)
             for text in watch.look(node.roll.everyone):
-                node.say(text)
+                node.say(*text.split("\n"))
             if self.end.due():
                 if not self.end.begun:
                     node.say(f"ending the program: {self.end.why}")
@@ -218,7 +232,7 @@ class NodeRun:
             return EXIT_SAVED
         if code == 0:
             return 0
-        if self.lost:
+        if self.lost or self.stalled:
             return EXIT_TOOL_FAILED
         if self.end.begun:
             return 128 + node.signals.got[0] if node.signals.got else EXIT_NO
@@ -235,7 +249,7 @@ class NodeRun:
             from imgkit_entrypoints.launch import explain
 
             for found in explain.explain(child.tail()):
-                self.node.say(str(found))
+                self.node.say(*found.lines)
         if dumps := flight_recorder.dumps(self.node.env, began):
             self.node.say(dumps)
 
@@ -305,8 +319,6 @@ class NodeRun:
         """React to a request that a job script or a person has left in the run's folder."""
         folder = self.node.run_folder
         if folder and not self.stop and (request := folder.request()):
-            if text := run_folder.warning(request.reason):
-                self.node.say(text)
             self._ask_all(request)
 
     def _ask_all(self, request: StopRequest) -> None:

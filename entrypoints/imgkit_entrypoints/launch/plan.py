@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from imgkit_entrypoints import fabric
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
@@ -25,7 +26,7 @@ from imgkit_entrypoints.launch.markers import (
 from imgkit_entrypoints.launch.request import FAILURES, Request
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, Size
-from imgkit_entrypoints.system import SystemFacts
+from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
 SCHEMA = 1
 
@@ -39,6 +40,8 @@ _FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
 ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 """Launchers that end all processes of a job when one of its nodes is gone."""
 
+_GIVEN_GPUS = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
+"""Variables with the GPUs that a job has on each node, of imgkit's job script and of Slurm."""
 _OPERATORS = "PET_NPROC_PER_NODE"
 """Variable in which Kubeflow's operators give the number of processes; torchrun is kept from reading it."""
 
@@ -107,7 +110,7 @@ def make(
     NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
     """
     decisions: list[Decision] = []
-    device = _device(request, host, system, decisions)
+    device = _device(request, host, system, env, decisions)
     nproc = _nproc(request, device, host, place, env, decisions)
     network = fabric.choose(host, system, env, nnodes=place.nnodes, head=place.head)
     if network.blockers and device == "cuda" and place.nnodes > 1:
@@ -169,9 +172,12 @@ def _spares_wait_in_vain(place: Placement) -> tuple[str, ...]:
 
 
 def _device(
-    request: Request, host: HostFacts, system: SystemFacts | None, decisions: list[Decision]
+    request: Request,
+    host: HostFacts,
+    system: SystemFacts | None,
+    env: Mapping[str, str],
+    decisions: list[Decision],
 ) -> Literal["cpu", "cuda"]:
-    expected = system.node.gpus if system else 0
     if request.device == "cpu":
         return "cpu"
     if host.gpus:
@@ -179,19 +185,33 @@ def _device(
             Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
         )
         return "cuda"
-    # A given --nproc is a choice. Else a forgotten --nv would silently start one rank on the CPU.
-    if request.device == "cuda" or (expected and request.nproc == "auto"):
-        reason = f"the recipe says {expected} per node" if expected else "--device cuda asks for one"
+    expected, source = _expected_gpus(system, env)
+    # Else a forgotten --nv would silently start ranks on the CPU, with --nproc as many as there are GPUs.
+    if request.device == "cuda" or expected:
+        reason = f"{source} says {expected} per node" if expected else "--device cuda asks for one"
+        ask = f"ask the scheduler for GPUs (Slurm: --gres=gpu:{expected or 'N'})"
         raise NoPlan(
             f"no GPU is visible here, but {reason} ({host.gpus_source})",
-            hint="use nodes with NVIDIA GPUs, or give --device cpu"
-            if ONLY_NVIDIA in host.gpus_source
-            else "start the container with --nv, ask the scheduler for GPUs (Slurm: --gres=gpu:N), "
-            "or give --device cpu",
+            hint=(
+                f"{ask} on nodes with NVIDIA GPUs; a container with --rocm does not help"
+                if ONLY_NVIDIA in host.gpus_source
+                else f"start the container with --nv (docker: --gpus=all), and {ask}"
+            )
+            + "; to run on processors all the same: --device cpu",
         )
-    known = f"the recipe says {expected} per node: --nv forgotten?" if expected else "the recipe expects none"
-    decisions.append(Decision(variable="device", value="cpu", reason=f"no GPU is visible, {known}"))
+    decisions.append(
+        Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
+    )
     return "cpu"
+
+
+def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
+    """GPUs that this node must have, and who says so: the image, or without one the job."""
+    if system is not None:
+        model = f" ({system.node.gpu_model})" if system.node.gpu_model else ""
+        return system.node.gpus, f"{SYSTEM_JSON}{model}"
+    name = next((name for name in _GIVEN_GPUS if env.get(name)), "")
+    return digits(env.get(name, "")) or 0, name
 
 
 def _nproc(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.launch.hang_watch import shared
 
 NAME = "progress"
@@ -80,7 +81,7 @@ def clear(folder: Path) -> None:
 def read(folder: Path) -> Progress | None:
     """Return the notes of the attempt; None before its first step, and where the program writes none."""
     try:
-        with (folder / NAME).open("rb") as file:
+        with files.open_regular(folder / NAME) as file:
             found = LAYOUT.unpack(file.read(LAYOUT.size))
     except (OSError, struct.error):
         return None

@@ -33,7 +33,7 @@ class Timeouts:
     grace_s: float = 60.0
     """Time from a stop request to the end by force."""
     rollcall_s: float = 120.0
-    """Time in which all nodes must call."""
+    """Time in which all nodes must call, and longest time of torchrun's rendezvous."""
     hang_after_s: float = 60.0
     """Time after which a worker that does not move is reported; 0: never."""
     lost_after_s: float = 30.0

@@ -7,23 +7,18 @@ run saves and ends with 85, and the next start clears the file. Reasons: docs/ad
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imgkit_entrypoints import fence, files
+from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
 STOP, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
 """Name of the file that tells a job script how a run with a range or spares has ended: ``JOB_ID CODE``."""
-OLD_STOP = "STOP"
-"""Name of a person's request to dist-train of imgkit 0.1."""
-SCRIPT_SPEAKS = "IMGKIT_STOP_FILES"
-"""Variable of a job script that uses `FOR_REQUEUE`. The Slurm script of imgkit 0.1 asks by `STOP`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,36 +35,27 @@ class RunFolder:
     """A folder whose files ask a run to stop."""
 
     path: Path
-    old_script: bool = False
-    """The job script is of imgkit 0.1, whose request for a requeue is a file `stop`."""
-    say: Callable[[str], None] = field(default=print, compare=False)
+    say: Callable[[str], None] = field(default=terminal.err, compare=False)
     """Tells the user why a file does not count, once for each."""
     _told: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
         """The folder that IMGKIT_RUN_DIR names, if any."""
-        given, job = env.get("IMGKIT_RUN_DIR"), env.get("SLURM_JOB_ID")
-        if not given:
-            return None
-        # That script calls the folder so; a folder that somebody chose by hand has another name.
-        by_script = bool(job) and Path(given).name.endswith(f"-{job}")
-        return cls(path=Path(given), old_script=by_script and SCRIPT_SPEAKS not in env, say=say)
+        given = env.get("IMGKIT_RUN_DIR")
+        return cls(path=Path(given), say=say) if given else None
 
     def stop_file(self) -> Path | None:
         """The file by which a person has asked this run to stop, and not to start."""
-        # In this order: on a disk that ignores case, the new name finds both.
-        names = (OLD_STOP,) if self.old_script else (STOP, OLD_STOP)
-        return next((self.path / name for name in names if self._has(name)), None)
+        return self.path / STOP if self._has(STOP) else None
 
     def refuse_stopped(self) -> None:
         """Raise UsageError where a person has asked the run not to start."""
         if file := self.stop_file():
-            old = f" ({OLD_STOP} is the old name of the file `{STOP}`)" if file.name == OLD_STOP else ""
             raise UsageError(
                 "this file keeps the run from starting",
                 where=str(file),
-                hint=f"rm {shlex.quote(str(file))}{old}",
+                hint=f"rm {shlex.quote(str(file))}",
             )
 
     def clear(self) -> None:
@@ -79,8 +65,7 @@ class RunFolder:
         ------
         UsageError : one is there and cannot be removed.
         """
-        of_script = (STOP,) if self.old_script else ()
-        for name in (FOR_REQUEUE, stop_protocol.SAVED, RESULT, fence.FILE, *of_script):
+        for name in (FOR_REQUEUE, stop_protocol.SAVED, RESULT, fence.FILE):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
@@ -93,12 +78,11 @@ class RunFolder:
                 ) from error
 
     def request(self) -> StopRequest | None:
-        """The request that is there now; the script's goes first, since it may have made both files."""
-        person = self.stop_file()  # looked for first: the script makes its own file before `stop`
-        for name in (FOR_REQUEUE, *((STOP,) if self.old_script else ())):
+        """The request that is there now; of two, the one of a person counts."""
+        for name in (STOP, FOR_REQUEUE):
             if self._has(name):
-                return StopRequest(reason=str(self.path / name), requeue=True)
-        return StopRequest(reason=str(person), requeue=False) if person else None
+                return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
+        return None
 
     def _has(self, name: str) -> bool:
         try:
@@ -132,10 +116,3 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / RESULT, f"{job_id} {code}\n")
-
-
-def warning(file: str) -> str:
-    """Return the warning about a request by the file's old name; empty for others."""
-    if os.path.basename(file) != OLD_STOP:  # noqa: PTH119 - it comes as text
-        return ""
-    return f"warning: {file}: {OLD_STOP} is the old name of this file, use `{STOP}`"

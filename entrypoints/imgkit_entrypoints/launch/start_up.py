@@ -1,17 +1,29 @@
-"""The time from a job's start to its first step, in parts that follow each other.
+"""The time from a job's start to its first step, in parts that follow each other, and the part that may hang.
 
 The launcher measures the first parts and hands them to the workers by a variable; dist-train goes on. All
 instants are those of `time.monotonic`, one clock for all processes of a node.
+
+In torchrun's rendezvous, nodes wait for each other's keys in torch's store. Everybody who reaches its port
+can delete them (SECURITY.md), and torchrun would wait for 15 minutes. So each torchrun notes in the stop
+folder how far it is, the beats of the roll call carry that to the head, and the head ends a rendezvous that
+takes too long (attempts.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from imgkit_entrypoints import files
+from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
+
 VARIABLE = "IMGKIT_START_UP"
+FIRST_ATTEMPT = "IMGKIT_FIRST_ATTEMPT"
+"""The instant at which this start's first attempt began on the worker's node, also in later attempts."""
 
 
 class StartUp:
@@ -48,6 +60,14 @@ class StartUp:
         return " ".join((f"{self._at_s:.3f}", *(f"{name}={value:.3f}" for name, value in self.parts.items())))
 
 
+def first_attempt_s(env: Mapping[str, str]) -> float:
+    """Return when the first attempt began; now, if no launcher has started this worker."""
+    try:
+        return min(float(env[FIRST_ATTEMPT]), time.monotonic())
+    except (KeyError, ValueError):  # or somebody else's variable
+        return time.monotonic()
+
+
 def process_began_s() -> float:
     """Return when this process began; a fork begins with the fork."""
     ticks = int(
@@ -55,3 +75,26 @@ def process_began_s() -> float:
     )  # proc_pid_stat(5): starttime
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
+
+
+@contextlib.contextmanager
+def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
+    """Note for the launcher when torchrun of this node is in its rendezvous, and when it is past it."""
+    note(env, RENDEZVOUS)
+    yield
+    note(env, WORKERS)
+
+
+def note(env: Mapping[str, str], phase: str) -> None:
+    """Note for the launcher how far torchrun of this node is (`messages.PHASES`)."""
+    with contextlib.suppress(KeyError, OSError):  # without a note, nobody ends the start
+        files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
+
+
+def noted(stop_folder: Path) -> str:
+    """Return how far torchrun of this node is."""
+    try:
+        phase = files.read_own(stop_folder / stop_protocol.PHASE)
+    except (OSError, UnicodeDecodeError):
+        return STARTING
+    return phase if phase in PHASES else STARTING

@@ -30,6 +30,8 @@ from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import UsageError
 
 STOP, SAVED, COUNTS = "stop", "state-saved", "node-counts"
+PHASE = "torchrun"
+"""How far torchrun is (start_up.py); no part of the protocol."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
@@ -70,7 +72,7 @@ def clear(place: Path) -> None:
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED, COUNTS):
+    for name in (STOP, SAVED, COUNTS, PHASE):
         (place / name).unlink(missing_ok=True)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.messages import Caller
     from imgkit_entrypoints.schedulers.placement import Placement
 
-Say = Callable[[str], None]
+Say = Callable[..., None]
 
 
 def run(
@@ -107,6 +107,7 @@ def run(
                 times=times,
                 started=started,
                 signals=signals,
+                rendezvous_s=timeouts.rollcall_s,
                 grace_s=timeouts.grace_s,
                 hang_after_s=timeouts.hang_after_s,
                 say=say,

@@ -66,12 +66,16 @@ class Timekeeper:
         if self._head and self._attempts:
             self._say(str(self._now()))
 
-    def attempt(self, notes: Path, nodes: int) -> None:
-        """Torchrun starts on `nodes` nodes; the workers' notes of their progress will be in `notes`."""
+    def attempt(self, notes: Path, nodes: int) -> float:
+        """Torchrun starts on `nodes` nodes; the workers' notes of their progress will be in `notes`.
+
+        Returns the time at which the first attempt on this node began.
+        """
         progress.clear(notes)
         self._notes = notes
         began_s = time.monotonic()
-        self._attempts.append(Attempt(began_s=began_s, nodes=nodes, tells=self._source == goodput.TOLD))
+        self._attempts.append(Attempt(began_s=began_s, nodes=nodes))
+        return self._attempts[0].began_s
 
     def ended(self, code: int) -> None:
         """The attempt is over, on this node with the exit code `code`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall.messages import Caller, Identity
 from imgkit_entrypoints.rollcall.session import node_name
@@ -20,7 +21,7 @@ def identity(*, torch: str, nccl: str, root: Path = Path("/")) -> Identity:
     import hashlib
 
     try:
-        image = hashlib.sha256((root / MANIFEST).read_bytes()).hexdigest()[:12]
+        image = hashlib.sha256(files.read_bytes(root / MANIFEST)).hexdigest()[:12]
     except OSError:
         image = ""
     return Identity(image=image, torch=torch, nccl=nccl)

@@ -32,6 +32,8 @@ from imgkit_entrypoints.schedulers.placement import Placement
 LULL_S = 0.25
 """Time that messages wait for company where `MANY` nodes beat: to wake costs more than to read a message."""
 MANY = 1000
+STRANGERS_S = 0.2
+"""Time between two looks at strangers during the run, whose workers need the processors."""
 LOOKS = 5
 """Looks at all nodes within the time between two beats."""
 
@@ -55,8 +57,10 @@ class HeadRoll(LeadingRoll):
         self._news = False
         """A node has reported the end of its attempt or what it has measured, or it is lost."""
         # Open to the end, or a command started twice on a host would begin a second run of this job.
-        self._strangers = strangers
+        self._strangers, self._next_strangers = strangers, 0.0
         self._closed = False
+        self._stopping: set[int] = set()
+        """Nodes that were asked to stop."""
         self._spans: dict[int, Span] = {}
         self._others: Span | None = None
         self._next_look = time.monotonic()
@@ -67,16 +71,18 @@ class HeadRoll(LeadingRoll):
         return _around([span for span in (self.span, self._others) if span])
 
     def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        with self._links.watching([self._strangers, *sources]):
-            while not self._events and not self._news:
-                now = time.monotonic()
-                turn = self._links.hear(max(0.0, min(end, self._next_look) - now))
-                self._take(turn)
-                if set(turn.others) - {self._strangers} or time.monotonic() >= end:
-                    return
-                if turn.heard and not self._events and not self._news:
-                    session.wait(sources, min(self._lull_s, end - time.monotonic()))
+        sources, end = tuple(sources), time.monotonic() + seconds
+        while not self._events and not self._news:
+            now = time.monotonic()
+            calm = now < self._next_strangers
+            until = min(end, self._next_look, *((self._next_strangers,) if calm else ()))
+            with self._links.watching(sources if calm else (self._strangers, *sources)):
+                turn = self._links.hear(max(0.0, until - now))
+            self._take(turn)
+            if set(turn.others) - {self._strangers} or time.monotonic() >= end:
+                return
+            if turn.heard and not self._events and not self._news:
+                session.wait(sources, min(self._lull_s, end - time.monotonic()))
 
     def tick(self) -> list[Event]:
         self._take(self._links.hear(0.0))
@@ -120,6 +126,8 @@ class HeadRoll(LeadingRoll):
             self._gone(rank)
         now = time.monotonic()
         look = now >= self._next_look
+        if self._strangers in turn.others:
+            self._next_strangers = now + STRANGERS_S
         if look or self._strangers in turn.others:
             self._refuse_late()
         if look:
@@ -134,8 +142,10 @@ class HeadRoll(LeadingRoll):
             self._events.append(over)
 
     def _heard(self, rank: int, message: FromNode) -> None:
+        """Take a node's message; drop a second one of its kind, by which it could fill the memory of all."""
         event: Event
         if isinstance(message, Beat):
+            self._phases[rank] = message.phase
             if message.span is None:
                 self._spans.pop(rank, None)
             else:
@@ -143,17 +153,20 @@ class HeadRoll(LeadingRoll):
             return
         name = self.named(rank)
         if isinstance(message, AttemptEnded):
-            if message.attempt != self.attempt:
+            if message.attempt != self.attempt or rank in self.reports:
                 return
             self.reports[rank], self._news = message, True
             if message.code in (0, EXIT_SAVED) or self.elastic:
                 return
             event = Failed(node=name, code=message.code)
         elif isinstance(message, Measured):
-            self.answers.append((rank, message))
-            self._news = True
+            if (order := (rank, message.stage)) in self._measuring:
+                self._measuring.remove(order)
+                self.answers.append((rank, message))
+                self._news = True
             return
-        elif isinstance(message, StopWanted):
+        elif isinstance(message, StopWanted) and rank not in self._stopping:
+            self._stopping.add(rank)
             event = StopAsked(node=name, reason=message.reason, requeue=message.requeue)
         else:
             return

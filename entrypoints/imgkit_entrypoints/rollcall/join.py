@@ -50,9 +50,7 @@ class Joining:
             address = (place.head, self.port)
             try:
                 connection = socket.create_connection(address, timeout=min(5.0, left))
-            except (
-                OSError
-            ) as error:  # not started yet, or a pod whose name does not resolve before it is ready
+            except OSError as error:  # not started yet, or a pod's name that does not resolve before it is ready
                 why = f"{error.strerror or error}"
             else:
                 link = Link(connection, reader.from_head)
@@ -62,7 +60,8 @@ class Joining:
                 except NoPlan:
                     link.close()
                     raise
-                said = link.why or said  # the last call may have had no time for an answer
+                if not said or time.monotonic() < self.deadline:  # a last call may have no time for an answer
+                    said = link.why or said
                 why = said or "it does not answer the call"
                 link.close()
             if time.monotonic() - last_said >= PROGRESS_S:
@@ -136,9 +135,7 @@ class Joining:
                 if isinstance(message, ProbeOrder):
                     link.send(probe.report(self.place.node_rank, message, self.opened))
                 elif isinstance(message, Go):
-                    place = self.place
-                    if message.nnodes:
-                        place = place.numbered(message.nnodes, message.node_rank)
+                    place = self.place.numbered(message.nnodes, message.node_rank)
                     unread = received[position + 1 :]
                     return MemberRoll(
                         place,

@@ -53,6 +53,8 @@ class Link(Generic[Heard]):
         self._lines: deque[bytes] = deque()
         self._outbox = b""
         self._ended = False
+        self._left: int | None = None
+        """Bytes that the peer may still send after `shut`; None before."""
 
     def fileno(self) -> int:
         """Descriptor to wait for."""
@@ -117,6 +119,10 @@ class Link(Generic[Heard]):
             self._ended = not data
             taken += len(data)
             drained = len(data) <= self.longest  # less than there was room for
+            if self._left is not None:
+                self._left -= len(data)
+                self.why = FOREIGN if self._left < 0 else ""
+                continue
             *lines, self._inbox = (self._inbox + data).split(b"\n")
             if lines:
                 self.heard = time.monotonic()
@@ -153,7 +159,13 @@ class Link(Generic[Heard]):
             return None
 
     def shut(self) -> None:
-        """Announce the end, once everything is sent; the peer closes when it has read all."""
+        """Announce the end, once everything is sent; the peer closes when it has read all.
+
+        What it sends from now on is thrown away, and more than one of the longest lines ends the connection.
+        """
+        if self._left is None:
+            self._left, self._inbox = self.longest, b""
+            self._lines.clear()
         self.flush()
         with contextlib.suppress(OSError):
             if not self._outbox and not self.why:

@@ -10,6 +10,8 @@ KINDS = ("alone", "pair", "all")
 """Stages of the preflight: each node alone, pairs, all nodes together."""
 MODES = ("quick", "full")
 """How long the preflight measures."""
+PHASES = STARTING, RENDEZVOUS, WORKERS = ("", "rendezvous", "workers")
+"""How far torchrun of a node is: not yet in its rendezvous, in it, or past it."""
 Span = tuple[int, int]
 """Places of the slowest and of the furthest worker, as the hang watch counts them."""
 
@@ -78,6 +80,8 @@ class Beat:
     """A sign of life, with the places of workers that the sender knows."""
 
     span: Span | None = None
+    phase: str = STARTING
+    """One of `PHASES`, from a node to the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +135,9 @@ class Go:
 
     port: int
     warnings: tuple[str, ...]
-    nnodes: int = 0
-    """Nodes that start; 0 from the head of imgkit 0.1, which starts all or none."""
-    node_rank: int = 0
+    nnodes: int
+    """Nodes that start."""
+    node_rank: int
     """Number of the receiving node among them."""
     elastic: bool = False
     """The head starts each attempt by `Start`; False: there is one attempt, with all nodes, from now on."""
@@ -262,8 +266,8 @@ def line(message: Message) -> bytes:
 
 def _object(message: Message) -> dict[str, Any]:
     match message:
-        case Beat(span=span):
-            return {"beat": span}
+        case Beat(span=span, phase=phase):
+            return {"beat": span, **({"phase": phase} if phase else {})}
         case Call(job=job, node_rank=rank, nnodes=nnodes, caller=caller, offer=offer):
             said = {"job": job, "node_rank": rank, "nnodes": nnodes, "caller": asdict(caller)}
             return {**said, "probe": _flat(offer) if offer else None}
@@ -286,7 +290,7 @@ def _object(message: Message) -> dict[str, Any]:
         case Lost():
             return {"lost": _flat(message)}
         case Failed(node=node, code=code, head=head):
-            return {"failed": {"node": node, "code": code}, **({"head": True} if head else {})}
+            return {"failed": {"node": node, "code": code}, "head": head}
         case StopAsked(node=node, reason=reason, requeue=requeue):
             return {"stop": {"node": node, "reason": reason}, "requeue": requeue}
         case AllDone(codes=codes):

@@ -1,6 +1,6 @@
 """The one place where the text of another node becomes a value (messages.py).
 
-`from_node` and `from_head` check type, range and length of every field, and replace control characters in
+`from_node` and `from_head` check type, range and length of every field, and escape control characters in
 every text, so that all code behind them may trust a message. Further fields are ignored: another image may
 hold another version of imgkit.
 """
@@ -17,6 +17,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.rollcall.messages import (
     KINDS,
     MODES,
+    PHASES,
+    STARTING,
     AllDone,
     AttemptEnded,
     Beat,
@@ -42,6 +44,7 @@ from imgkit_entrypoints.rollcall.messages import (
     StopAsked,
     StopWanted,
 )
+from imgkit_entrypoints.terminal import shown
 
 Value = TypeVar("Value")
 
@@ -60,9 +63,6 @@ FIGURES, REMARKS, REMARK = 32, 32, 1000
 LONGEST_STAGE_S = 600
 _PLACE = 1 << 63
 """The hang watch counts in 64 bits."""
-_CONTROL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # C0, DEL, C1, direction
-)
 _INTERFACE = re.compile(r"[\w.:@-]{0,32}", re.ASCII)
 
 
@@ -76,19 +76,19 @@ def from_node(text: bytes) -> FromNode:
     """
     said = _fields(json_text.parse(text))
     if "beat" in said:
-        return Beat(span=_span(said["beat"]))
+        return Beat(span=_span(said["beat"]), phase=_one_of(said.get("phase", STARTING), PHASES))
     if "done" in said:
         return AttemptEnded(
             code=_code(said["done"]),
-            attempt=_integer(said.get("attempt", 1), 1, ATTEMPTS),
+            attempt=_integer(said.get("attempt"), 1, ATTEMPTS),
             place=None if said.get("place") is None else _integer(said["place"], -1, _PLACE),
-            counts=_tuple(said.get("counts", []), COUNTS, lambda one: _integer(one, 1, NODES)),
+            counts=_tuple(said.get("counts"), COUNTS, lambda one: _integer(one, 1, NODES)),
         )
     if "stop" in said:
-        return StopWanted(reason=_text(said["stop"]), requeue=_flag(said.get("requeue", True)))
+        return StopWanted(reason=_text(said["stop"]), requeue=_flag(said.get("requeue")))
     if "probed" in said:
         failures = _tuple(said["probed"], FAILURES_REPORTED, _failure)
-        return Probed(failures=failures, crowded=_flag(said.get("crowded", False)))
+        return Probed(failures=failures, crowded=_flag(said.get("crowded")))
     if "measured" in said:
         return _measured(_fields(said["measured"]))
     nnodes = _integer(said.get("nnodes"), 1, NODES)
@@ -120,13 +120,13 @@ def from_head(text: bytes) -> FromHead:
         return ProbeOrder(targets=_tuple(said["probe"], PORTS_OFFERED, _target))
     if "go" in said:
         told = _fields(said["go"])
-        nnodes = _integer(told.get("nnodes", 0), 0, NODES)
+        nnodes = _integer(told.get("nnodes"), 1, NODES)
         return Go(
             port=_port(told.get("port")),
             warnings=_tuple(told.get("warnings"), NODES, _text),
             nnodes=nnodes,
-            node_rank=_integer(told.get("node_rank"), 1, nnodes - 1) if nnodes else 0,
-            elastic=_flag(told.get("elastic", False)),
+            node_rank=_integer(told.get("node_rank"), 1, nnodes - 1),
+            elastic=_flag(told.get("elastic")),
         )
     if "start" in said:
         return _start(_fields(said["start"]))
@@ -138,11 +138,11 @@ def from_head(text: bytes) -> FromHead:
         return Lost(node=_text(told.get("node")), why=_text(told.get("why")))
     if "failed" in said:
         told = _fields(said["failed"])
-        head = _flag(said.get("head", False))
+        head = _flag(said.get("head"))
         return Failed(node=_text(told.get("node")), code=_code(told.get("code")), head=head)
     if "stop" in said:
         told = _fields(said["stop"])
-        requeue = _flag(said.get("requeue", True))
+        requeue = _flag(said.get("requeue"))
         return StopAsked(node=_text(told.get("node")), reason=_text(told.get("reason")), requeue=requeue)
     if "closed" in said:
         return AllDone(codes=_tuple(_fields(said["closed"]).get("codes"), NODES, _code))
@@ -151,11 +151,6 @@ def from_head(text: bytes) -> FromHead:
     if "judged" in said:
         return Judged(left_out=_tuple(said["judged"], NODES, _node))
     raise ValueError("it is no message of the head")
-
-
-def printable(text: str) -> str:
-    """Return a text of another node without characters that steer a terminal or turn its direction."""
-    return _CONTROL.sub("?", text)
 
 
 def _fields(said: object) -> Mapping[str, Any]:
@@ -185,10 +180,10 @@ def _flag(said: object) -> bool:
 
 
 def _text(said: object, longest: int | None = None) -> str:
-    """Return a text made printable; without `longest`, only the line's own limit bounds it."""
+    """Return a text as a terminal may show it; without `longest`, only the line's own limit bounds it."""
     if not isinstance(said, str) or (longest is not None and len(said) > longest):
         raise ValueError("a text is missing or too long")
-    return printable(said)
+    return shown(said)
 
 
 def _name(said: object) -> str:
@@ -206,7 +201,7 @@ def _tuple(said: object, most: int, each: Callable[[Any], Value]) -> tuple[Value
 
 
 def _span(said: object) -> Span | None:
-    if said is None or (type(said) is int and said == 1):  # imgkit 0.1 sends 1 before the start
+    if said is None:
         return None
     low, high = _tuple(said, 2, lambda one: _integer(one, -_PLACE, _PLACE))
     return (low, high)

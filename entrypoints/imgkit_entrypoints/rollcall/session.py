@@ -6,11 +6,12 @@ import platform
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.rollcall.messages import (
+    STARTING,
     AllDone,
     AttemptEnded,
     Beat,
@@ -92,6 +93,8 @@ class Roll(ABC):
         """Messages about another attempt do not count."""
         self.span: Span | None = None
         """Places of this node's workers (launch/hang_watch.py); every beat carries them."""
+        self.phase = STARTING
+        """How far torchrun of this node is (`messages.PHASES`); a change goes to the head at once."""
 
     @property
     @abstractmethod
@@ -144,11 +147,22 @@ class LeadingRoll(Roll):
         super().__init__(place, port, warnings, elastic=elastic)
         self.reports, self.gone, self.answers = {}, {}, []
         self._events: list[Event] = []
+        self._members: Collection[int] = range(place.nnodes)
+        self._phases: dict[int, str] = {}
+        """Phases of the other nodes."""
+        self._measuring: set[tuple[int, int]] = set()
+        """Numbers of nodes with the stage that they have been asked to measure."""
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Numbers of the nodes that are there, in order."""
         return tuple(number for number in range(self.place.nnodes) if number not in self.gone)
+
+    @property
+    def phases(self) -> Mapping[int, str]:
+        """How far torchrun is on each node of this attempt, by number."""
+        known = {**self._phases, 0: self.phase}
+        return {number: known.get(number, STARTING) for number in self._members}
 
     def start(self, attempt: int, ranks: Mapping[int, int]) -> None:
         """Start an attempt: `ranks` are the node ranks of those that take part, by number.
@@ -159,7 +173,8 @@ class LeadingRoll(Roll):
         """
         if attempt > 1:
             self.port = ports.next_free(self.port)
-        self.attempt, self.reports = attempt, {}
+        self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
+        self._phases.clear()
         for number in self.alive:
             rank = ranks.get(number)
             self._tell(number, Start(attempt=attempt, nnodes=len(ranks), node_rank=rank, port=self.port))
@@ -177,6 +192,7 @@ class LeadingRoll(Roll):
     def measure(self, number: int, order: Measure) -> None:
         """Have a node measure a stage of the preflight; one that is gone gets nothing."""
         if number not in self.gone:
+            self._measuring.add((number, order.stage))
             self._tell(number, order)
 
     def judged(self, said: Judged | Refused) -> None:
@@ -251,6 +267,7 @@ class MemberRoll(Roll):
         self._over = False
         self._head_failed = False
         self._everyone: Span | None = None
+        self._told_phase = STARTING
         self._next = 1
         """Number of the attempt that may start."""
 
@@ -290,8 +307,9 @@ class MemberRoll(Roll):
                 self._unread = messages[position + 1 :]
                 break
         now = time.monotonic()
-        if now - self._link.sent >= beat_s(self.lost_s):
-            self._link.send(Beat(span=self.span))
+        if now - self._link.sent >= beat_s(self.lost_s) or self.phase != self._told_phase:
+            self._told_phase = self.phase
+            self._link.send(Beat(span=self.span, phase=self.phase))
         if not self._over and (self._link.why or now - self._link.heard > self.lost_s):
             self._over = True
             if self._head_failed:  # and has left, as failed nodes do

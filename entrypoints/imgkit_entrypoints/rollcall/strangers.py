@@ -133,7 +133,9 @@ class Strangers:
             elif (call := self._call(stranger, line)) is not None:
                 return call
         if link.why:
-            if stranger.proof:
+            if stranger.leaving:
+                pass  # reported when it was refused
+            elif stranger.proof:
                 told = f"called as node {stranger.proof.node_rank} and did not prove the secret"
                 self._report(stranger, told)
             elif link.why == FOREIGN:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,10 @@ class KeptState:
         self.tracked, self.place = Tracked(), LivePlace()
         self.may_write = self.has_written = False
         self._saved = RunPosition()
+        self._restored: FoundSnapshot | None = None
+        self._warned: set[str] = set()
+        self._loader: Callable[[], Any] = lambda: None
+        """Returns the loader of the latest pass, if the program still has it."""
         self._writer: SnapshotWriter | None = None
 
     @property
@@ -54,14 +60,17 @@ class KeptState:
         position = place.position_in(found)
         self.tracked.load(self.tracked.read(found, here), str(found.where))
         self.place.take_over(position, found, here, self._say)
-        self._saved = self.place.position()
+        self._saved, self._restored = self.place.position(), found
 
-    def open_pass(self, loader: Any, save_every: int, accumulate: int, here: Ranks) -> Iterator[Any]:
-        """Iterate over `loader` from its beginning, or from where the snapshot was taken.
+    def next_pass(
+        self, loader: Any, name: str, save_every: int, accumulate: int, here: Ranks
+    ) -> PassOptions | None:
+        """Compare the options of a pass, and return those of rank 0; None: it was done before the snapshot.
 
         Raises
         ------
-        UsageError : the loader cannot resume, or the ranks have different loaders or options.
+        UsageError : the loader cannot resume, the ranks have different loaders or options, or another loop
+            comes now.
         """
         resumable.refuse_without_position(loader)
         if resumable.has_state(loader) and not self.tracked.has(loader):
@@ -69,16 +78,58 @@ class KeptState:
                 f"run.steps: the state of this {type(loader).__name__} is not tracked",
                 hint="run.track(loader=loader, ...)",
             )
-        length = len(loader) if hasattr(loader, "__len__") else -1
         own = PassOptions(
-            batches=length,
+            name=name,
+            batches=resumable.length(loader),
+            samples=resumable.samples(loader),
             save_every=save_every,
             accumulate=accumulate,
             step=self.place.step,
             tracked=", ".join(self.tracked.names()),
         )
-        place.refuse_different(here.gather(own, PassOptions, call="run.steps"))
-        return self.place.open(loader, length)
+        every = here.gather(own, PassOptions, call="run.steps")
+        place.refuse_different(every)
+        return every[0] if self.place.is_next(name) else None
+
+    def open_pass(self, loader: Any, options: PassOptions, here: Ranks) -> Iterator[Any]:
+        """Iterate over `loader` from its beginning, or from where the snapshot was taken.
+
+        Raises
+        ------
+        UsageError : the snapshot was taken in a pass over another loader.
+        """
+        if self._restored and self.place.repeats:
+            # What the program has done in this epoch was done before the snapshot already.
+            self.tracked.load(self.tracked.read(self._restored, here), str(self._restored.where))
+        self._restored = None
+        if here.rank == 0:
+            self._warn(loader, options.name)
+        return self.place.open(loader, options)
+
+    def _warn(self, loader: Any, name: str) -> None:
+        """Warn, once each, of what may differ after a resume."""
+        warnings = [
+            f"the loader's {one} draws random numbers that no snapshot keeps: after a resume within a pass "
+            "they are others; docs/howto/own-loop.md names what else the run cannot see"
+            for one in resumable.unseen_generators(loader)
+        ]
+        if self.place.is_between_passes and resumable.is_stateful_loader(loader):
+            warnings.append(
+                f"after a snapshot between two passes, {type(loader).__name__} draws other random numbers "
+                "than without the stop"
+            )
+        before = self._loader()
+        if not name and before is not None and before is not loader:
+            warnings.append(
+                "a pass over another loader than the one before: where an epoch has both, name each, "
+                "run.steps(loader, name=...); where one takes the place of the other, by the same name"
+            )
+        with contextlib.suppress(TypeError):  # a list has no weak references
+            self._loader = weakref.ref(loader)
+        for text in warnings:
+            if text not in self._warned:
+                self._say(f"warning: {text}")
+        self._warned.update(warnings)
 
     def refuse_older(self, here: Ranks) -> None:
         """Raise UsageError, on every rank, if the folder holds snapshots on any node."""
@@ -89,10 +140,9 @@ class KeptState:
                 where=str(self.folder),
                 hint="call run.restore() after run.track(), or name another folder",
             )
-        self.may_write = True
 
-    def save(self, here: Ranks) -> None:
-        """Write a snapshot in the background.
+    def save(self, here: Ranks, *, at_start: bool = False) -> None:
+        """Write a snapshot in the background; `at_start`: a pass of `Run.steps` begins now.
 
         Raises
         ------
@@ -104,15 +154,14 @@ class KeptState:
             raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
         if not self.may_write:
             self.refuse_older(here)
+            self.may_write = True
         step = self.place.step
         with self.notes.saving(step):
-            by_rank = self.tracked.of_ranks(here)
-            self._saved, self.has_written = self.place.position(), True
+            parts = self.tracked.kept(here)
+            self._saved, self.has_written = self.place.position(at_start=at_start), True
             self.writer(here).save(
                 step,
-                tensors=lambda: {
-                    f"{name}.pt": one for name, one in {**self.tracked.of_all(), **by_rank}.items()
-                },
+                tensors=lambda: parts,
                 drawn=self.place.drawn(),
                 about={"run": dataclasses.asdict(self._saved)},
             )

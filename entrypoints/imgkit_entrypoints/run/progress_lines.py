@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.run.metrics_file import MetricsFile, now
 
 EVERY_S = 5.0
@@ -37,7 +38,7 @@ class ProgressLines:
             }
             rate = self._steps / self._seconds if self._seconds else 0.0
             shown = "".join(f"  {name} {value:.6g}" for name, value in numbers.items())
-            print(f"step {step}{shown}  {rate:.1f} steps/s", flush=True)
+            terminal.out(f"step {step}{shown}  {rate:.1f} steps/s")
             kept = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
             self._metrics.add({"time": now(), "step": step, "epoch": epoch, "steps_per_s": rate, **kept})
             self._last = time.monotonic()

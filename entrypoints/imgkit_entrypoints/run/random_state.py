@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ def seed_everything(number: int) -> None:
         importlib.import_module("numpy").random.seed(number % 2**32)
 
 
-def current(more: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+Generators = Mapping[str, Sequence[torch.Generator]]
+"""The program's own ones, by the name of the loop that uses them."""
+
+
+def current(more: Generators = MappingProxyType({})) -> dict[str, Any]:
     """The state of every generator and of `more`, in types that torch.load(weights_only=True) reads."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
@@ -30,7 +35,7 @@ def current(more: Sequence[torch.Generator] = ()) -> dict[str, Any]:
         kind, words, *rest = importlib.import_module("numpy").random.get_state()
         state["numpy"] = (kind, [int(word) for word in words], *rest)
     if more:
-        state["more"] = [one.get_state() for one in more]
+        state["more"] = {name: [one.get_state() for one in own] for name, own in more.items()}
     return state
 
 
@@ -55,8 +60,8 @@ class SentState:
     python_gauss: float | None
     cuda: str | None
     numpy: NumpyState | None
-    more: list[str] = field(default_factory=list)
-    """States of generators of the program's own."""
+    more: Mapping[str, list[str]] = field(default_factory=dict)
+    """States of generators of the program's own, by the name of their loop."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SentState:
@@ -73,7 +78,7 @@ class SentState:
             python_gauss=gauss,
             cuda=_hexadecimal(state["cuda"]) if "cuda" in state else None,
             numpy=numpy,
-            more=[_hexadecimal(one) for one in state.get("more", ())],
+            more={name: [_hexadecimal(one) for one in own] for name, own in state.get("more", {}).items()},
         )
 
     def state(self) -> dict[str, Any]:
@@ -86,7 +91,7 @@ class SentState:
             own = self.numpy
             found["numpy"] = (own.kind, own.words, own.place, own.has_gauss, own.gauss)
         if self.more:
-            found["more"] = [_bytes(one) for one in self.more]
+            found["more"] = {name: [_bytes(one) for one in own] for name, own in self.more.items()}
         return found
 
 
@@ -98,10 +103,11 @@ def _bytes(text: str) -> torch.Tensor:
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
-def restore(state: Mapping[str, Any], more: Sequence[torch.Generator] = ()) -> None:
+def restore(state: Mapping[str, Any], more: Generators = MappingProxyType({})) -> None:
     """Restore a state that `current` returned, with that of `more` generators as far as it has them."""
-    for generator, one in zip(more, state.get("more", ()), strict=False):
-        generator.set_state(one)
+    for name, own in more.items():
+        for generator, one in zip(own, state.get("more", {}).get(name, ()), strict=False):
+            generator.set_state(one)
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
@@ -109,3 +115,61 @@ def restore(state: Mapping[str, Any], more: Sequence[torch.Generator] = ()) -> N
     if "numpy" in state:
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy").random.set_state(state["numpy"])
+
+
+class LoopGenerators:
+    """The generators that the loaders of each loop use, from one snapshot to the next."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Sequence[torch.Generator]] = {}
+        self._saved: dict[str, Sequence[torch.Tensor]] = {}
+        """States in the snapshot, of the loops without a pass since the restore."""
+        self._at_start: dict[str, Sequence[torch.Tensor]] = {}
+
+    def states(self) -> dict[str, Sequence[torch.Tensor]]:
+        """The states now, by loop."""
+        return {**self._saved, **current(self._live).get("more", {})}
+
+    def at_start(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Those at the start of each loop's latest pass."""
+        return self._at_start
+
+    def take_over(
+        self, saved: Mapping[str, Sequence[torch.Tensor]], at_start: Mapping[str, Sequence[torch.Tensor]]
+    ) -> None:
+        """Go on from what `states` and `at_start` returned, each loop at its first pass."""
+        self._saved, self._at_start = dict(saved), dict(at_start)
+
+    def has_saved(self, name: str) -> bool:
+        """Whether this is the first pass of the loop since a restore."""
+        return name in self._saved
+
+    def open(
+        self, name: str, own: Sequence[torch.Generator], was_kept: bool | None, *, in_pass: bool
+    ) -> bool:
+        """Begin a pass; return whether it uses the generators of the one before.
+
+        Parameters
+        ----------
+        was_kept : whether it was so at the latest pass; None: there was one pass alone, or none.
+        in_pass : the pass has begun before the snapshot.
+        """
+        saved = self._saved.pop(name, None)
+        if saved is None:
+            kept = [*map(id, own)] == [*map(id, self._live.get(name, ()))]
+        elif was_kept is None:  # one that the program makes for each pass seldom begins like the one before
+            begun = self._at_start.get(name, ())
+            kept = len(own) == len(begun) and all(
+                torch.equal(one.get_state(), state) for one, state in zip(own, begun, strict=True)
+            )
+        else:
+            kept = was_kept
+        if saved and kept and not in_pass:
+            used = {id(one) for others in self._live.values() for one in others}
+            for one, state in zip(own, saved, strict=False):
+                if id(one) not in used:  # else another loop has gone on with it
+                    one.set_state(state)
+        self._live[name] = own
+        if not in_pass:
+            self._at_start[name] = [one.get_state() for one in own]
+        return kept

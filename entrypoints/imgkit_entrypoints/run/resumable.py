@@ -1,15 +1,20 @@
-"""Loops over data that go on at the batch where an earlier start ended."""
+"""Loops over data that resume at the batch where an earlier start ended."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from imgkit_entrypoints.errors import UsageError
+
+_INDEXED = (list.__iter__, tuple.__iter__, range.__iter__, Sequence.__iter__, None)
+"""Methods of a sequence whose items come in the order of their numbers; None: it has no `__iter__`."""
 
 
 def has_state(value: object) -> bool:
@@ -17,8 +22,13 @@ def has_state(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def is_stateful_loader(value: object) -> bool:
+    """Whether `value` is one of torchdata's."""
+    return isinstance(value, DataLoader) and has_state(value)
+
+
 def refuse_without_position(loader: Any) -> None:
-    """Raise UsageError if a loop over `loader` could not go on where it ended."""
+    """Raise UsageError if a loop over `loader` could not resume where it ended."""
     if has_state(loader) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")):
         if not isinstance(loader, Mapping):
             return
@@ -34,12 +44,24 @@ def refuse_without_position(loader: Any) -> None:
     )
 
 
-def generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a DataLoader and its samplers, each once."""
-    inner = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), inner, getattr(inner, "sampler", None))
-    found = {id(one): one for owner in owners if (one := getattr(owner, "generator", None)) is not None}
-    return [one for one in found.values() if isinstance(one, torch.Generator)]
+def length(loader: Any) -> int:
+    """Batches of a pass; -1: unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def samples(loader: Any) -> int:
+    """Size of the data under a loader; -1: unknown, or without importance."""
+    if isinstance(loader, DataLoader):
+        return length(loader.dataset)
+    return -1 if has_state(loader) or isinstance(loader, range) else length(loader)  # a range may grow
+
+
+def has_fixed_length(loader: Any) -> bool:
+    """Whether the batches of a pass are as many in every pass."""
+    return isinstance(loader, DataLoader) and type(loader.batch_sampler) in (BatchSampler, type(None))
 
 
 def batch_size(loader: Any) -> int | None:
@@ -48,65 +70,163 @@ def batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def rest(loader: Any, skip: int, rewind: Callable[[], None], wind: Callable[[], None]) -> Iterator[Any]:
-    """Iterate over `loader` without its first `skip` batches, and read no sample of them.
+def _samplers(loader: Any) -> dict[str, Any]:
+    inner = getattr(loader, "batch_sampler", None)
+    names = {"sampler": loader, "batch_sampler": loader, "batch_sampler.sampler": inner}
+    return {name: getattr(owner, name.rpartition(".")[2], None) for name, owner in names.items()}
+
+
+def sampler_epoch(loader: Any) -> int | None:
+    """The epoch that a DistributedSampler, or one like it, has been told; None: there is none."""
+    epochs = (getattr(one, "epoch", None) for one in _samplers(loader).values())
+    return next((one for one in epochs if type(one) is int), None)
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a pass uses in this process, each once: of loader, samplers and dataset."""
+    owners = [loader, *_samplers(loader).values()]
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies
+        owners.append(loader.dataset)
+    found = {id(one): one for owner in owners for one in _attributes(owner).values()}
+    return [one for one in found.values() if isinstance(one, torch.Generator)]
+
+
+def unseen_generators(loader: Any) -> list[str]:
+    """Names of the generators in a loader's objects, and in their attributes, that `generators` lacks."""
+    known = {id(one) for one in generators(loader)}
+    owners = {**_samplers(loader), "dataset": getattr(loader, "dataset", None)}
+    found = {
+        id(one): f"{name}.{attribute}{more}"
+        for name, owner in owners.items()
+        for attribute, value in _attributes(owner).items()
+        for more, one in (("", value), *((f".{key}", inner) for key, inner in _attributes(value).items()))
+        if isinstance(one, torch.Generator | random.Random) or type(one).__module__.startswith("numpy.random")
+    }
+    return sorted(name for one, name in found.items() if one not in known)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    return {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+
+
+def opened(
+    loader: Any,
+    skip: int,
+    *,
+    keeps_workers: bool,
+    rewind: Callable[[], None],
+    wind: Callable[[], None],
+) -> Iterator[Any]:
+    """Iterate over `loader` without its first `skip` batches.
 
     Parameters
     ----------
+    keeps_workers : the pass of an undisturbed run goes on with the workers of the one before.
     rewind : sets the random numbers to those at the start of the pass, from which samplers draw.
-    wind : sets them to those of now, before the first batch is read.
+    wind : sets them to those of now, before the first batch is read. Only called if some are skipped.
     """
+    if isinstance(loader, DataLoader) and not has_state(loader):
+        starts = keeps_workers and loader.persistent_workers and loader._iterator is None
+        if skip or starts or type(loader) is not DataLoader:
+            return _fed(loader, skip, starts, rewind, wind)
+        return iter(loader)
     if not skip:
         return iter(loader)
+    batches: Iterator[Any]
     if has_state(loader):  # its state is loaded
-        batches: Iterator[Any] = iter(loader)
-        wind()
-        return batches
-    if not isinstance(loader, DataLoader):
-        return (loader[number] for number in range(skip, len(loader)))
-    rewind()
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    later = _Later(sampler, skip)
-    more = {} if loader.num_workers == 0 else {"prefetch_factor": loader.prefetch_factor}
-    left: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        **(
-            {"sampler": later, "batch_size": None}
-            if loader.batch_sampler is None
-            else {"batch_sampler": later}
-        ),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        **more,
-    )
-    batches = iter(left)
-    later.start()  # an iterator without workers would draw the order at its first batch
+        batches = iter(loader)
+    elif getattr(type(loader), "__iter__", None) in _INDEXED:
+        batches = (loader[number] for number in range(skip, len(loader)))
+    else:
+        rewind()
+        batches = iter(loader)
+        for _ in itertools.islice(batches, skip):
+            pass
     wind()
     return batches
 
 
+def _fed(
+    loader: DataLoader[Any],
+    skip: int,
+    starts_workers: bool,
+    rewind: Callable[[], None],
+    wind: Callable[[], None],
+) -> Iterator[Any]:
+    """Let the loader's own `__iter__` take its indices from a sampler that skips; no skipped sample is read.
+
+    Raises
+    ------
+    UsageError : it takes none from there, or yields another number of batches.
+    """
+    slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    own = getattr(loader, slot)
+    later = _Later(own, skip, (loader.prefetch_factor or 0) * loader.num_workers, wind)
+    try:
+        if starts_workers:
+            # That draws a random number, which the pass of an undisturbed run does not draw.
+            _set_sampler(loader, slot, ())
+            next(iter(loader), None)
+        rewind()
+        _set_sampler(loader, slot, later)
+        batches = iter(loader)
+        first = list(itertools.islice(batches, 1))
+    finally:
+        _set_sampler(loader, slot, own)
+    if not later.has_begun:
+        raise _unlike_its_sampler(
+            loader, "starts a pass without its sampler; it may keep one iterator for all"
+        )
+    count = 0
+    for batch in itertools.chain(first, batches):
+        count += 1
+        yield batch
+    if count != later.count:
+        raise _unlike_its_sampler(loader, f"makes {count} batches of {later.count} of its sampler")
+
+
+def _set_sampler(loader: DataLoader[Any], slot: str, sampler: Any) -> None:
+    vars(loader)[slot] = sampler  # DataLoader's own __setattr__ refuses this
+    if loader._iterator is not None:  # of workers that are kept
+        loader._iterator._index_sampler = sampler
+
+
+def _unlike_its_sampler(loader: object, how: str) -> UsageError:
+    return UsageError(
+        f"this loader cannot resume at its sample: {type(loader).__name__} {how}",
+        where="run.steps",
+        hint="use DataLoader itself, with persistent_workers=True to keep the workers; or give the loader "
+        "state_dict and load_state_dict, and track it",
+    )
+
+
 class _Later:
-    """A sampler without its first `skip` items; read once."""
+    """A sampler without its first `skip` items; read once.
 
-    def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler, self._skip = sampler, skip
-        self._items: Iterator[Any] | None = None
+    Parameters
+    ----------
+    ahead : items that workers get before the first batch arrives; as many more were drawn before the stop.
+    wind : called after these.
+    """
 
-    def start(self) -> Iterator[Any]:
-        """Skip now, if that is not done yet."""
-        if self._items is None:
-            self._items = iter(self._sampler)
-            for _ in itertools.islice(self._items, self._skip):
-                pass
-        return self._items
+    def __init__(self, sampler: Any, skip: int, ahead: int, wind: Callable[[], None]) -> None:
+        self._sampler, self._skip, self._ahead, self._wind = sampler, skip, ahead, wind
+        self.has_begun, self.count = False, 0
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.start()  # draws the order at the first item, as a sampler of torch does
+        self.has_begun = True
+        items = iter(self._sampler)
+        if self._skip:
+            for _ in itertools.islice(items, self._skip):
+                pass
+            items = itertools.chain(list(itertools.islice(items, self._ahead)), items)
+            self._wind()
+        for item in items:
+            self.count += 1
+            yield item
 
     def __len__(self) -> int:
         return max(0, len(self._sampler) - self._skip)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)

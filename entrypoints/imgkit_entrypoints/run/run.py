@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +14,15 @@ from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.hang_watch import Pulse
 from imgkit_entrypoints.launch.progress import ProgressNotes
+from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.run import (
     ending,
     folder_lock,
+    random_state,
     ranks,
     rehearsal,
     stop_requests,
@@ -29,8 +31,9 @@ from imgkit_entrypoints.run.agreement import AddedNumbers
 from imgkit_entrypoints.run.kept_state import KeptState
 from imgkit_entrypoints.run.number_log import NumberLog
 from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.rehearsal import DdpModels
 from imgkit_entrypoints.run.snapshots import FoundSnapshot, SnapshotWriter
-from imgkit_entrypoints.run.stepping import Stepping
+from imgkit_entrypoints.run.stepping import Stepping, Updates
 from imgkit_entrypoints.run.stop_requests import StopRequests
 
 WAIT_TOLD_S = 30.0
@@ -38,7 +41,7 @@ WAIT_TOLD_S = 30.0
 
 
 def _say(text: str) -> None:
-    print(f"run: {text}", file=sys.stderr, flush=True)
+    terminal.err(f"run: {text}")
 
 
 class Run:
@@ -55,7 +58,9 @@ class Run:
         """The run's folder."""
         self._env, self._say, self._rank = env, say, int(env.get("RANK", "0"))
         self._here: Ranks | None = None
-        self._rehearses = False
+        self._ddp = DdpModels()
+        self._rehearses = self._watches = self._in_step = False
+        self._position_is_read = True
         kept = folder if keep else None
         own = stop_requests.own_folder(kept, env, say)
         if own:
@@ -65,12 +70,13 @@ class Run:
             self._lock = folder_lock.hold(kept, say, env) if kept else None
             if own:
                 own.clear()
-        self._requests = StopRequests(env, own if self._rank == 0 else None, say, until)
+        self._requests = StopRequests(env, own if self._rank == 0 else None, until)
         node = env.get("IMGKIT_STOP_DIR")
         notes = ProgressNotes(node, self._rank)
         self._state = KeptState(kept, keep, notes, say)
         self._place = self._state.place
         self._stepping = Stepping(self._place, kept, Pulse(node, self._rank), notes, say)
+        self._updates = Updates(self._state.tracked, self._tell)
         self._requests.listen()
 
     @classmethod
@@ -89,7 +95,8 @@ class Run:
         folder : the run's folder, which all nodes share; by default IMGKIT_RUN_DIR, else
             ``runs/NAME-OF-THE-PROGRAM``. A new run needs a folder of its own.
         keep : number of snapshots that stay; 0: the run needs no folder and saves nothing.
-        stop_after_s : seconds after which the run saves and stops by itself.
+        stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
+            the first attempt, also after a failure; a job that was requeued counts anew.
         say : gets the run's messages; by default they go to stderr.
 
         Raises
@@ -98,16 +105,18 @@ class Run:
         """
         program = Path(sys.argv[0]).stem or "program"
         chosen = folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program
-        return cls(Path(chosen), keep, os.environ, time.monotonic() + stop_after_s, say)
+        return cls(Path(chosen), keep, os.environ, first_attempt_s(os.environ) + stop_after_s, say)
 
     @property
     def step(self) -> int:
         """Steps done."""
+        self._position_is_read = True
         return self._place.step
 
     @property
     def epoch(self) -> int:
-        """Passes over the loader that are done."""
+        """Epochs that are done: one pass of each loop over `steps`, to its end or to a ``break``."""
+        self._position_is_read = True
         return self._place.epoch
 
     @property
@@ -124,9 +133,11 @@ class Run:
         here = self._here
         try:
             if kind is None and here is not None:
+                self._break_off()
                 ending.finish(self._state, self._stepping, here, self._tell)
         finally:
             self._requests.deaf()
+            self._updates.close()
             in_step = kind is None or self.stopping  # after an error, others may still use it
             if in_step and here is not None and here.group is not None:
                 with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
@@ -137,17 +148,34 @@ class Run:
     def track(self, **parts: Any) -> None:
         """Name the objects whose state belongs to the run: model, optimizer, scheduler, scaler, loader.
 
-        Random states of torch, Python and NumPy always belong to it. A DDP model is saved without its
-        wrapper. A DataLoader over a map-style dataset needs no state: `steps` counts its batches.
+        A snapshot keeps rank 0's state of each, and a resume gives it to all ranks; of a loader it keeps
+        one for each rank. Random states of torch, Python and NumPy always belong to it. A model is saved
+        without the wrappers of DDP and torch.compile. A DataLoader over a map-style dataset needs no
+        state: `steps` counts its batches.
 
         Raises
         ------
         UsageError : an object has no state_dict and load_state_dict, or is sharded over the ranks.
         """
+        self._track(parts, by_rank=False)
+
+    def track_per_rank(self, **parts: Any) -> None:
+        """Name objects whose state each rank keeps for itself, such as its position in the data.
+
+        Another number of ranks can resume only if the object has a method ``regroup_state_dicts(states,
+        rank, world_size)``. It gets the states of all ranks before, and returns that of `rank`.
+
+        Raises
+        ------
+        UsageError : as `track`.
+        """
+        self._track(parts, by_rank=True)
+
+    def _track(self, parts: Mapping[str, Any], *, by_rank: bool) -> None:
         if self._state.may_write or self._stepping.has_begun:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in parts.items():
-            self._state.tracked.add(name, value)
+            self._state.tracked.add(name, value, by_rank=by_rank)
 
     def connect(self, here: Ranks) -> None:
         """Use a process group of the program, not a gloo group of the run's own: fewer connections.
@@ -182,65 +210,119 @@ class Run:
 
         Raises
         ------
-        UsageError : the snapshot holds other objects, or cannot be read.
+        UsageError : the snapshot holds other objects, or cannot be read; rank 0's state of an object cannot
+            count for all; or a scheduler is not tracked.
         """
+        self._updates.refuse_unknown_scheduler()
         here, newest = self._join(), found or self.find()
         self._state.may_write = True
+        self._look_for_ddp(here, before_steps=True)
         if newest is None:
+            if self._state.folder is not None:
+                self._state.tracked.agreed(here, "run.restore")
             return False
         self._state.restore(newest, here)
-        self._stepping.saved_step = self.step
-        # With two ranks, the order of a sum does not matter.
-        self._rehearses = self._state.tracked.sums_gradients and here.world_size > 2
+        self._updates.restored()
+        self._position_is_read = self._place.epoch == 0
+        self._stepping.saved_step = self._place.step
+        self._rehearses = here.world_size > 2
         if found is None:
-            self._tell(f"resumes after step {self.step}: {newest.where}")
+            self._tell(f"resumes after step {self._place.step}: {newest.where}")
         return True
 
-    def steps(self, loader: Any, *, save_every: int = 0, accumulate: int = 1) -> Iterator[tuple[int, Any]]:
+    def steps(
+        self, loader: Any, *, name: str = "", save_every: int = 0, accumulate: int = 1
+    ) -> Iterator[tuple[int, Any]]:
         """Iterate once over `loader`; yield the number of each step, from 1, and its batch.
 
         After a restore, the first call goes on where the snapshot was taken. After the body of a step, the
         ranks save if it is time, and stop if any of them was asked to: then the state is saved and the
-        program ends, with nothing behind the loop but ``finally``. A ``break`` counts its step as done.
+        program ends, with nothing behind the loop but ``finally``. While gradients wait for an optimizer
+        that is tracked, both wait for it. A ``break`` counts its step as done, and the pass, too.
 
         Parameters
         ----------
+        name : of this loop, where an epoch has several; each epoch has the same ones, in the same order.
+            A resume passes over those that were done.
         save_every : steps between two snapshots; 0: save only at a stop and at the end of the run.
-        accumulate : batches of an update of the weights; the run stops and saves only between updates.
+        accumulate : batches of an update of the weights. Of an optimizer that is tracked, the run sees when
+            it is called.
 
         Raises
         ------
-        UsageError : the loader cannot resume, or the ranks have loaders of different lengths.
+        UsageError : the loader cannot resume, the ranks have loaders of different lengths, or another loop
+            comes now.
         CheckFailed : the ranks have taken different numbers of steps.
         """
+        if not name:
+            self._place.refuse_other_caller(sys._getframe(1))
+        return self._pass(loader, name, save_every, accumulate)
+
+    def _pass(self, loader: Any, name: str, save_every: int, accumulate: int) -> Iterator[tuple[int, Any]]:
         here = self._join()
+
+        def may_save() -> bool:
+            return not self._wait(here) if self._updates.are_seen else self._place.between_updates(accumulate)
+
         if self._stepping.has_begun:  # as at the end of the run, where another rank may be
-            self._stepping.agreement.meet(self.step)
-        batches = self._state.open_pass(loader, save_every, accumulate, here)
-        self._stepping.begin(save_every)
-        for batch in batches:
+            self._stepping.agreement.meet(self._place.step)
+        options = self._state.next_pass(loader, name, save_every, accumulate, here)
+        if options is None:
+            return
+        late = self._place.was_broken_off or self._stepping.wants_save
+        if late and self._stepping.agree(save_every, may_save):
+            self._save(here, at_start=True)
+        try:
+            batches = self._state.open_pass(loader, options, here)
+            self._begin_loop(save_every)
+            passes = 0
             if self._rehearses:
-                self._rehearses, log, self._stepping.log = False, self._stepping.log, NumberLog()
-                for again in rehearsal.rehearsed(batch, accumulate, loader, self._state.tracked):
-                    yield self.step + 1, again
-                self._stepping.log = log
-            self._stepping.enter()
-            try:
-                yield self.step + 1, batch
-            except GeneratorExit:
-                self._count()
-                raise
+                self._ddp.look()
+                passes = max(here.gather(self._ddp.passes, int, call="run.steps"))
+            for batch in batches:
+                self._rehearses, self._in_step = False, True
+                if passes:
+                    times, passes = passes * accumulate, 0
+                    log, self._stepping.log = self._stepping.log, NumberLog()
+                    again = rehearsal.rehearsed(batch, times, loader, self._state.tracked)
+                    yield from enumerate(again, self._place.step + 1)
+                    self._stepping.log = log
+                self._stepping.enter()
+                self._updates.forget()
+                yield self._place.step + 1, batch
+                self._end_step()
+                if self._stepping.agree(save_every, may_save):
+                    self._save(here)
+            waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
+            waits.daemon = True
+            waits.start()
+            self._stepping.agreement.meet(self._place.step)
+            waits.cancel()
+            if self.stopping and not self._wait(here):
+                self._save(here)
+            self._place.close()
+        except GeneratorExit:
+            self._break_off()
+            raise
+        finally:
+            self._place.leave()
+
+    def _end_step(self) -> None:
+        if self._in_step:
+            self._in_step = False
             self._count()
-            if self._place.between_updates(accumulate) and self._stepping.agree(save_every):
-                self.save()
-        waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
-        waits.daemon = True
-        waits.start()
-        self._stepping.agreement.meet(self.step)
-        waits.cancel()
-        if self.stopping:
-            self.save()
-        self._place.close()
+
+    def _break_off(self) -> None:
+        """End the step and the pass that the program has left by a ``break``."""
+        self._end_step()
+        if self._place.is_open:
+            self._place.close(broken_off=True)
+
+    def _wait(self, here: Ranks) -> bool:
+        """Whether gradients of a rank wait for their optimizer; a collective call."""
+        return self._updates.are_seen and any(
+            here.gather(self._updates.wait(), bool, call="the end of a step")
+        )
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -268,7 +350,7 @@ class Run:
 
     def begins(self) -> None:
         """Tell the hang watch that this rank has the next batch; optional in a loop with `due`."""
-        self._begin(0)
+        self._begin(0, before_step=True)
         self._stepping.enter()
 
     def looks(self) -> bool:
@@ -276,15 +358,54 @@ class Run:
         return self._stepping.agreement.looks(self._place.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
-        """End a step of a loop that is not over `steps`; True if the loop has to call `save` now."""
-        self._begin(save_every)
-        self._count()
-        return self._stepping.agree(save_every)
+        """End a step of a loop that is not over `steps`; True if the loop has to call `save` now.
 
-    def _begin(self, save_every: int) -> None:
+        Raises
+        ------
+        UsageError : a resume of this loop would not be exact, because of DDP on 3 ranks or more.
+        """
+        self._begin(save_every, before_step=False)
+        self._count()
+        if self._watches:
+            self._refuse_unsettled()
+        here = self._join()
+        due = self._stepping.agree(save_every, lambda: not self._wait(here))
+        self._updates.forget()
+        return due
+
+    def _begin(self, save_every: int, *, before_step: bool) -> None:
+        if self._stepping.has_begun:
+            return
+        self._watches = self._look_for_ddp(self._join(), before_steps=before_step)
+        self._begin_loop(save_every)
+
+    def _begin_loop(self, save_every: int) -> None:
         if not self._stepping.has_begun:
-            self._join()
-            self._stepping.begin(save_every)
+            self._updates.check_schedulers()
+        if not self._position_is_read:
+            self._position_is_read = True
+            self._tell(
+                f"warning: a pass begins in epoch {self._place.epoch}, but the program never read run.epoch: "
+                "write `for epoch in range(run.epoch, EPOCHS)`"
+            )
+        self._stepping.begin(save_every)
+
+    def _look_for_ddp(self, here: Ranks, *, before_steps: bool) -> bool:
+        """Look for DDP models whose order of sums will matter; with two ranks it does not."""
+        matters = here.world_size > 2 and self._state.folder is not None
+        if matters:
+            self._ddp.look(before_steps=before_steps)
+        return matters
+
+    def _refuse_unsettled(self) -> None:
+        self._watches = self._ddp.passes > 0
+        try:
+            self._ddp.refuse_unsettled()
+        except UsageError as error:
+            if not self._state.tracked.only_checkpoints:
+                raise
+            self._watches = False
+            self._tell(f"warning: {error}")  # the libraries that keep these may have no such pass
 
     def _count(self) -> None:
         self._stepping.count()
@@ -293,27 +414,47 @@ class Run:
     def pause(self) -> Iterator[None]:
         """Do something between two steps that is no training, such as an evaluation; a collective call.
 
-        All numbers of the steps before have arrived, and the time in it counts for no step.
+        All numbers of the steps before have arrived, the time in it counts for no step, and the training
+        does not see the random numbers that it draws.
         """
-        self._stepping.agreement.settle(self.step)
+        self._stepping.agreement.settle(self._place.step)
+        drawn = random_state.current()
         yield
+        random_state.restore(drawn)
         self._stepping.go_on()
 
     def save(self) -> None:
         """Save the state; a collective call. After a request to stop this does not return.
 
         The snapshot is written in the background. At a stop, the run waits until it is whole, and raises
-        SystemExit.
+        SystemExit. In the body of a loop over `steps`, and while gradients wait for their optimizer, the
+        snapshot is taken at the end of the first step where it can be; behind a loop with a name in the first
+        epoch, where the next pass begins.
 
         Raises
         ------
-        UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored.
+        UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored; or weights
+            were updated in a step that no call of `due` has ended.
         """
         here = self._join()
-        self._state.save(here)
+        if self._updates.are_ahead and not self._place.has_loops:
+            raise UsageError(
+                "run.save comes after an optimizer.step() that the run has not counted",
+                where="run.save",
+                hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
+            )
+        if self._place.repeats:  # the snapshot holds this already
+            return
+        if self._in_step or self._place.may_have_more_loops or self._wait(here):
+            self._stepping.wants_save = True
+        else:
+            self._save(here)
+
+    def _save(self, here: Ranks, *, at_start: bool = False) -> None:
+        self._state.save(here, at_start=at_start)
         if self.stopping:
             ending.leave(self._state, self._stepping, here, self._env, self._tell)
-        self._stepping.saved_step = self.step
+        self._stepping.saved_step, self._stepping.wants_save = self._place.step, False
         self._stepping.go_on()
 
     def refuse_older(self) -> None:
@@ -323,7 +464,9 @@ class Run:
         ------
         UsageError : the folder holds snapshots.
         """
-        self._state.refuse_older(self._join())
+        here = self._join()
+        self._state.refuse_older(here)
+        self._look_for_ddp(here, before_steps=True)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Count the time in it as saving in ``goodput.json``, for files of the program's own."""
@@ -338,4 +481,6 @@ class Run:
             self._say(text)
 
     def _tell_wait(self) -> None:
-        self._say(f"rank {self._rank} has no batch after step {self.step}, and waits for the other ranks")
+        self._say(
+            f"rank {self._rank} has no batch after step {self._place.step}, and waits for the other ranks"
+        )

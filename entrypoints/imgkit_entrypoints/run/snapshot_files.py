@@ -221,7 +221,7 @@ def problem(snapshot: Path) -> str | None:
 
 def _sha256(path: Path) -> str:
     found = hashlib.sha256()
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         while data := file.read(CHUNK):
             found.update(data)
     return found.hexdigest()

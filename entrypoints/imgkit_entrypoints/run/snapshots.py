@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imgkit_entrypoints import __version__, json_text
+from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import snapshot_files
 from imgkit_entrypoints.run.random_state import SentState
@@ -162,23 +161,18 @@ class FoundSnapshot:
         sent = here.broadcast(os.fsencode(mine) if mine is not None else b"", source)
         self.where = Path(os.fsdecode(sent))
         """Its folder on the rank that reads it."""
-        self._values: Mapping[str, Any] = {}
         names = sorted(path.name for path in mine.iterdir()) if mine is not None else []
         self.parts: tuple[str, ...] = tuple(
             json_text.parse(here.broadcast(json.dumps(names).encode(), source))
         )
 
-    def with_values(self, values: Mapping[str, Any]) -> FoundSnapshot:
-        """The same snapshot, in which parts of these names have these values."""
-        other = copy.copy(self)
-        other.parts, other._values = (*self.parts, *values), {**self._values, **values}
-        return other
-
     def read(self, name: str) -> bytes:
         """The bytes of a part."""
-        return self._here.broadcast(
-            (self._mine / name).read_bytes() if self._mine is not None else b"", self._source
-        )
+        data = b""
+        if self._mine is not None:
+            part = self._mine / name
+            data = files.read_bytes(part, most_bytes=part.stat().st_size)
+        return self._here.broadcast(data, self._source)
 
     def values(self, name: str) -> Any:
         """The content of a part of JSON.
@@ -187,8 +181,6 @@ class FoundSnapshot:
         ------
         UsageError : it is no JSON.
         """
-        if name in self._values:
-            return self._values[name]
         try:
             return json_text.parse(self.read(name))
         except ValueError as error:
@@ -201,8 +193,6 @@ class FoundSnapshot:
         ------
         UsageError : it holds something else.
         """
-        if name in self._values:
-            return self._values[name]
         content = io.BytesIO(self.read(name))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from imgkit_entrypoints import fence, files
-from imgkit_entrypoints.launch import run_folder, stop_protocol
+from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.run_folder import RunFolder
 from imgkit_entrypoints.launch.signals import REPEAT_S, STOP_SIGNALS
 
@@ -44,25 +44,15 @@ class StopRequests:
     until : time of the monotonic clock at which the run is to stop.
     """
 
-    def __init__(
-        self,
-        env: Mapping[str, str],
-        folder: RunFolder | None,
-        say: Callable[[str], None],
-        until: float = math.inf,
-    ) -> None:
+    def __init__(self, env: Mapping[str, str], folder: RunFolder | None, until: float = math.inf) -> None:
         self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
-        self._folder, self._say, self._until = folder, say, until
-        self._warned = False
+        self._folder, self._until = folder, until
         self._signalled: dict[int, float] = {}
         self._before: dict[int, Any] = {}
 
     def asked(self) -> tuple[bool, ...]:
         """The answer to each of `REASONS`."""
         request = self._folder.request() if self._folder else None
-        if request and not self._warned and (text := run_folder.warning(request.reason)):
-            self._say(text)
-            self._warned = True
         return (
             request is not None and not request.requeue,
             (request is not None and request.requeue) or (self._flag is not None and self._flag.exists()),

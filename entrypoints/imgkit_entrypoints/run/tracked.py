@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import resumable
-from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks, told
 from imgkit_entrypoints.run.snapshots import FoundSnapshot, first_difference
 
 RESERVED = ("random", "pass")
 """Names of a snapshot's own parts."""
-SHARDING = ("FullyShardedDataParallel", "DeepSpeedEngine")
-"""Classes of wrappers that share a model among the ranks; parameters of FSDP2 are DTensors instead."""
+OF_RANKS = ".ranks"
+"""Ends the name of a part that has one state for each rank."""
+SHARDING = ("FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer")
+"""Classes that share a model or an optimizer among the ranks; their state_dict may be a collective call."""
+SHARDS = ("DTensor", "ShardedTensor")
+"""Classes of tensors that are divided among the ranks."""
+WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+"""Classes around a model, of DDP and of torch.compile, and the attribute that holds the model."""
+MOST_COMPARED, MOST_ELEMENTS = 2048, 8192
+"""Values of one object, and elements of one tensor, up to which ranks compare them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """What a rank sends of its states before any rank keeps one."""
+
+    what: str = ""
+    """Why one of them cannot be kept; empty: all can."""
+    hint: str = ""
+    names: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the values that must not differ between ranks, by the name of the object."""
 
 
 class Tracked:
-    """Objects by name. Rank 0's state counts for all; a loader with a state has one for each rank."""
+    """Objects by name. Rank 0's state counts for all, or there is one for each rank."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Any] = {}
         self._by_rank: set[str] = set()
-        self.sums_gradients = False
-        """Whether a model is wrapped in DDP."""
+        self._before: dict[str, dict[str, str]] = {}
+        """Values that must not differ between ranks, when the run began."""
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parts.values())
 
     def names(self) -> list[str]:
         """The names, sorted."""
@@ -41,8 +66,13 @@ class Tracked:
         """Whether `value` is one of the objects."""
         return any(one is value for one in self._parts.values())
 
-    def add(self, name: str, value: Any) -> None:
-        """Add an object.
+    @property
+    def only_checkpoints(self) -> bool:
+        """Whether another library keeps all of the state."""
+        return all(_is_a(one, ("Checkpoint",)) for one in self._parts.values())
+
+    def add(self, name: str, value: Any, *, by_rank: bool = False) -> None:
+        """Add an object; `by_rank`: each rank has a state of its own, as it always has of a loader.
 
         Raises
         ------
@@ -50,39 +80,106 @@ class Tracked:
         """
         if name in RESERVED or name in self._parts:
             why = "a part of every snapshot" if name in RESERVED else "tracked already"
-            raise UsageError(f"run.track: the name {name} is {why}", hint="choose another name")
-        if isinstance(value, DistributedDataParallel):
-            self.sums_gradients = True
-            value = value.module
+            raise UsageError(f"the name {name} is {why}", where="run.track", hint="choose another name")
         if not resumable.has_state(value):
             if hasattr(value, "__iter__"):
                 resumable.refuse_without_position(value)
                 return  # `steps` counts its batches
             raise UsageError(
-                f"run.track: {name} is a {type(value).__name__} without a state",
+                f"{name} is a {type(value).__name__} without a state",
+                where="run.track",
                 hint="track objects with state_dict and load_state_dict",
             )
-        if isinstance(value, nn.Module):
-            _refuse_sharded(name, value)
-        elif not isinstance(value, torch.optim.Optimizer):
-            _read(name, _written(_state(name, value)))
-            if hasattr(value, "__iter__"):
-                self._by_rank.add(name)
+        state = _state(name, value)
+        if by_rank or not _is_large(value):
+            _read(name, _written(state))
+        if by_rank or _is_loader(value):
+            self._by_rank.add(name)
         self._parts[name] = value
+        self._note(name, state)
 
-    def of_ranks(self, here: Ranks) -> dict[str, list[Any]]:
-        """The states of the objects that have one for each rank; a collective call."""
+    def _note(self, name: str, state: Any) -> None:
+        if name not in self._by_rank and not _is_large(self._parts[name]):
+            self._before[name] = _compared(state)
+
+    def of_a_step(self, loader: Any) -> dict[str, Any]:
+        """This rank's states without those of loaders, which belong to their iterators, and of `loader`."""
         return {
-            name: [
-                _read(name, bytes.fromhex(one))
-                for one in here.gather(_written(self._parts[name].state_dict()).hex(), str, call="run.save")
-            ]
-            for name in sorted(self._by_rank)
+            name: _state(name, one)
+            for name, one in self._parts.items()
+            if one is not loader and (not _is_loader(one) or hasattr(one, "__next__"))
         }
 
-    def of_all(self) -> dict[str, Any]:
-        """The states of the other objects."""
-        return {name: one.state_dict() for name, one in self._parts.items() if name not in self._by_rank}
+    def kept(self, here: Ranks) -> dict[str, Any]:
+        """What a snapshot keeps, by the name of the part; a collective call.
+
+        Raises
+        ------
+        UsageError : as `agreed`.
+        """
+        states = self.agreed(here, "run.save")
+        for name in sorted(self._by_rank):
+            states[name] = [
+                bytes.fromhex(row) for row in here.gather(states[name].hex(), str, call="run.save")
+            ]
+        return {f"{part}.pt": states[name] for part, name in self._own().items()}
+
+    def agreed(self, here: Ranks, call: str) -> dict[str, Any]:
+        """Return this rank's states, as bytes where each rank has its own; a collective call.
+
+        Raises
+        ------
+        UsageError : on every rank, if one cannot keep its states, or if rank 0's state cannot count for all.
+        """
+        states, now = {}, {}
+        look = _Look(names=_listed(self._own()))
+        try:
+            for name, one in self._parts.items():
+                states[name] = _state(name, one)
+                if name in self._before:
+                    now[name] = _compared(states[name])
+                elif name in self._by_rank:
+                    states[name] = _written(states[name])
+                    _read(name, states[name])
+            digests = {name: _digest(repr(values)) for name, values in now.items()}
+            look = dataclasses.replace(look, digests=digests)
+        except UsageError as error:
+            look = dataclasses.replace(look, what=error.what, hint=error.hint or "")
+        every = here.gather(look, _Look, call=call)
+        for rank, other in enumerate(every):
+            if other.what:
+                raise UsageError(f"rank {rank}: {other.what}", where=call, hint=other.hint)
+        if len({one.names for one in every}) > 1:
+            raise UsageError(
+                f"the ranks track different objects: {told([one.names for one in every])}",
+                where=call,
+                hint="all ranks must track the same names",
+            )
+        differing = [name for name in now if len({one.digests[name] for one in every}) > 1]
+        if differing:
+            self._refuse_differing({name: now[name] for name in sorted(differing)}, here, call)
+        return states
+
+    def _refuse_differing(self, now: Mapping[str, Mapping[str, str]], here: Ranks, call: str) -> None:
+        """Raise UsageError, on every rank, for a value that ranks other than rank 0 have set."""
+        for name, values in now.items():
+            before = self._before[name]
+            mine = {path: [before.get(path, ""), values.get(path, "")] for path in {**before, **values}}
+            every = here.gather(mine, Mapping[str, list[str]], call=call)
+            for path in sorted({path for one in every for path in one}):
+                begun, ended = zip(*(one.get(path, ["", ""]) for one in every), strict=True)
+                only_rank_0 = len(set(begun)) == 1 and ended[1:] == begun[1:]
+                if len(set(ended)) > 1 and not only_rank_0:
+                    raise UsageError(
+                        f"{name}{path} differs between the ranks, and a resume would give that of rank 0 to "
+                        f"all: {told(ended)}",
+                        where=call,
+                        hint=f"run.track_per_rank({name}={name}) in place of run.track: one for each rank",
+                    )
+
+    def _own(self) -> dict[str, str]:
+        """The names of the objects, by those of their parts."""
+        return {f"{name}{OF_RANKS}" if name in self._by_rank else name: name for name in self._parts}
 
     def read(self, found: FoundSnapshot, here: Ranks) -> dict[str, Any]:
         """Read this rank's states from a snapshot; a collective call.
@@ -91,24 +188,32 @@ class Tracked:
         ------
         UsageError : it holds other objects, or states of another number of ranks.
         """
-        kept = {name.removesuffix(".pt") for name in found.parts if name.endswith(".pt")} - set(RESERVED)
-        if kept != self._parts.keys():
+        kept = {part.removesuffix(".pt") for part in found.parts if part.endswith(".pt")} - set(RESERVED)
+        own = self._own()
+        if kept != own.keys():
             raise UsageError(
-                f"the snapshot holds {_listed(kept)}, and this program tracks {_listed(self._parts)}",
+                f"the snapshot holds {_listed(kept)}, and this program tracks {_listed(own)}",
                 where=str(found.where),
-                hint="track the same names, or start anew in another folder",
+                hint="track the same names in the same way, or start anew in another folder",
             )
-        states = {name: found.tensors(f"{name}.pt") for name in sorted(kept)}
+        states = {name: found.tensors(f"{part}.pt") for part, name in sorted(own.items())}
         for name in self._by_rank:
-            if len(states[name]) != here.world_size:
-                raise UsageError(
-                    f"{name} has a state for each of {len(states[name])} ranks, but there are "
-                    f"{here.world_size}",
-                    where=str(found.where),
-                    hint="start as many ranks, or use a DataLoader with a DistributedSampler",
-                )
-            states[name] = states[name][here.rank]
+            states[name] = self._of_rank(name, states[name], found, here)
         return states
+
+    def _of_rank(self, name: str, rows: list[bytes], found: FoundSnapshot, here: Ranks) -> Any:
+        """This rank's state of those in a snapshot."""
+        if len(rows) == here.world_size:
+            return _read(name, rows[here.rank])
+        regroup = getattr(self._parts[name], "regroup_state_dicts", None)
+        if regroup is None:
+            raise UsageError(
+                f"{name} has a state for each of {len(rows)} ranks, but there are {here.world_size}",
+                where=str(found.where),
+                hint="start as many ranks; or give the object a method regroup_state_dicts(states, rank, "
+                "world_size), which returns the state of a rank from those of all ranks before",
+            )
+        return regroup([_read(name, row) for row in rows], here.rank, here.world_size)
 
     def load(self, states: Mapping[str, Any], where: str) -> None:
         """Give every object its state.
@@ -119,12 +224,16 @@ class Tracked:
         """
         for name, state in states.items():
             value = self._parts[name]
-            if isinstance(value, nn.Module) and (other := first_difference(state, value.state_dict())):
-                raise UsageError(
-                    f"the snapshot holds another {name}: {other}",
-                    where=where,
-                    hint="build the same model, or start anew in another folder",
-                )
+            if isinstance(value, nn.Module):
+                live = value.state_dict()
+                names = _plain_keys(value, live)
+                if other := first_difference(state, {names[key]: one for key, one in live.items()}):
+                    raise UsageError(
+                        f"the snapshot holds another {name}: {other}",
+                        where=where,
+                        hint="build the same model, or start anew in another folder",
+                    )
+                state = {key: state[plain] for key, plain in names.items()}
             try:
                 value.load_state_dict(state)
             except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
@@ -133,6 +242,7 @@ class Tracked:
                     where=where,
                     hint="build the same objects, or start anew in another folder",
                 ) from error
+            self._note(name, state)
 
     def drop_gradients(self) -> None:
         """Remove the gradients of all models."""
@@ -141,29 +251,116 @@ class Tracked:
                 one.zero_grad(set_to_none=True)
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+def _listed(parts: Collection[str]) -> str:
+    shown = (f"{one.removesuffix(OF_RANKS)} of each rank" if one.endswith(OF_RANKS) else one for one in parts)
+    return ", ".join(sorted(shown)) or "nothing"
 
 
-def _refuse_sharded(name: str, model: nn.Module) -> None:
-    parts = [f"{name}.{key}" for key, one in model.named_parameters() if type(one.data).__name__ == "DTensor"]
-    if any(type(one).__name__ in SHARDING for one in model.modules()):
-        parts = [name]  # the state_dict of these is a collective call, and rank 0 alone would wait in it
-    if parts:
-        raise UsageError(
-            f"run.track: {parts[0]} is sharded over the ranks, and rank 0 has only a part of it",
-            hint="let its library save to the place() of a Checkpoint(run) where run.due() says so",
-        )
+def _is_large(value: object) -> bool:
+    return isinstance(value, nn.Module | torch.optim.Optimizer)
+
+
+def _is_loader(value: object) -> bool:
+    return hasattr(value, "__iter__") and not _is_large(value)
+
+
+def _is_a(value: object, names: Collection[str]) -> bool:
+    """Whether the class of `value` is one of these; their modules need not be imported for it."""
+    return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
 def _state(name: str, value: Any) -> Any:
+    """The state of an object; that of a model has the same keys whatever is wrapped around which part."""
+    parts = value.modules() if isinstance(value, nn.Module) else (value,)
+    if any(_is_a(part, SHARDING) for part in parts):
+        raise _sharded(name)
+    for where, one in _parameters(value):
+        if _is_a(one, SHARDS) or getattr(one, "_fsdp_flattened", False):  # FSDP1 marks its parameters by this
+            raise _sharded(name + where)
     try:
-        return value.state_dict()
+        state = value.state_dict()
     except Exception as error:  # the object is not ours
         raise UsageError(
-            f"run.track: the state of {name}, a {type(value).__name__}, cannot be read: {error}",
+            f"the state of {name}, a {type(value).__name__}, cannot be read: {error}",
+            where="run.track",
             hint="a loader of accelerate has a state only with use_stateful_dataloader=True",
         ) from error
+    for where, one in _leaves(state):
+        if _is_a(one, SHARDS):
+            raise _sharded(name + where)
+    if not isinstance(value, nn.Module):
+        return state
+    names = _plain_keys(value, state)
+    return {names[key]: one for key, one in state.items()}
+
+
+def _parameters(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        yield from ((f".{name}", one) for name, one in value.named_parameters())
+    elif isinstance(value, torch.optim.Optimizer):
+        for number, group in enumerate(value.param_groups):
+            yield from ((f".param_groups[{number}]", one) for one in group["params"])
+
+
+def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """The values within dicts, lists and tuples, and where they are."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(one, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _leaves(one, f"{where}[{number}]")
+    else:
+        yield where, value
+
+
+def _sharded(what: str) -> UsageError:
+    return UsageError(
+        f"{what} is sharded over the ranks, and no rank has all of it",
+        where="run.track",
+        hint="let its library save to the place() of a Checkpoint(run) where run.due() says so: "
+        "docs/howto/own-loop.md",
+    )
+
+
+def _plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a model's state, and what they would be without wrappers."""
+    inner = [
+        (f"{name}." if name else "", f"{attribute}.")
+        for name, one in model.named_modules(remove_duplicate=False)
+        for kind, attribute in WRAPPERS.items()
+        if _is_a(one, (kind,))
+    ]
+    names = {}
+    for key in state:
+        plain = key
+        for outer, attribute in reversed(inner):  # the innermost comes last
+            if plain.startswith(outer + attribute):
+                plain = outer + plain.removeprefix(outer + attribute)
+        names[key] = plain
+    return names
+
+
+def _compared(state: Any, where: str = "") -> dict[str, str]:
+    """What must not differ between ranks, as short texts: all but tensors of fractions and large ones."""
+    if isinstance(state, Mapping):
+        inner = [_compared(one, f"{where}[{key!r}]") for key, one in state.items()]
+        found = {path: text for one in inner for path, text in one.items()}
+        return found if len(found) <= MOST_COMPARED else {where: _digest(repr(found))}
+    tensors = [one for _, one in _leaves(state) if isinstance(one, Tensor)]
+    if not tensors:  # sets have another order in each process
+        return {where: _short(repr(sorted(state, key=repr) if isinstance(state, set) else state))}
+    whole = [one for one in tensors if not (one.is_floating_point() or one.is_complex())]
+    texts = [repr(one.tolist()) for one in whole if one.numel() <= MOST_ELEMENTS]
+    return {where: _short(", ".join(texts))} if texts else {}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:20]}… {_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _written(state: Any) -> bytes:
@@ -177,6 +374,7 @@ def _read(name: str, content: bytes) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise UsageError(
-            f"run.track: the state of {name} holds more than tensors and plain values",
+            f"the state of {name} holds more than tensors and plain values",
+            where="run.track",
             hint="return only numbers, texts, lists, dicts and tensors from its state_dict",
         ) from error

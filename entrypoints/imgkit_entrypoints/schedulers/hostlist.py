@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.terminal import shown
 
 MOST = 65536
 """Hosts in one list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
@@ -201,8 +202,8 @@ class _Reader:
 
 
 def _refuse(text: str, at: int, why: str, where: str) -> NoReturn:
-    # The caret must stand under its place on a terminal: control characters would move it, and a long list
-    # would hide it.
-    shown = "".join(char if char.isprintable() else "?" for char in text)
-    left = max(0, at - 50)
-    raise NoPlan(f"{why}\n  {shown[left : at + 50]}\n  {' ' * (at - left)}^", where=where or None)
+    # The caret must stand under its place on a terminal, where a long list would hide it.
+    before, after = shown(text[max(0, at - 50) : at]), shown(text[at : at + 50])
+    raise NoPlan(
+        why, where=where or None, hint=f"the list, at this place:\n{before}{after}\n{' ' * len(before)}^"
+    )

@@ -73,7 +73,7 @@ def _place_by(module: Scheduler, wanted: Wanted, env: Mapping[str, str], read: R
             return standalone.alone()
         typed = _typed_on_host(wanted.command, env, read)
         command = module.per_node_command(typed, nnodes=error.nnodes, env=env)
-        hint = f"start it once per node:\n     {command}\n     (or, to use this node alone: --nnodes 1)"
+        hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
         raise NoPlan(error.what, where=error.where, hint=hint) from None
 
 

@@ -119,7 +119,6 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
                 counting=False,
                 nodes=1,
                 noise=Noise(DTYPE, here.device),
-                registered=None,
                 rotated_bytes=ROTATED_BYTES["cpu"],
             ).measure(op, size_bytes)
 

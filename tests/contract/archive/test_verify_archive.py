@@ -94,13 +94,12 @@ def test_packed_layers_pass_with_their_sidecar(made: Made, tmp_path: Path, layou
 
 
 def test_sidecar_with_another_id_is_not_ok(made: Made, tmp_path: Path) -> None:
-    # imgkit 0.1 took the manifest's digest, which engines with containerd's store show as the image's id.
     members = made.modern_members()
     path = tmp_path / "x.tar"
     path.write_bytes(made.tar(members))
     (entry,) = json.loads(members["index.json"])["manifests"]
     describe(path, id=entry["digest"])
-    assert verdicts(path) == GOOD | {"sidecar": "warn"}
+    assert verdicts(path) == GOOD | {"sidecar": "fail"}
 
 
 def test_zstd_archive_needs_the_program(

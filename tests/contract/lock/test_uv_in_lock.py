@@ -15,7 +15,7 @@ from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import UV_STEP, Lock, LockedBase, LockedPlatform
 from imgkit_builder.recipe.model import Recipe
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 RECORDED = Path(__file__).parents[1] / "recipe" / "my-project"
 TEXT = "image:\n  base: python:3\n  uv: {project: my-project}\n"
@@ -118,5 +118,5 @@ def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("text", ["[1]", '[{"name": "x"}]', '[{"name": 1}]', "["])
 def test_answer_of_another_program_is_refused(text: str) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ToolFailed, match="an answer of the base cannot be read"):
         answers.uv_wheels(text)

@@ -76,10 +76,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
         start = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -IS \"$0\" \"$@\"\n' '''\n"
         program.write_text(start + source)
         program.chmod(0o755)
-        # The runtime builds only where nothing else squashes: these know no option.
-        for useless in (folder / "mksquashfs", folder / "tar2sqfs"):
-            useless.write_text("#!/bin/sh\necho zstd\n")
-            useless.chmod(0o755)
+        # The runtime builds only where nothing else squashes: this one knows no option.
+        useless = folder / "mksquashfs"
+        useless.write_text("#!/bin/sh\necho zstd\n")
+        useless.chmod(0o755)
         fake = FakeRuntime(folder=folder, command=command)
         base = {"version": version, "build_flags": flags, "sif_verbs": sif_verbs, "behaviour": "good"}
         (folder / "settings.json").write_text(json.dumps(base | {"manifest": "{}"} | settings))

@@ -16,7 +16,6 @@ from typing import Any
 
 import bit_flips
 import pytest
-import small_sif
 
 from imgkit_builder.sif import convert, coverage, image, runtime, space
 from imgkit_builder.sif.options import Archive, Converted, Options
@@ -305,14 +304,6 @@ def test_not_up_to_date_converts_again(
     assert len(fake.calls("build")) == 2
 
 
-def test_file_of_imgkit_01_is_left_alone(archive: Path, tmp_path: Path, install: Install) -> None:
-    install()
-    done = sif(archive, tmp_path)
-    before = small_sif.of_imgkit_01(done.path).read_bytes()
-    again = sif(archive, tmp_path)
-    assert (again.up_to_date, done.path.read_bytes() == before) == (True, True)
-
-
 def test_changed_header_converts_again(archive: Path, tmp_path: Path, install: Install) -> None:
     install()
     bit_flips.flip(sif(archive, tmp_path).path, 20 * 8)
@@ -417,7 +408,7 @@ def test_killed_midway_cleaned_by_the_next(archive: Path, tmp_path: Path, instal
         process.kill()
         process.wait(20)
     assert "made.sif" not in left(tmp_path)
-    assert all(name.startswith(".made.sif.") for name in left(tmp_path))
+    assert all(name.startswith(".imgkit-") for name in left(tmp_path))
     assert list(tmp_path.glob(".imgkit-sif.*"))
     # Its children notice that they are orphans.
     assert _gone(int((fake.folder / "grandchild").read_text()))

@@ -128,3 +128,28 @@ def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
     assert done.returncode == 1
     assert "the values of rank 1 arrived wrong at 2 of 2 ranks" in done.stdout
     assert "FAILED on" in done.stdout
+
+
+GPUS = """
+plan() { python3 -I -m imgkit_entrypoints dist-run --plan program.py "$@" | grep -e '"what"' -e '"nproc": '; }
+IMGKIT_GPUS=4 plan || true
+mknod /dev/nvidia0 c 195 0 # the engine's device rules close it
+IMGKIT_GPUS=4 plan || true
+touch /usr/lib/libcuda.so.1
+IMGKIT_GPUS=4 plan || true
+plan
+IMGKIT_GPUS=4 IMGKIT_DEVICE=cpu plan
+"""
+
+
+def test_gpus_that_cannot_be_used_do_not_count(standin: str) -> None:
+    done = in_image(standin, "bash", "-uc", GPUS)
+    none = "no GPU is visible here, but IMGKIT_GPUS says 4 per node (/dev: "
+    said = [line.strip() for line in done.stdout.splitlines() if line.startswith(" ")]
+    assert said == [
+        f'"what": "{none}no nvidia device)",',
+        f'"what": "{none}nvidia0, but no libcuda.so.1, which --nv brings)",',
+        f'"what": "{none}nvidia0, but closed to this process)",',
+        '"nproc": 1,',
+        '"nproc": 1,',
+    ], done.stdout + done.stderr

@@ -158,42 +158,22 @@ assert train(2, "--steps 8 --resume never --run-dir same") == 2
     assert "replace the snapshots of another run" in told
 
 
-OF_0_1 = """
+@pytest.mark.soak
+def test_snapshot_of_another_program_is_refused(standin: str, runs: Path) -> None:
+    script = """
 import json, shutil
 from pathlib import Path
 from imgkit_entrypoints.run import snapshot_files
 
-def part(data):
-    return lambda sink: sink.write(data if isinstance(data, bytes) else json.dumps(data).encode())
-
-def rewrite(run, state):
-    (snapshot,) = Path(run, "snapshots").iterdir()
-    course = torch.load(snapshot / "course.pt")
-    tensors = {name: (snapshot / name).read_bytes() for name in ("weights.pt", "optimizer.pt", "random.pt")}
-    parts = {"state.json": state(course), "config.json": course["config"], **tensors}
-    where, step = snapshot.parent, course["position"]["step"]
-    shutil.rmtree(snapshot)
-    snapshot_files.write(where, step, {name: part(data) for name, data in parts.items()}, keep=1)
-"""
-
-
-@pytest.mark.soak
-def test_snapshots_of_older_versions_resume_and_others_are_refused(standin: str, runs: Path) -> None:
-    script = """
 words = "--model mlp --momentum 0.9 --samples 100 --global-batch 12"
-for run in ("newer", "older", "other"):
-    assert train(2, f"{words} --steps 6 --run-dir {run}") == 0
-rewrite("older", lambda course: {"position": course["position"], "first_loss": course["first_loss"]})
-rewrite("other", lambda course: {"run": {"step": 6}})
-for run in ("newer", "older"):
-    assert train(2, f"{words} --steps 13 --run-dir {run}") == 0
+assert train(2, f"{words} --steps 6 --run-dir other") == 0
+(snapshot,) = Path("other/snapshots").iterdir()
+shutil.rmtree(snapshot)
+state = json.dumps({"run": {"step": 6}}).encode()
+snapshot_files.write(snapshot.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
 assert train(2, f"{words} --steps 13 --run-dir other") == 2
 """
-    told = many(standin, runs, OF_0_1 + script)
-    assert told.count("resumes after step 6 of 13") == 2
-    one, other = kept(runs / "newer", 13), kept(runs / "older", 13)
-    assert one == other
-    assert "this snapshot is of another program" in told
+    assert "this snapshot is of another program" in many(standin, runs, script)
 
 
 def test_changed_model_is_refused_by_its_first_key(standin: str, runs: Path) -> None:
@@ -226,11 +206,35 @@ def test_loss_that_is_no_number_stops_or_is_skipped(standin: str, runs: Path) ->
 words = "--model own.py:plain --data own.py:data --step own.py:breaks --batch-size 2 --steps 12"
 assert train(2, f"{words} --save-every 2 --keep 9 --run-dir broken") == 1
 assert train(2, f"{words} --on-nan skip --run-dir skipping") == 0
+assert train(2, f"{words} --on-nan skip --amp fp16 --run-dir scaled") == 0
 """
     told = many(standin, runs, script)
     assert "a loss is not a number; the state of step 4 is saved" in told
     assert sorted(path.name[-2:] for path in (runs / "broken/snapshots").iterdir()) == ["02", "04"]
-    assert json.loads((runs / "skipping/summary.json").read_text())["skipped"] == 1
+    skipped = [
+        json.loads((runs / f"{name}/summary.json").read_text())["skipped"] for name in ("skipping", "scaled")
+    ]
+    assert skipped[0] == 1 <= skipped[1]  # with fp16 also the steps with which the scale settles
+
+
+def test_options_do_what_they_say_or_are_refused(standin: str, runs: Path) -> None:
+    script = """
+assert train(1, "--accumulate 3 --global-batch 64 --steps 2") == 2
+assert train(1, "--workers 1 --steps 2") == 2
+assert train(1, "--profile 9:1 --steps 2 --run-dir profiled") == 2
+assert train(1, "--steps 2 --resume never --run-dir fresh") == 0
+# A resumed run keeps its global batch, and accumulates as its number of ranks needs.
+words = "--accumulate 2 --global-batch 12 --run-dir accumulating"
+assert train(2, f"{words} --steps 2") == 0
+assert train(4, f"{words} --steps 4") == 0
+"""
+    told = many(standin, runs, script)
+    assert "--accumulate 3 cannot divide equally" in told
+    assert "--accumulate 1 or 2 or 4 or 8 or 16 or 32 or 64; or --global-batch 63 or 66" in told
+    assert "this data gives whole batches, not single samples" in told
+    assert "--profile 9:1 would trace nothing: the run has 2 steps" in told
+    assert "resumes after step 2 of 4" in told
+    assert kept(runs / "fresh", 2)
 
 
 def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
@@ -413,7 +417,7 @@ until [ -s flagged/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
 kill -USR1 $pid; wait $pid || echo "flagged: $?"
 train $words --run-dir filed & pid=$!
 until [ -s filed/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
-touch filed/STOP; wait $pid; echo "filed: $?"
+touch filed/stop; wait $pid; echo "filed: $?"
 export IMGKIT_RUN_DIR=shared; train $words & pid=$!
 until [ -s shared/metrics.jsonl ]; do kill -0 $pid; sleep 0.1; done
 touch shared/stop; wait $pid; echo "shared: $?"
@@ -434,9 +438,8 @@ assert train(2, f"{words} --stop-after 0") == 1
     assert "flagged: 85" in told
     assert "the launcher asked for it; the state of step" in told
     assert "filed: 0" in told
-    assert told.count("filed/STOP: STOP is the old name of this file, use `stop`") == 1
-    assert "filed/STOP: this file keeps the run from starting" in told
-    assert "rm filed/STOP" in told
+    assert "filed/stop: this file keeps the run from starting" in told
+    assert "rm filed/stop" in told
     assert "this start saved no state (no --run-dir)" in told
     assert "shared/stop: asked the program to save" in told
     assert "shared: 0" in told

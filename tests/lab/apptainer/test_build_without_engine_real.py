@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -187,12 +188,17 @@ def left(folder: Path) -> list[str]:
 
 
 def test_failed_step_names_the_line(tiny: Path) -> None:
-    done = build(tiny, "echo before; exit 7")
+    done = build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v")
     assert done.returncode == 4
+    assert "hunter2pw" not in done.stderr
     assert "small.yaml:4: step " in done.stderr
-    assert "failed with exit code 7\n  -> its last lines:\nbefore\n" in done.stderr
+    assert (
+        "failed with exit code 7\n  -> its last lines:\n     https://*************@x/\n     before\n"
+        in done.stderr
+    )
     log = Path(done.stderr.split("full log: ")[1].split(",")[0])
     assert "Bootstrap: oci" in log.read_text()
+    assert "hunter2pw" not in log.read_text()
     log.unlink()
     assert left(tiny) == []
     assert not (tiny / "small.sif").exists()
@@ -208,6 +214,27 @@ def test_sif_is_a_base_and_gives_a_delta(tiny: Path) -> None:
     imgkit_json("apply", "two.imgdelta", "one.sif", "-o", "both.sif", folder=tiny)
     assert shown(tiny / "both.sif").keys() - shown(tiny / "two.sif").keys() == {"opt/imgkit/delta.json"}
     assert output("singularity", "exec", tiny / "both.sif", "/bin/cat", "/one", "/two") == "1\n2\n"
+
+
+@pytest.mark.soak
+def test_oci_folder_with_a_blank_is_a_base(tiny: Path) -> None:
+    with tarfile.open(tiny / "tiny.tar") as archive:
+        archive.extractall(tiny / "an image", filter="data")
+    assert build(tiny, "true", base="an image").returncode == 0
+    assert "up to date" in build(tiny, "true", base="an image").stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_little_space_is_named_first(tiny: Path) -> None:
+    small = tiny / "small disk"
+    small.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small)
+    try:
+        done = build(tiny, "true", "-o", small / "x.sif")
+        assert (done.returncode, "are free, an image of" in done.stderr) == (1, True), done.stderr
+        assert left(small) == []
+    finally:
+        run("umount", small)
 
 
 @pytest.mark.soak

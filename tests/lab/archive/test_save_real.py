@@ -19,6 +19,7 @@ import pytest
 from labkit import IMGKIT, imgkit, run
 
 from imgkit_builder.archive import write
+from imgkit_builder.recipe import sources
 from imgkit_builder.sif import image as sif_image
 from imgkit_entrypoints.errors import ToolFailed
 
@@ -191,7 +192,7 @@ def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: si
     target.write_bytes(b"old")
     argv = [*IMGKIT, "save", image, "-o", str(target)]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
-        while not list(tmp_path.glob(".*.part")):
+        while not list(tmp_path.glob(".imgkit-*.part")):
             assert running.poll() is None
             time.sleep(0.001)
         running.send_signal(number)
@@ -203,7 +204,8 @@ def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: si
         assert "Traceback" not in told
         assert left == []
     else:
-        assert [name[:7] for name in left] == [".x.tar."]
+        assert [name[:8] for name in left] == [".imgkit-"]
+        assert [one.name for one in sources.walk(tmp_path)] == ["x.tar"]
     assert imgkit("save", image, "-o", target).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "x.tar",

@@ -112,7 +112,7 @@ def test_build_is_tested_labelled_and_repeatable(
     assert before["packed"] < 1.25e6
     assert sum(name.endswith(".pyc") for name in before["digests"]) > 100
 
-    shown = engines.image_facts(f"{file.stem}:latest").to_text()
+    shown = "\n".join(engines.image_facts(f"{file.stem}:latest").lines())
     assert shown.startswith("STAND-IN")
     baked = docker("run", "--rm", "--entrypoint", "cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
     assert json.loads(baked)["base"]["probe"]["python"]
@@ -145,10 +145,26 @@ def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_not
     done = imgkit("build", file, "--base", standin_notorch)
     assert done.returncode == 4
     assert f"{file.name}:6: step " in done.stderr
-    assert "\nwhy-it-failed\n" in done.stderr
+    assert "\n     why-it-failed\n" in done.stderr
     assert "returned a non-zero code: 7" in done.stderr
     assert not running(marker)
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("builder", ["classic", pytest.param("buildx", marks=pytest.mark.buildx)])
+def test_log_of_a_build_shows_what_check_shows(
+    write: Callable[..., Path], home: Path, standin_notorch: str, builder: str
+) -> None:
+    url, stars = "https://ana:hunter2pw@pip.invalid/simple", "https://*************@pip.invalid/simple"
+    env = f"  env: {{MY_INDEX: '{url}'}}\n"
+    file = write(f"leaks-{builder}", f"echo index {url} $MY_INDEX; DB_PASS=hunter2pw exit 3", extra=env)
+    done = imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v")
+    assert done.returncode == 4
+    assert [line.strip() for line in done.stderr.splitlines()].count(f"index {stars} {stars}") >= 1
+    kept = [one.read_text() for one in (home / "state").rglob("*") if one.is_file()]
+    assert any(f"index {stars}" in text for text in kept)
+    for text in (imgkit("check", file).stderr, done.stdout + done.stderr, *kept):
+        assert "hunter2pw" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -101,7 +101,7 @@ def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
     done = imgkit("build", file, "--base", standin_notorch, "--builder", "buildx")
     assert done.returncode == 4
     assert f"{file.name}:6: step " in done.stderr
-    assert "\nwhy-it-failed\n" in done.stderr
+    assert "\n     why-it-failed\n" in done.stderr
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])

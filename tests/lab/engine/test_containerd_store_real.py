@@ -111,9 +111,6 @@ def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
     path = folder / "other.tar.manifest.json"
     described = json.loads(path.read_text())
     del described[json_text.SEAL]
-    described["image"]["id"] = docker("image", "inspect", "--format", "{{.Id}}", small)
-    path.write_text(json.dumps(json_text.sealed(described)))
-    assert verdict(folder / "other.tar", "sidecar") == "warn"
     described["image"]["id"] = "sha256:" + "0" * 64
     path.write_text(json.dumps(json_text.sealed(described)))
     done = imgkit("verify", folder / "other.tar")

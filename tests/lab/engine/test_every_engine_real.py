@@ -292,5 +292,5 @@ def test_failing_step_names_its_line(line: Line, base: str) -> None:
     done = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")
     assert done.returncode == 4
     assert "fails.yaml:5: step " in done.stderr
-    assert "\nwhy\n" in done.stderr
+    assert "\n     why\n" in done.stderr
     assert imgkit("show", f"{line.name}-fails").returncode == 2

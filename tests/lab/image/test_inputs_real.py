@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
-import ipaddress
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import ROOT, docker, imgkit, imgkit_json, output
+from labkit import ROOT, docker, host_address, imgkit, imgkit_json, output
 
 pytestmark = pytest.mark.docker
 
@@ -50,8 +49,7 @@ def wheel(folder: Path, name: str) -> Path:
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A package index behind a private authority: its address as containers see it, and the certificate."""
-    address = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
-    ipaddress.ip_address(address)
+    address = host_address()
     folder = tmp_path_factory.mktemp("index")
     key, certificate = folder / "key.pem", folder / "company.crt"
     request = [

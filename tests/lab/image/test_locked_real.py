@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, imgkit, imgkit_json
+from labkit import docker, host_address, imgkit, imgkit_json
 
 from imgkit_builder.recipe import lock_file, lock_request
 from imgkit_builder.recipe.load import load
@@ -102,7 +102,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """One Debian package in the archive, one in the snapshot service only, and an index of wheels."""
-    address = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    address = host_address()
     folder = tmp_path_factory.mktemp("site")
     for place in ("debian/pool/main/i", f"{SNAPSHOT}/pool/main/i", "simple/imgkit-test-wheel"):
         (folder / place).mkdir(parents=True)

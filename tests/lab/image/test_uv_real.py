@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, imgkit, imgkit_json, output
+from labkit import docker, host_address, imgkit, imgkit_json, output
 
 pytestmark = pytest.mark.docker
 
@@ -69,7 +69,7 @@ def wheel(folder: Path, name: str, needs: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An index of the two packages: its address as containers and this machine see it."""
-    address = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    address = host_address()
     folder = tmp_path_factory.mktemp("index")
     for name, needs in PACKAGES.items():
         (folder / name).mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, TOKEN, run, until
+from labkit import AS_ROOT, IMGKIT, TOKEN, docker, imgkit, imgkit_json, run, until
 
 WILLING = "trap 'echo asked; exit 7' TERM INT; echo works; while :; do sleep 0.1; done"
 DEAF = "trap '' TERM INT HUP; echo works; while :; do sleep 0.1; done"
@@ -175,3 +176,69 @@ def test_end_of_the_fan_out_ends_containers(
         running.send_signal(number)
         assert running.wait(120) == code
     until(lambda: not containers(tmp_path))
+
+
+TOML = """\
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "{0}-project"
+version = "1"
+[project.scripts]
+run-{0} = "{0}:main"
+[tool.setuptools.packages.find]
+where = ["src"]
+"""
+PROJECTS = """\
+image:
+  base: registry.invalid/base:1
+  platform: amd64
+  pip:
+    - {project: linked, editable: /workspace/linked, options: [--no-index, --no-build-isolation]}
+    - {project: copied, options: [--no-index, --no-build-isolation]}
+system:
+  scheduler: standalone
+  runtime: {kind: singularity, command: singularity}
+"""
+
+
+@pytest.mark.singularity
+def test_sent_code_runs_or_is_refused(standin_notorch: str, tmp_path: Path) -> None:
+    """A project that pip has linked is that of ``--code``; of a copy, the job would run what was built."""
+    recipe, tag = tmp_path / "two.yaml", f"imgkit-test-code-{os.getpid()}:1"
+    recipe.write_text(PROJECTS)
+    for name in ("linked", "copied"):
+        files = {
+            "pyproject.toml": TOML.format(name),
+            f"src/{name}/__init__.py": "WHO = 'old'\ndef main(): print(WHO)\n",
+            f"src/{name}/__main__.py": f"import {name}; {name}.main()\n",
+            "train.py": f"import {name}; {name}.main()\n",
+        }
+        for file, text in files.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+    try:
+        imgkit_json("build", recipe, "--base", standin_notorch, "--no-test", "--tag", tag)
+        imgkit_json("sif", tag, "-o", "two.sif", "--no-test", folder=tmp_path)
+    finally:
+        docker("image", "rm", "--force", tag)
+    send, jobs = tmp_path / "send", tmp_path / "jobs"
+    jobs.mkdir()
+    shutil.copytree(tmp_path / "linked", send / "linked")
+    (send / "linked/src/linked/__init__.py").write_text("WHO = 'new'\ndef main(): print(WHO)\n")
+    job = ("submit", "two.sif", "--directory", jobs, "--code")
+    commands = "run-linked; python3 -m linked; python3 /workspace/linked/train.py"
+    done = imgkit(*job, send, "--", "sh", "-c", commands, folder=tmp_path)
+    assert done.stdout == "new\nnew\nnew\n", done.stderr
+    refused = imgkit(*job, "copied", "--", "run-copied", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "copied-project in /workspace, but the image runs its copy in site-packages" in refused.stderr
+    assert "set `editable: /workspace` in image.pip[1] of the recipe two" in refused.stderr
+    config = tmp_path / "config/imgkit/remotes.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('[far]\naddress = "nobody@nowhere.invalid"\n')
+    (tmp_path / "far.yaml").write_text("extends: two.yaml\nsystem: {scheduler: slurm}\n")
+    words = ("run", "far.yaml", "--on", "far", "--code", "copied/src", "--", "run-copied")
+    refused = imgkit(*words, folder=tmp_path, env={"XDG_CONFIG_HOME": f"{tmp_path}/config"})
+    assert "two.yaml:6: the code is only a part of the project copied-project" in refused.stderr

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from labkit import IMGKIT, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_mar
 from imgkit_builder.cli import zipapp
 from imgkit_entrypoints.launch import goodput
 
-DATA = ROOT / "tests/lab/data"
-PACKAGE = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
 CPU = ("--device", "cpu", "--nproc", "2")
 ONE = ("--device", "cpu", "--nproc", "1")  # a worker a node: several are tested without Slurm, too
@@ -131,6 +128,27 @@ def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:
     assert site.cluster(*tool, "status", job).stderr.startswith(f"imgkit: squeue --jobs={job}")
 
 
+def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:
+    wrapper = site.folder / "bin/sbatch"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@" && echo Thank you\n')
+    wrapper.chmod(0o755)
+    path = f"PATH={wrapper.parent}:{os.environ['PATH']}"
+    words = ("submit", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")
+    done = site.cluster("exec", "login", "--cwd", site.folder, "--", "env", path, *IMGKIT, *words)
+    try:
+        assert (done.returncode, done.stdout) == (4, "")
+        found = re.search(r"(unknown-\w+): .* slurm printed '(\d+)\\nThank you'\n", done.stderr)
+        assert found, done.stderr
+        assert "squeue --me shows the job hidden with its id" in done.stderr
+        queued = site.cluster("squeue", "--me", "--noheader", "--format=%A %j").stdout
+        assert f"{found[2]} hidden\n" in queued
+        assert site.imgkit("cancel", found[1]).returncode == 4
+        assert found[1] in site.imgkit("runs").stdout
+    finally:
+        site.cluster("scancel", "--name", "hidden")
+
+
 def test_values_arrive_as_they_were_typed(site: Site) -> None:
     (site.folder / "show me.py").write_text("import os, sys\nprint(os.environ['NOTE'], sys.argv[1:])\n")
     note = """$(touch pwned) "and" 'more'"""
@@ -182,7 +200,9 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     assert f"starts at {saved}\n" in site.told(job)
     assert "finished at 100" in site.told(job)
-    assert re.search(r"imgkit: goodput \d+ % over 2 starts: .* on 2 nodes: starting ", site.told(job))
+    assert re.search(
+        r"imgkit: [\d.]+ s on 2 nodes over 2 starts; no goodput: the program reported no", site.told(job)
+    )
 
 
 @pytest.mark.soak
@@ -254,58 +274,6 @@ def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     assert "this file keeps the run from starting" in site.told(job)
     assert site.told(job).count("starts at") == 1
-
-
-@pytest.fixture
-def image_0_1(site: Site) -> str:
-    """The ``--bind`` that puts the entry points of imgkit 0.1 into the image."""
-    wheel = next(DATA.glob("imgkit_entrypoints-0.1.0-*.whl"))
-    zipfile.ZipFile(wheel).extractall(site.folder / "0.1")
-    return f"{site.folder}/0.1/imgkit_entrypoints:{PACKAGE}"
-
-
-@pytest.mark.soak
-def test_image_of_0_1_stops_and_goes_on_under_this_script(site: Site, image_0_1: str) -> None:
-    told = site.finished("--nodes", "2", "--bind", image_0_1, "--", "dist-hello", *ONE)
-    assert "all_reduce of ones: 2" in told, told
-    job = site.submit("--nodes", "2", "--bind", image_0_1, "--", *COUNT, "100")
-    site.until(lambda: "starts at 0" in site.told(job), job)
-    saved = stopped_and_requeued(site, job)
-    site.until(lambda: not site.queued(job), job)
-    assert f"/runs/mn5-{job}/stop: asked the program" in site.told(job)  # it knows this name alone
-    assert f"starts at {saved}\n" in site.told(job)
-    assert "finished at 100" in site.told(job)
-
-
-@pytest.mark.soak
-def test_image_of_0_1_is_not_requeued_for_a_person(site: Site, image_0_1: str) -> None:
-    job = site.submit("--nodes", "2", "--bind", image_0_1, "--", *COUNT, "6000")
-    site.until(lambda: "starts at 0" in site.told(job), job)
-    (site.folder / f"runs/mn5-{job}/stop").touch()
-    site.until(lambda: not site.queued(job), job)
-    assert "not requeued" in site.told(job)
-    assert "ExitCode=0:0" in shown(site, job)
-
-
-@pytest.mark.parametrize("hello", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["hello", "stop"])
-def test_this_image_runs_under_the_script_of_0_1(site: Site, hello: bool) -> None:
-    text = (DATA / "slurm-job-0.1.sh").read_text().replace("/home/me/my run", str(site.folder))
-    text = text.replace("--nproc 2", "--nproc 1")
-    if hello:
-        text = re.sub(r"dist-run .* 100", " ".join(("dist-hello", *ONE)), text)
-    (site.folder / "old.sh").write_text(text)
-    submitted = site.cluster("sbatch", "--parsable", site.folder / "old.sh")
-    assert submitted.returncode == 0, submitted.stderr
-    job = submitted.stdout.strip()
-    if not hello:
-        site.until(lambda: "starts at 0" in site.told(job), job)
-        saved = stopped_and_requeued(site, job)
-    site.until(lambda: not site.queued(job), job)
-    if hello:
-        assert "all_reduce of ones: 2" in site.told(job), site.told(job)
-    else:
-        assert f"starts at {saved}\n" in site.told(job)
-        assert "finished at 100" in site.told(job)
 
 
 def test_cancelled_job_is_not_requeued(site: Site) -> None:

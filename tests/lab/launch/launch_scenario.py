@@ -25,7 +25,8 @@ while True:
     dist.all_reduce(asked)
     step += 1
     if step == 3:
-        print("rank", rank, "of", dist.get_world_size(), "works", flush=True)
+        past = "past the rendezvous" if (stop / "torchrun").read_text() == "workers" else "still in it"
+        print("rank", rank, "of", dist.get_world_size(), "works,", past, flush=True)
     if step == 5 and SCENARIO == "finish":
         break
     if step == 5 and SCENARIO == "worker fails" and rank == 3:

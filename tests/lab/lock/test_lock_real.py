@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, docker, imgkit, imgkit_json, until
+from labkit import IMGKIT, docker, host_address, imgkit, imgkit_json, until
 
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.lock import LockedPlatform
@@ -105,7 +105,7 @@ class Index:
 
 @pytest.fixture
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
-    gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    gateway = host_address()
     folder = tmp_path_factory.mktemp("index")
     handler = functools.partial(GuardedHandler, directory=str(folder))
     server = http.server.ThreadingHTTPServer((gateway, 0), handler)

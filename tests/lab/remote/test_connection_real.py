@@ -47,7 +47,6 @@ def test_check_logs_in_once_and_reports(far: FarHost, tmp_path: Path) -> None:
     assert found["login"]["verdict"] == "ok"
     assert found["folder"]["found"].startswith(f"{tmp_path}/my imgkit, ")
     assert found["clock"]["verdict"] == "ok"
-    assert found["python"]["verdict"] == "ok"
     assert (tmp_path / "my imgkit").is_dir()
     assert list((tmp_path / "my imgkit").iterdir()) == []
 
@@ -87,6 +86,17 @@ def test_banner_and_login_shell_do_not_matter(far: FarHost, tmp_path: Path, shel
         found = rows(far)
     assert found["folder"]["found"].startswith(f"{tmp_path}/a b, ")
     assert found["login"]["verdict"] == "ok"
+
+
+def test_account_that_prints_without_end_is_named(far: FarHost, tmp_path: Path) -> None:
+    shell = far.folder / "shell"
+    shell.write_text('#!/bin/sh\n/bin/sh -c "$SSH_ORIGINAL_COMMAND"\nyes Welcome\n')
+    shell.chmod(0o755)
+    with sshd(far, forced=[str(shell)]):
+        add(far, tmp_path / "x")
+        done = far.imgkit("remote", "check", "mine")
+    assert done.returncode == 4
+    assert "a command on mine printed more than 8 MB" in done.stderr
 
 
 def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) -> None:
@@ -259,7 +269,6 @@ def test_login_node_needs_no_python_and_no_rsync(
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
         add(far, tmp_path / "a b")
         found = rows(far)
-        assert found["python"]["found"] == "none; only a run of an archive needs it"
         assert "tools" not in found
         assert found["internet"]["found"].startswith("unknown: there is no curl")
         for name, value in far.env.items():
@@ -273,17 +282,19 @@ def test_login_node_needs_no_python_and_no_rsync(
         assert gc.find_unused(reached, 30).files == ()
 
 
-def test_archive_is_refused_where_nothing_converts_it(far: FarHost, tmp_path: Path) -> None:
-    tiny_image.write(tmp_path / "tiny.tar", "tiny:1")
-    with sshd(far, forced=login_shell(far, sbatch="exit 0", python3="echo 0 3.6")):
+def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tmp_path: Path) -> None:
+    tiny_image.write(tmp_path / "my tiny.tar", "tiny:1")
+    here = {"PATH": f"{far.folder}/bin", "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
+    for name in ("setsid", "sh"):
+        (far.folder / "bin" / name).symlink_to(str(shutil.which(name)))
+    with sshd(far):
         add(far, tmp_path / "a b", "--recipe", "mn5")
         words = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
-        done = far.imgkit("run", "tiny.tar", "--on", "mine", *words, folder=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "tiny.tar is no .sif, and mine lacks what converts it: it needs Python 3.10" in done.stderr
-    assert "and there is Python 3.6" in done.stderr
-    assert "imgkit sif tiny.tar -o X.sif, then imgkit run X.sif --on mine" in done.stderr
-    assert [path for name in ("archives", "tools") for path in (tmp_path / "a b" / name).iterdir()] == []
+        done = far.imgkit("run", "my tiny.tar", "--on", "mine", *words, folder=tmp_path, env=here)
+    assert done.returncode == 3, done.stderr
+    assert "apt install squashfs-tools (4.5 or later)\n" in done.stderr
+    assert "or copy it to mine, and there: imgkit submit RECIPE --sif 'my tiny.tar', then" in done.stderr
+    assert not (tmp_path / "a b/images").exists()
 
 
 def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
@@ -298,7 +309,6 @@ def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
 
 def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
     fakes = {
-        "python3": "echo 0 3.6",
         "quota": 'echo "other 1G 2G 3G"; echo "$(df -P . | tail -n 1 | cut -d " " -f 1) 120G 400G"',
         "curl": "exit 0",
         "date": "echo $(($(/bin/date +%s) + 3600))",
@@ -311,7 +321,6 @@ def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=login_shell(far, **fakes)):
         add(far, tmp_path / "x")
         found = rows(far)
-    assert found["python"]["found"].startswith("3.6, older than 3.10")
     assert found["folder"]["found"].endswith("120G 400G")
     assert found["internet"]["found"] == "from the login node"
     assert found["scheduler"]["found"] == "slurm: slurm 23.02.7"

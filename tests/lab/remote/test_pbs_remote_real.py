@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tiny_image
 from labkit import LAB, Cluster, Done, cluster_marks, run, until
 from remotekit import FarHost, far_host, login_node
 
@@ -26,7 +25,7 @@ system:
   scheduler: pbs
   runtime: {{kind: singularity, command: singularity}}
   node: {{gpus: 0, cpus: 2}}
-  queue: {{options: [-l, place=scatter], sif: [-l, "select=1:ncpus=1"]}}
+  queue: {{options: [-l, place=scatter]}}
 """
 
 pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-pbs")]
@@ -143,11 +142,3 @@ def test_pbs_job_runs_the_edited_code(site: Site) -> None:
     (kept,) = site.store.glob(f"runs/*-{found[1].partition('@')[0]}/code.json")
     assert json.loads(kept.read_text()) == {"schema": 1, **shown}
     assert f"code-{shown['sha256']}-" in sent[0]
-
-
-def test_pbs_job_converts_an_archive(site: Site) -> None:
-    tiny_image.write(site.here / "tiny.tar", "tiny:1")
-    done = site.imgkit("run", "tiny.tar", "--on", "far", "--time", "5m", "--", "cat", "/etc/name")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "tiny:1"
-    assert list((site.store / "archives").iterdir()) == []

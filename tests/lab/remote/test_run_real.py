@@ -9,12 +9,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_image
 from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, output, run, until
 from remotekit import FarSite, far_host, login_node
 
@@ -413,10 +415,6 @@ def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -> None:
-    checked = site.imgkit("remote", "check", "far").stdout
-    assert re.search(f"python +{'3.6, older' if python else 'none;'}", checked), checked
-    asked = site.cluster("exec", "login", "--", "sh", "-c", "cat /run/called; rm -f /run/called")
-    assert ("version_info" in asked.stdout) == bool(python)
     for path in (site.store / "images").iterdir():
         path.unlink()
     done = site.run("--", "sh", "-c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
@@ -472,6 +470,31 @@ def test_system_without_a_queue_is_refused(site: Site, words: tuple[str, ...]) -
     done = site.imgkit("run", *words, "--on", "far", "--", "dist-hello")
     assert done.returncode == 2, done.stderr
     assert "has no queue that takes a .sif over ssh" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["archive", pytest.param("folder", marks=pytest.mark.soak)])
+def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> None:
+    name = f"arc-{form}"
+    tiny_image.write(site.here / f"{name}.tar", f"{name}:1")
+    if form == "folder":
+        with tarfile.open(site.here / f"{name}.tar") as tar:
+            tar.extractall(site.here / name, filter="data")
+    words = (f"{name}.tar" if form == "archive" else name, "--on", "far", "--time", "5m")
+    first = site.imgkit("run", *words, "--detach", "--", "true")
+    assert first.returncode == 0, first.stderr
+    assert f"imgkit: to send: {name}.sif, " in first.stderr
+    done = site.imgkit("run", *words, "--", "cat", "/etc/name")
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"{name}:1"]), done.stderr
+    assert "imgkit: to send: nothing; far has the image" in done.stderr
+    planned = site.imgkit("run", *words, "--plan", "--", "true")
+    assert (planned.returncode, name in planned.stdout) == (0, True), planned.stderr
+
+
+def test_file_that_is_no_archive_is_refused(site: Site) -> None:
+    (site.here / "no.tar").write_bytes(b"x" * 1024)
+    done = site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true")
+    assert (done.returncode, "no.tar" in done.stderr) == (1, True), done.stderr
+    assert not (site.here / "no.sif").exists()
 
 
 def test_remote_without_the_scheduler_is_refused(site: Site) -> None:

@@ -235,7 +235,7 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
     paths = (str(Path(__file__).parent), str(Path(__file__).parents[1]))
     first = subprocess.Popen([sys.executable, "-c", slow, str(folder), str(sif), *paths])
     images = folder / "images"
-    while not any(path.stat().st_size > 2 * MB for path in images.glob(".*.part")):
+    while not any(path.stat().st_size > 2 * MB for path in images.glob(".imgkit-*.part")):
         assert first.poll() is None
     first.kill()
     first.wait()
@@ -269,7 +269,7 @@ def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif:
 
 def test_damaged_part_is_sent_again(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
-    part = f".{image.store_name(small_record(sif))}.{transfer._key(sif)}.part"
+    part = f".imgkit-{transfer._key(sif)}.{image.store_name(small_record(sif))}.part"
     (folder / "images").mkdir(parents=True)
     (folder / "images" / part).write_bytes(b"rubbish" * MB)
     report = Notes()

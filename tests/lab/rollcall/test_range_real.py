@@ -85,3 +85,64 @@ def test_forged_state_of_the_rendezvous_runs_no_code(standin: str, ways: str) ->
     assert "code of the stranger ran as: sort: cannot read: /tmp/ran" in told, told + done.stderr
     assert {f"rank {rank} of 2" in told for rank in (0, 1)} == {True}, told + done.stderr
     assert told.count("ended with 0") == (2 if ways == RANGE else 1)
+
+
+# Of three nodes, torchrun of the last one to come waits for all, and reads the keys of the others after that.
+# So a stranger has the time to delete one. What it sends is what a client of torch's TCPStore sends.
+STALLED = """
+cat > /stranger.py <<'PYTHON'
+import contextlib, os, socket, struct, time
+from pathlib import Path
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+deletions = b""
+for rank in (1, 2):
+    key = b"/none/torchelastic/role_info/%d" % rank
+    deletions += b"\\x08" + struct.pack("Q", len(key)) + key
+while not Path("/tmp/over").exists():
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", 15555)) as store:
+        store.sendall(b"\\x00" + struct.pack("I", 0x3C85F7CE))
+        while True:
+            store.sendall(deletions)
+            if any(store.recv(16, socket.MSG_WAITALL)):
+                print("the stranger deleted a key", flush=True)
+    time.sleep(0.001)
+PYTHON
+cat > /usr/lib/python3/dist-packages/sitecustomize.py <<'PYTHON'
+import os, sys, time
+if "imgkit_entrypoints.apps.torchrun" in sys.orig_argv:
+    time.sleep(float(os.environ.get("READ_FOR", "0")))
+PYTHON
+echo 'import torch.distributed as dist; dist.init_process_group("gloo")' > /program.py
+chmod 1777 /tmp
+ATTACK
+start() {
+    python3 -I -m imgkit_entrypoints dist-run --device cpu --rollcall-timeout 4 --nnodes 3 --head 127.0.0.1 \
+        --port 15555 --node-rank $1 /program.py
+    echo "node $1 ended with $?"
+}
+for rank in 0 1 2; do READ_FOR=$((rank * SLOW)) start $rank & pids="$pids $!"; done
+wait $pids
+touch /tmp/over
+"""
+
+
+@pytest.mark.soak
+def test_start_that_a_stranger_stalls_ends_in_time(standin: str) -> None:
+    attacked = STALLED.replace("ATTACK", "python3 /stranger.py &").replace("SLOW", "0")
+    done = in_image(standin, "bash", "-s", given=attacked, timeout_s=120)
+    told = done.stdout + done.stderr
+    assert "the stranger deleted a key" in told
+    assert "rendezvous has not ended after 10 s (--rollcall-timeout); without workers: node 0 of 3" in told, (
+        told
+    )
+    assert "node 0 ended with 4" in told
+    assert {f"node {rank} ended with 0" in told for rank in (1, 2)} == {False}
+
+
+@pytest.mark.soak
+def test_slow_file_system_of_a_node_ends_no_start(standin: str) -> None:
+    """Torchrun of node 2 is read for 16 s, longer than the limit of the rendezvous."""
+    done = in_image(standin, "bash", "-s", given=STALLED.replace("ATTACK", "").replace("SLOW", "8"))
+    assert {f"node {rank} ended with 0" in done.stdout for rank in range(3)} == {True}, (
+        done.stdout + done.stderr
+    )

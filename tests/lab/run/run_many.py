@@ -27,8 +27,11 @@ torch.set_num_threads(1)
 __all__ = ["DataLoader", "IterableDataset", "TensorDataset", "dist", "weights"]
 
 
-def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, words=(), **env):
-    """Start `count` ranks of a file or a function; `rank` gets the signal `how` at the end of step `at`."""
+def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, words=(), told=None, **env):
+    """Start `count` ranks of a file or a function; `rank` gets the signal `how` at the end of step `at`.
+
+    What they print goes to the file `told`; a rank alone has no process group then.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -39,14 +42,17 @@ def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0
             place = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": count, "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in {**place, **env}.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", IMGKIT_RUN_DIR=folder)
+            if told:
+                os.dup2(told.fileno(), 1), os.dup2(told.fileno(), 2)
             if own == rank and at:
                 signal_at(at, how)
             if pause:
                 slowly(pause)
-            leave(program, words)
+            leave(program, words, grouped=count > 1 or not told)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(count, "ranks ended with", codes, flush=True)
+    if not told:
+        print(count, "ranks ended with", codes, flush=True)
     return codes
 
 
@@ -71,12 +77,13 @@ def slowly(pause):
     Run._count = count
 
 
-def leave(program, words):
+def leave(program, words, grouped=True):
     """Run the program, and end like an interpreter: with its code, or 1 after a traceback."""
     code = 0
     try:
         if callable(program):
-            dist.init_process_group("gloo")
+            if grouped:
+                dist.init_process_group("gloo")
             program()
         else:
             sys.argv = [program, *words]

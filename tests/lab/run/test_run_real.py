@@ -249,6 +249,15 @@ print("mark:", open("node/state-saved").read())
 assert start(2, loop, "asked", at=2, how=signal.SIGUSR2, pause=0.01) == [85, 85]
 open("asked/stop", "w").close()
 assert start(1, loop, "asked") == [2]
+def limited():
+    with Run.start(stop_after_s=50) as run:
+        run.track(model=torch.nn.Linear(1, 1))
+        while run.step < 20:
+            if run.due():
+                run.save()
+# The second attempt of a run, and a new one in its folder.
+assert start(1, limited, "late", IMGKIT_FIRST_ATTEMPT=time.monotonic() - 60) == [85]
+assert start(1, limited, "anew") == [0]
 """
     told = many(standin, tmp_path, PROGRAMS + script)
     assert "mark: local " in told, told
@@ -342,7 +351,7 @@ class Runs:
     def __reduce__(self):
         return print, ("the pickle ran code",)
 part = lambda data: lambda sink: sink.write(data)
-state = json.dumps({"run": {"step": 9, "epoch": 0, "batch": 1, "batch_size": None}}).encode()
+state = json.dumps({"run": {"step": 9, "loops": {}, "batch": 1, "at_start": False}}).encode()
 parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b"", "pass.pt": b""}
 def write(folder):
     os.makedirs(f"{folder}/snapshots", exist_ok=True)
@@ -395,3 +404,92 @@ assert start(1, loop, "shrinking") == [0]
     assert [value for _, values in steps for value in values] == [
         float(one) for one in range(24 - 2 * len(steps), 24)
     ]
+
+
+GPT = ("gpt_loop_run", [], {"GPT_ITERS": "100", "GPT_DATA": "/examples/train.py"}, 55)
+MULTINODE = ("multinode_run", ["3", "1", "--batch-size", "64"], {}, 26)
+"""Program, its arguments, its variables, and a step behind its first checkpoint."""
+
+EQUAL = """
+def assert_equal(one, other, where=""):
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, pair in enumerate(zip(one, other)):
+            assert_equal(*pair, f"{where}[{number}]")
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, where
+
+def assert_equal_state():
+    states = weights("whole"), weights("cut")
+    for state in states:
+        for part in ("random.pt", "pass.pt"):  # Python's and NumPy's generators have no seed here
+            state[part] = [one["torch"] for one in state.get(part, ())]
+    assert_equal(*states)
+"""
+
+KILLED_AND_STOPPED = """
+def run(folder, **more):
+    return start(ranks, f"/examples/{name}.py", folder, words=argv, **env, **more)
+
+assert run("whole") == [0] * ranks
+assert -9 in run("cut", at=step, rank=ranks - 1, pause=0.02)
+assert run("cut", at=step + 2, how=signal.SIGUSR1, pause=0.02) == [85] * ranks
+assert run("cut") == [0] * ranks
+assert_equal_state()
+"""
+
+# Nothing can end a launcher that is killed, so its guard ends the workers.
+LAUNCHER_KILLED = """
+import subprocess
+
+LAUNCHER = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-run")
+
+def run(folder, kill=False):
+    program = [*LAUNCHER, "--nproc", str(ranks), f"/examples/{name}.py", *argv]
+    launcher = subprocess.Popen(program, env={**os.environ, **env, "IMGKIT_RUN_DIR": folder})
+    while kill and not any(Path(folder, "snapshots").glob("step-*")):
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    if kill:
+        launcher.kill()
+    return launcher.wait()
+
+assert run("whole") == 0
+assert run("cut", kill=True) == -9
+assert run("cut") == 0
+assert_equal_state()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "program"),
+    [
+        (KILLED_AND_STOPPED, 2, GPT),
+        *(
+            pytest.param(script, ranks, program, marks=pytest.mark.soak)
+            for script in (KILLED_AND_STOPPED, LAUNCHER_KILLED)
+            for ranks in (2, 3)
+            for program in (GPT, MULTINODE)
+            if (script, ranks, program) != (KILLED_AND_STOPPED, 2, GPT)
+        ),
+    ],
+    ids=lambda value: (
+        {KILLED_AND_STOPPED: "worker", LAUNCHER_KILLED: "launcher"}.get(value)
+        if isinstance(value, str)
+        else value[0]
+        if isinstance(value, tuple)
+        else None
+    ),
+)
+def test_ported_loop_ends_with_the_same_state(
+    standin: str, tmp_path: Path, script: str, ranks: int, program: tuple[str, list[str], dict[str, str], int]
+) -> None:
+    name, argv, env, step = program
+    values = f"name, argv, env, step, ranks = {name!r}, {argv!r}, {env!r}, {step}, {ranks}\n"
+    told = many(standin, tmp_path, EQUAL + values + script)
+    assert told.count("run: resumes after step ") == (2 if script == KILLED_AND_STOPPED else 1), told

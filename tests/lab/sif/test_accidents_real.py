@@ -18,13 +18,13 @@ from pathlib import Path
 
 import bit_flips
 import pytest
-import small_sif
 from labkit import IMGKIT, imgkit, imgkit_json, output, run, until
 from layer_reference import Entry
 from stored_images import Way, archive, convert_as, only
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
+from imgkit_builder.recipe import sources as recipe_sources
 from imgkit_builder.sif import convert, image
 from imgkit_builder.sif.options import Archive, Options
 
@@ -114,6 +114,7 @@ def test_kill_at_any_stage_leaves_the_old_file_or_none(sources: Sources, tmp_pat
         target.write_bytes(sources.old)
     assert kill(sources.packed, target, stage=stage) == -signal.SIGKILL
     assert target.read_bytes() == sources.old if old else not target.exists()
+    assert list(recipe_sources.walk(tmp_path)) == []  # a recipe that copies the folder takes nothing of it
     assert_next_run_mends(sources.packed, target, sources.new)
 
 
@@ -299,18 +300,18 @@ def test_image_of_zeros_is_whole(tmp_path: Path) -> None:
     assert convert_as(0, tmp_path / "x.tar", tmp_path / "x.sif") == ""
 
 
-def built_by_01(folder: Path, layers: list[list[Entry]]) -> Path:
+def built_by_runtime(folder: Path, layers: list[list[Entry]]) -> Path:
     """A .sif that the runtime built with gzip; imgkit's own way would take zstd."""
     (folder / "old.tar").write_bytes(archive(layers, config={"Env": ["PATH=/bin"]}))
     done = imgkit("sif", "old.tar", "--no-test", "--json", folder=folder, env=only("runtime", folder))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["record"]["compression"] == "gzip 6"
-    return small_sif.of_imgkit_01(folder / "old.sif")
+    return folder / "old.sif"
 
 
 @pytest.mark.singularity
-def test_sif_of_imgkit_01_is_not_converted_again(tmp_path: Path) -> None:
-    path = built_by_01(tmp_path, [program_layer()])
+def test_sif_that_a_runtime_built_is_not_converted_again(tmp_path: Path) -> None:
+    path = built_by_runtime(tmp_path, [program_layer()])
     before = path.read_bytes()
     assert convert_as(0, tmp_path / "old.tar", path) == ""
     assert path.read_bytes() == before
@@ -321,9 +322,9 @@ def test_sif_of_imgkit_01_is_not_converted_again(tmp_path: Path) -> None:
 @pytest.mark.docker
 @pytest.mark.singularity
 @pytest.mark.soak
-def test_sif_of_imgkit_01_takes_a_delta_and_flattens(tmp_path: Path) -> None:
+def test_sif_that_a_runtime_built_takes_a_delta_and_flattens(tmp_path: Path) -> None:
     name, about = f"imgkit-test-accidents:{os.getpid()}", {"Env": ["PATH=/bin"]}
-    built_by_01(tmp_path, [program_layer()])
+    built_by_runtime(tmp_path, [program_layer()])
     layers = [program_layer(), [file("etc/new", b"new\n")]]
     (tmp_path / "new.tar").write_bytes(archive(layers, config=about))
     output("docker", "load", "-i", tmp_path / "new.tar")

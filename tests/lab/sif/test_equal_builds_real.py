@@ -22,6 +22,7 @@ from labkit import (
     public_folder,
     run,
     shared_folder,
+    until,
 )
 
 pytestmark = [
@@ -120,6 +121,11 @@ def test_another_engine(
 @pytest.mark.soak
 @pytest.mark.xdist_group("equal")
 def test_rebuild_finds_the_same_file(folder: Path) -> None:
+    """The recipe copies the folder that the .sif, the rebuild and what a killed conversion left lie in."""
+    argv = [*IMGKIT, "sif", TAG, "--from", "layers", "--no-test", "-o", str(folder / "killed.sif")]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        until(lambda: any(path.stat().st_size > 1e6 for path in folder.glob(".imgkit-sif.*/spool.tar")))
+        running.kill()
     words = ("rebuild", folder / "mine.sif", "--check", "--recipe", folder / "mine.yaml")
     found = imgkit_json(*words)
     assert (found["same"], found["made_sha256"]) == (True, sha256(folder / "mine.sif"))

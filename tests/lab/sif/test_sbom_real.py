@@ -90,12 +90,10 @@ def test_list_names_image_base_and_own_files(mn5_image: str, document: str) -> N
     assert not re.search(r"/tmp/|localhost", document)
 
 
-def test_cyclonedx_has_the_same_packages(mn5_sif: Path, document: str, tmp_path: Path) -> None:
+def test_output_file_has_the_document(mn5_sif: Path, document: str, tmp_path: Path) -> None:
     target = tmp_path / "a list.json"
-    assert listed(mn5_sif, "--format", "cyclonedx", "-o", target) == ""
-    found = json.loads(target.read_text())["components"]
-    wanted = pairs(document, "deb") | pairs(document, "pypi")
-    assert {(one["name"], one["version"]) for one in found if "purl" in one} == wanted
+    assert listed(mn5_sif, "-o", target) == ""
+    assert target.read_text() == document
 
 
 def test_recipe_differs_from_its_image_in_the_base_alone(mn5_image: str) -> None:

@@ -19,10 +19,17 @@ from typing import Any
 
 import pytest
 from labkit import imgkit, imgkit_json, ordinary_user, output
-from stored_images import only
+from stored_images import archive, only
 
+from imgkit_builder import engine as engines
+from imgkit_builder.archive import oci_folder
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.delta import tree as layer_tree
+from imgkit_builder.delta.source import mounted
 from imgkit_builder.sif import coverage, image
+from imgkit_builder.sif.convert import convert
 from imgkit_builder.sif.image import SifImage
+from imgkit_builder.sif.options import Archive, OciFolder, Options
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("sif")]
 
@@ -151,6 +158,38 @@ def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
     assert len(layers) > 5000
 
 
+def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
+    """Engines export capabilities alone, so no source gives more."""
+    tag, pax = f"{secrets.token_hex(3)}:test", "SCHILY.xattr."  # as long as made:latest
+    capability = bytes.fromhex("0100000200040000000000000000000000000000").decode()
+    members = []
+    for name in ("noted", "capable", "both"):
+        info = tarfile.TarInfo(name)
+        notes = {} if name == "capable" else {f"{pax}user.note": "x", f"{pax}trusted.note": "y"}
+        info.pax_headers = notes if name == "noted" else {**notes, f"{pax}security.capability": capability}
+        members.append((info, b""))
+    (tmp_path / "x.tar").write_bytes(archive([members]).replace(b"made:latest", tag.encode()))
+    oci_folder.from_archive(tmp_path / "x.tar", tmp_path / "oci", Silent())
+    output("docker", "load", "-i", tmp_path / "x.tar")
+    try:
+        engine = engines.local_image(engines.connect(), tag)
+        sources = {"daemon": engine, "layers": engine, "archive": Archive(path=tmp_path / "x.tar")}
+        sources["oci"] = OciFolder(path=tmp_path / "oci")
+        for name, source in sources.items():
+            done = convert(
+                source, tmp_path / f"{name}.sif", Options(test=False, direct=name == "daemon"), Silent()
+            )
+            entries = dict(layer_tree.everything(mounted(image.read(done.path))))
+            found = {path: sorted(entries[path].xattrs) for path in ("noted", "capable", "both")}
+            assert found == {
+                "noted": [],
+                "capable": ["security.capability"],
+                "both": ["security.capability"],
+            }, name
+    finally:
+        output("docker", "rmi", "--force", tag)
+
+
 def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
     def labels(path: Path) -> dict[str, str]:
         answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
@@ -217,9 +256,6 @@ def test_archive_same_image(lab: Lab) -> None:
 
 
 def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
-    from imgkit_builder.archive import oci_folder
-    from imgkit_builder.base.progress import Silent
-
     oci_folder.from_archive(lab.archive, tmp_path / "oci", Silent())
     done = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
@@ -288,7 +324,7 @@ def test_ordinary_user_converts_and_runs(lab: Lab, user: str) -> None:
         )
     names = {path.name for path in home.iterdir() if not path.name.startswith(".")}
     assert names == {"export.sif", "imgkit.pyz", "mine.sif", "odd.tar"}
-    assert not list(home.glob(".*.part"))
+    assert not list(home.glob(".imgkit-*.part"))
     assert not list(home.glob(".imgkit-sif*"))
 
 

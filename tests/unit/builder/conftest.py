@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.cli import app
 from imgkit_builder.recipe.model import Image, Position, Recipe, RunCommand
 from imgkit_entrypoints.system import SystemFacts
 
@@ -36,17 +35,3 @@ def make_recipe() -> MakeRecipe:
         )
 
     return make
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """``call("build", "mn5")``: exit code, stdout and stderr of the command line."""
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["imgkit", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run

@@ -155,7 +155,7 @@ def test_strangers_file_takes_no_lines(shared: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("kind", ["file", "link", "pipe"])
-@pytest.mark.parametrize("name", ["stop", "STOP", "stop-for-requeue"])
+@pytest.mark.parametrize("name", ["stop", "stop-for-requeue"])
 def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: str) -> None:
     said: list[str] = []
     folder = RunFolder(path=shared, say=said.append)

@@ -39,9 +39,13 @@ def test_limits_refuse_what_json_takes(text: str) -> None:
             json_text.parse(given)
 
 
-def test_a_file_is_read_no_further_than_its_limit() -> None:
-    with pytest.raises(ValueError, match="more than 1000 bytes"):
+def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not a regular file"):
         json_text.load(Path("/dev/zero"), most_bytes=1000)
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="more than 1000 bytes"):
+        json_text.load(tmp_path / "sparse", most_bytes=1000)
 
 
 def test_object_between_warnings_found() -> None:

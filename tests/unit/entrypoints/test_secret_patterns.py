@@ -94,6 +94,7 @@ def test_stars_keep_the_place_of_a_password() -> None:
         ("MUNGE_KEY", "abcdef0123456789"),
         ("AWS_SECRET_ACCESS_KEY", "x1"),
         ("SESSION_COOKIE", "x1"),
+        ("MYPASS", "x1"),
     ],
 )
 def test_names_of_secrets_are_found(name: str, value: str) -> None:
@@ -102,10 +103,79 @@ def test_names_of_secrets_are_found(name: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PWD", "/home/ana"), ("HF_TOKEN", "$TOKEN"), ("SORT_KEY", "date"), ("TOKENIZERS_PARALLELISM", "x")],
+    [
+        ("PWD", "/home/ana"),
+        ("HF_TOKEN", "$TOKEN"),
+        ("SORT_KEY", "date"),
+        ("TOKENIZERS_PARALLELISM", "x"),
+        ("SECRET_FILE", "x"),
+        ("COMPASS", "x"),
+        ("PAD_TOKEN", "[PAD]"),
+    ],
 )
 def test_ordinary_names_are_no_secrets(name: str, value: str) -> None:
     assert not secret_patterns.in_name(name, value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"--token hf_{LETTERS[:34]}",
+        f"--hub_token=hf_{LETTERS[:34]}",
+        f"--trigger-token {LETTERS[:30]}",
+        *("--token x", "--password x", "--password=x", "--db-password x", "-password x", "--hf-token x1"),
+        *("--api-key x", "--wandb_api_key=x", "--secret x", "--aws-secret-access-key x", "--auth-token x"),
+        *("WANDB_API_KEY=x", "env A=1 MYPASS=x python a.py", "model.api_key=x", "--env HF_TOKEN=x"),
+        *("-e MY_SECRET=x", "--comment=PASSWORD=x", "curl -u ana:hunter2 https://example.org"),
+        "--index-url https://ana:hunter2@example.org/simple",
+    ],
+)
+def test_secrets_among_arguments_are_found_and_not_repeated(text: str) -> None:
+    found = secret_patterns.in_arguments(["dist-run", "train.py", *text.split()])
+    assert found
+    assert not any(value in found for value in ("hunter2", LETTERS[:20], "=x"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "--tokenizer gpt2",
+            "--max-tokens 4096",
+            "--num-tokens 4k",
+            "--tokens-per-sample=512",
+            "--token-type x",
+        ),
+        *(
+            "--token-file t",
+            "--password-file secrets/pw",
+            "--secret-file f",
+            "--secret-name mine",
+            "--api-key-file k",
+        ),
+        *("SECRET_FILE=/run/x", "SECRET_FILE=x", "HF_TOKEN_PATH=t", "TOKENIZERS_PARALLELISM=false"),
+        *("--api-key $WANDB_API_KEY", "--token ${X}", "--token=$(cat /run/secrets/t)", "WANDB_API_KEY=$KEY"),
+        *("--pad-token [PAD]", "--eos-token </s>", "tokenizer.pad_token=PAD", "--initializer_token toy"),
+        *("--token-dropout 0.1", "--trigger-token sks", "--use-auth-token true", "--require-secret train.py"),
+        *(
+            "--key pixel_values",
+            "--sort-key date",
+            "--pat x",
+            "--first-pass gemm",
+            "--compass n",
+            "--bypass x",
+        ),
+        *(
+            "--pass-local-rank main.py",
+            "--secret",
+            "--password --user ana",
+            "--password 1234",
+            "--token none",
+        ),
+    ],
+)
+def test_ordinary_arguments_are_no_secrets(text: str) -> None:
+    assert secret_patterns.in_arguments(["dist-run", "train.py", *text.split()]) == ""
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from imgkit_builder.base.checks import Check
+from imgkit_builder.base.process import MOST_BYTES
 from imgkit_builder.job.ssh import fanout, hints
 
 CLOCKS_S = 5.0
 """Larger differences make times in logs misleading. The figure includes the time that ssh takes to start."""
+
+_LINE_BYTES = 100
+"""What a line takes in memory, whatever its length."""
 
 Run = Callable[[Sequence[tuple[str, str]], fanout.Show], None]
 """A function that runs each host's line and shows its output."""
@@ -37,8 +42,10 @@ class _Answer:
 
     values: dict[str, list[str]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
-    ahead_s: float = 0.0
-    """Seconds by which its clock is ahead of this machine's."""
+    ahead_s: float | None = None
+    """Seconds by which its clock is ahead of this machine's; None where date prints no time."""
+    left_bytes: int = MOST_BYTES
+    """What it may still print."""
 
     def first(self, name: str) -> str:
         return self.values.get(name, [""])[0]
@@ -66,12 +73,15 @@ def examine(
     def show(host: str, text: bytes, error: bool) -> None:
         answer, line = answers[host], text.decode(errors="replace").strip()
         name, _, value = line.partition(" ")
+        answer.left_bytes -= len(text) + _LINE_BYTES
+        if answer.left_bytes < 0:
+            return
         if error:
             answer.errors.append(line)
             return
         answer.values.setdefault(name, []).append(value)
-        if name == "clock":
-            answer.ahead_s = float(value) - time.time()
+        if name == "clock" and (there := re.match(r"[0-9]{1,12}(?![0-9])(\.[0-9]{1,9})?", value)):
+            answer.ahead_s = float(there[0]) - time.time()
 
     (run or _by_ssh)([(host, f"sh -c {shlex.quote(probe)}") for host in hosts], show)
     reached = {host: answer for host, answer in answers.items() if "end" in answer.values}
@@ -122,8 +132,16 @@ def _alike(
         found=f"not on the PATH of {', '.join(lacking)}" if lacking else "on all",
         hint="apt-get install openmpi-bin there, or use --ssh" if lacking else "",
     )
-    apart_s = max(a.ahead_s for a in answers.values()) - min(a.ahead_s for a in answers.values())
-    yield Check(
+    yield _clocks(answers)
+
+
+def _clocks(answers: Mapping[str, _Answer]) -> Check:
+    ahead_s = [answer.ahead_s for answer in answers.values() if answer.ahead_s is not None]
+    if len(ahead_s) < len(answers):
+        silent = ", ".join(host for host, answer in answers.items() if answer.ahead_s is None)
+        return Check(name="clock", verdict="warn", found=f"date prints no time on {silent}", hint="date +%s")
+    apart_s = max(ahead_s) - min(ahead_s)
+    return Check(
         name="clock",
         verdict="warn" if apart_s > CLOCKS_S else "ok",
         found=f"{apart_s:.1f} s apart",

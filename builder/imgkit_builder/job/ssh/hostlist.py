@@ -8,6 +8,7 @@ import re
 import socket
 from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 # No word can begin with "-": ssh and mpirun would read it as an option.
@@ -15,7 +16,7 @@ _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-_MOST_CHARACTERS = 4 << 20
+_MOST_BYTES = 4 << 20
 
 
 def read(text: str, file: Path | None) -> tuple[str, ...]:
@@ -62,11 +63,7 @@ def is_here(host: str) -> bool:
 
 def _in_file(file: Path) -> list[tuple[str, str]]:
     try:
-        with file.open(encoding="utf-8") as stream:
-            text = stream.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"it has more than {_MOST_CHARACTERS} characters")
-        lines = text.splitlines()
+        lines = files.read_text(file, most_bytes=_MOST_BYTES).splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"

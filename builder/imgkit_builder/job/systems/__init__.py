@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -29,7 +30,7 @@ class System(Protocol):
     uses: tuple[str, ...] = ()
     """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
     runtimes: tuple[RunBy, ...] = ("singularity", "host")
-    """What can start the program on a node."""
+    """What can start the program on a node with the node's variables; a job with another is refused."""
     aliases: tuple[str, ...] = ()
     """Other words that people use for it, in lower case; a recipe with one of them gets a hint."""
     placement: str = ""
@@ -72,8 +73,11 @@ class System(Protocol):
         """The text and the words of the submission."""
         ...
 
-    def job_id(self, output: str) -> str:
-        """The id in the output of the submission; empty: the job's name is its id."""
+    def job_id(self, output: str, name: str) -> str:
+        """``ID`` or ``ID;CLUSTER`` in the output of the submission of the job `name`; empty if it has none.
+
+        The caller refuses what cannot be an id.
+        """
         return (output.strip().splitlines() or [""])[-1]
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -95,8 +99,17 @@ class System(Protocol):
         """
         return ()
 
-    def unfinished(self) -> tuple[str, ...]:
-        """Words that print the ids of all jobs that wait or run; empty if there are none."""
+    def unfinished(self, cluster: str = "") -> tuple[str, ...]:
+        """Words that print the ids of all jobs that wait or run; empty if there are none.
+
+        Parameters
+        ----------
+        cluster : where the jobs are, as in `SubmittedJob`.
+        """
+        return ()
+
+    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that list this user's jobs with their ids, for one whose id is unknown; empty: no hint."""
         return ()
 
     def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -110,6 +123,13 @@ class System(Protocol):
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""
         return ()
+
+
+def last_line(output: str, form: str) -> str:
+    """The last line of `output` if that alone has the form of an id; else empty, as nobody knows the id."""
+    *before, last = output.strip().splitlines() or [""]
+    is_id = re.compile(form).fullmatch
+    return last if is_id(last) and not any(line != last and is_id(line) for line in before) else ""
 
 
 def program_starts_once(job: Job) -> tuple[str, ...]:

@@ -48,10 +48,14 @@ class Kubeflow(pods.Pods):
             text = "\n".join((*pods.entered(job, ways, f"kubectl delete{namespace} {kind} {job.name}"), text))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
-    def job_id(self, output: str) -> str:
+    def job_id(self, output: str, name: str) -> str:
         """Kind and name in ``pytorchjob.kubeflow.org/NAME created``; kubectl needs both to find the job."""
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
+
+    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that list the pods of the user's jobs, whose names begin with those of the jobs."""
+        return ("kubectl", "get", "pods", *_in_namespace(record))
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job and its events."""

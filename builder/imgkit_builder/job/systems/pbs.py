@@ -15,7 +15,7 @@ from typing import Literal
 from imgkit_builder.job import container, contents, fields
 from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Script, SubmittedJob
-from imgkit_builder.job.systems import System
+from imgkit_builder.job.systems import System, last_line
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line
 from imgkit_entrypoints.errors import UsageError
@@ -63,9 +63,9 @@ class Pbs(System):
         )
         return Script(text=text, submit=("qsub",), on_stdin=True)
 
-    def job_id(self, output: str) -> str:
-        """The id that ``qsub`` prints: ``SEQUENCE.SERVER``."""
-        return output.strip().splitlines()[-1]
+    def job_id(self, output: str, name: str) -> str:
+        """The id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
+        return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job with the server's comment, and its expected start while it waits."""
@@ -90,12 +90,16 @@ class Pbs(System):
 
     def succeeded(self, output: str) -> bool | None:
         """Whether the job ended well, by the output of `outcome`."""
-        found = re.search(r"^\s*Exit_status = (-?\d+)\s*$", output, re.MULTILINE)
+        found = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
         return int(found[1]) == 0 if found else None
 
-    def unfinished(self) -> tuple[str, ...]:
+    def unfinished(self, cluster: str = "") -> tuple[str, ...]:
         """Words that print the id of each job that waits or runs."""
         return ("qselect",)
+
+    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that list all jobs: the option for one user needs a name."""
+        return ("qstat",)
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""

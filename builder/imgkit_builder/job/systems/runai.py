@@ -52,9 +52,9 @@ class RunAI(pods.Pods):
         comments = pods.entered(job, _ways(job, name, project), end) if job.request.interactive else ()
         return Script(text="\n".join((*comments, _rows(words), "")), submit=words)
 
-    def job_id(self, output: str) -> str:
-        """Empty: the job's name is its id."""
-        return ""
+    def job_id(self, output: str, name: str) -> str:
+        """The job's name, which is its id."""
+        return name
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job, its pods and its events."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from imgkit_builder.job import container, contents, fields
 from imgkit_builder.job.request import Job, Script, SubmittedJob
-from imgkit_builder.job.systems import System
+from imgkit_builder.job.systems import System, last_line
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line, quote
 from imgkit_entrypoints.schedulers import slurm
@@ -47,13 +47,18 @@ class Slurm(System):
         )
         return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
 
-    def job_id(self, output: str) -> str:
-        """The id in the output of ``sbatch --parsable``: ``ID``, or ``ID;CLUSTER``."""
-        return output.strip().splitlines()[-1].partition(";")[0]
+    def job_id(self, output: str, name: str) -> str:
+        """The id in the output of ``sbatch --parsable``: ``ID``, or ``ID;CLUSTER`` of one of several."""
+        return last_line(output, r"[0-9]+(;.+)?")
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job; %S is its start, or its expected start while it waits."""
-        return ("squeue", f"--jobs={record.id}", "--format=%.12i %.10P %.20j %.10T %.10M %.6D %.20S %R")
+        return (
+            "squeue",
+            *_at(record.cluster),
+            f"--jobs={record.id}",
+            "--format=%.12i %.10P %.20j %.10T %.10M %.6D %.20S %R",
+        )
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that follow the job's output."""
@@ -61,19 +66,24 @@ class Slurm(System):
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that end the job."""
-        return ("scancel", record.id)
+        return ("scancel", *_at(record.cluster), record.id)
 
     def alive(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that print the job's state while it waits or runs."""
-        return ("squeue", "--noheader", f"--jobs={record.id}", "--format=%T")
+        # From 20.02 on, --noheader leaves out the name of a single cluster, too.
+        return ("squeue", *_at(record.cluster), "--noheader", f"--jobs={record.id}", "--format=%T")
 
-    def unfinished(self) -> tuple[str, ...]:
+    def unfinished(self, cluster: str = "") -> tuple[str, ...]:
         """Words that print the id of each job that waits or runs."""
-        return ("squeue", "--noheader", "--format=%A")
+        return ("squeue", *_at(cluster), "--noheader", "--format=%A")
+
+    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Words that list this user's jobs."""
+        return ("squeue", "--me")
 
     def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that print how the job ended; Slurm knows that for some minutes."""
-        return ("scontrol", "--oneliner", "show", "job", record.id)
+        return ("scontrol", *_at(record.cluster), "--oneliner", "show", "job", record.id)
 
     def succeeded(self, output: str) -> bool | None:
         """Whether the job ended well, by the output of `outcome`."""
@@ -86,6 +96,11 @@ class Slurm(System):
 
 
 SYSTEM = Slurm()
+
+
+def _at(cluster: str) -> tuple[str, ...]:
+    """The option of Slurm's commands for a job on a cluster that sbatch has named."""
+    return (f"--clusters={cluster}",) if cluster else ()
 
 
 def _place(job: Job) -> tuple[str, str]:

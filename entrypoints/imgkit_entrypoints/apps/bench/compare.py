@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from imgkit_entrypoints import fabric, facts
+from imgkit_entrypoints import fabric, facts, terminal
 from imgkit_entrypoints.apps.bench import arms, options, sizes
 from imgkit_entrypoints.apps.bench.measure import port_counters
 from imgkit_entrypoints.apps.bench.record import reader, writer
@@ -59,7 +59,7 @@ def run(series: Series) -> int:
                 break
     if not head:
         return code
-    print("\n".join(found.report()), flush=True)
+    terminal.out(*found.report())
     for path in found.save(Path(wanted.save)) if wanted.save else ():
         series.say(f"saved {path}")
     return code or (EXIT_NO if found.unproven else 0)
@@ -91,7 +91,6 @@ def _without(flag: str, words: Sequence[str]) -> list[str]:
 def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
     flags = {
         "--baseline": wanted.baseline,
-        "--matrix": wanted.matrix,
         "--require": wanted.require,
         "--for": wanted.for_s,
         "--plan": asked.show_plan,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.arms import arms
 from imgkit_entrypoints.apps.bench.measure import collectives, dtypes
 from imgkit_entrypoints.apps.bench.requirement import Requirement, requirement
-from imgkit_entrypoints.arguments import duration, natural, positive
+from imgkit_entrypoints.arguments import Need, duration, natural, positive, refuse_unused
 
 GROUPS = ("world", "node", "rail")
 LEAST_BYTES = 8
@@ -39,8 +39,6 @@ class BenchOptions:
     out_of_place: bool
     skew: float
     communicators: int
-    cuda_graph: bool
-    registered_buffers: bool
     overlap: bool
     for_s: int | None
     """None: one sweep over all sizes."""
@@ -80,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "op",
         nargs="?",
-        default="all_reduce",
         choices=(*collectives.NAMES, "all"),
         metavar="OP",
         help=f"{', '.join(collectives.NAMES)} or all (without alltoallv; default: all_reduce); "
@@ -162,16 +159,6 @@ def _variants(group: argparse._ArgumentGroup) -> None:
         default=1.0,
         metavar="X",
         help="alltoallv: rank k receives 1/(1+k)^X of what rank 0 receives (default: 1; 0: all the same)",
-    )
-    group.add_argument(
-        "--cuda-graph",
-        action="store_true",
-        help="GPU: record the launches of a batch as a CUDA graph, and time its replays",
-    )
-    group.add_argument(
-        "--registered-buffers",
-        action="store_true",
-        help="GPU: let NCCL allocate and register the buffers, so that it can send without copies",
     )
     group.add_argument(
         "--overlap",
@@ -259,16 +246,67 @@ def _compared(group: argparse._ArgumentGroup) -> None:
     )
 
 
+_MODES: Mapping[str, tuple[str, ...]] = {
+    "--compute": ("--seconds",),
+    "--matrix": ("--max", "--size", "--dtype", "--iters", "--seconds", "--line-rate", "--require", "--save"),
+}
+"""Measurements of their own -> the options that mean something there, and ``--timeout``."""
+_OPERATIONS: Mapping[str, tuple[str, ...]] = {
+    "--redop": tuple(one.name for one in collectives.COLLECTIVES if one.sums),
+    "--out-of-place": tuple(one.name for one in collectives.COLLECTIVES if not one.separate),
+    "--skew": ("alltoallv",),
+}
+"""Options -> the operations that have that variant."""
+_NEEDS: Mapping[str, tuple[str, Callable[[argparse.Namespace], object]]] = {
+    "--rounds": ("without --compare A,B", lambda found: found.compare),
+    "--tolerance": ("without --baseline FILE", lambda found: found.baseline),
+    "--max": ("with --size", lambda found: not found.size),
+    "--min": ("with --size or --for", lambda found: not (found.size or found.for_s)),
+    "--factor": ("with --size or --for", lambda found: not (found.size or found.for_s)),
+    "--baseline": ("with --for", lambda found: found.for_s is None),
+    "--overlap": ("with --for", lambda found: found.for_s is None),
+}
+"""Options -> why they have no effect where the condition does not hold."""
+
+
+def _needs(parser: argparse.ArgumentParser) -> Iterator[Need]:
+    """Every option that has no effect without others, or with others."""
+    for mode, its_own in _MODES.items():
+        dest = mode.strip("-")
+        for action in parser._actions:
+            name = action.option_strings[-1] if action.option_strings else str(action.metavar)
+            if name not in (mode, "--help", "--timeout", *its_own):
+                yield Need(option=name, why=f"with {mode}", met=_lacks(dest))
+    for name, able in _OPERATIONS.items():
+        yield Need(option=name, why=f"without {' or '.join(able)}", met=_measures(able))
+    for name, (why, met) in _NEEDS.items():
+        yield Need(option=name, why=why, met=met)
+
+
+def _lacks(dest: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda found: not getattr(found, dest)
+
+
+def _measures(operations: Collection[str]) -> Callable[[argparse.Namespace], bool]:
+    return lambda found: any(one in operations for one in _ops(found))
+
+
+def _ops(found: argparse.Namespace) -> tuple[str, ...]:
+    return collectives.EVERY if found.op == "all" else (found.op or "all_reduce",)
+
+
 def read(words: Sequence[str] | None = None) -> BenchOptions:
     """Read the worker's options.
 
     Raises
     ------
     SystemExit : code 2; an option is wrong.
+    UsageError : options contradict each other, or one has no effect.
     """
     parser = argparse.ArgumentParser(prog="dist-bench", allow_abbrev=False)
     add_arguments(parser)
     found = parser.parse_args(words)
+    refuse_unused(parser, found, _needs(parser))
     least, most = found.min, found.max
     if found.size is not None:
         least = most = found.size
@@ -278,24 +316,10 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         parser.error(
             "--require with --matrix takes GBps: the line rate is that of all ports, a link uses one"
         )
-    figures = {
-        "--matrix": found.matrix,
-        "--for": found.for_s is not None,
-        "--overlap": found.overlap,
-        "--save": found.save,
-        "--baseline": found.baseline,
-        "--require": found.require,
-        "--compare": found.compare,
-    }
-    if found.compute and (given := [flag for flag, value in figures.items() if value]):
-        parser.error(f"--compute and {given[0]} exclude each other")
-    alone = {"--matrix": found.matrix, "--baseline": found.baseline, "--overlap": found.overlap}
-    if found.for_s is not None and (given := [flag for flag, value in alone.items() if value]):
-        parser.error(f"--for and {given[0]} exclude each other")
     if found.for_s == 0:
         parser.error("--for 0 measures nothing: give a time such as 90s, 30m or 12h")
     return BenchOptions(
-        ops=collectives.EVERY if found.op == "all" else (found.op,),
+        ops=_ops(found),
         least_bytes=least,
         most_bytes=most,
         factor=found.factor,
@@ -308,8 +332,6 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         out_of_place=found.out_of_place,
         skew=found.skew,
         communicators=found.communicators,
-        cuda_graph=found.cuda_graph,
-        registered_buffers=found.registered_buffers,
         overlap=found.overlap,
         for_s=found.for_s,
         check=found.check,

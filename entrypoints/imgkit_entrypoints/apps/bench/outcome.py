@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import json_text, terminal
 from imgkit_entrypoints.apps.bench import baseline, sizes, table
 from imgkit_entrypoints.apps.bench.judge import failures, slow_links, stragglers, timeline, transport, verdict
 from imgkit_entrypoints.apps.bench.measure import matrix
@@ -38,10 +38,10 @@ class Outcome:
         self._wrong = 0
         self._remarks: list[str] = []
 
-    def print(self, text: str) -> None:
+    def print(self, *lines: str) -> None:
         """Print on rank 0."""
         if self._setup.here.rank == 0:
-            print(text, flush=True)
+            terminal.out(*lines)
 
     def remark(self, text: str) -> None:
         """Print a sentence that the saved file keeps too."""
@@ -97,7 +97,7 @@ class Outcome:
         """Take in the bandwidths between nodes, and print them."""
         rail = len(self._rails) if self._setup.options.matrix == "rails" else None
         self._rails.append(measured)
-        self.print(matrix.table(measured, self._setup.hosts, size_bytes, rail))
+        self.print(*matrix.table(measured, self._setup.hosts, size_bytes, rail))
 
     def add_moment(self, op: Collective, moment: timeline.Moment, found: Sequence[Measurement]) -> None:
         """Take in one part of a long run: print it, and save what there is."""

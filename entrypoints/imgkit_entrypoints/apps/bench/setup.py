@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench.judge import stragglers
 from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, groups, memory, timing
-from imgkit_entrypoints.apps.bench.measure.gpu_only import RegisteredMemory
 from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
 from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
@@ -74,12 +73,7 @@ class RunSetup:
     def variant(self, op: collectives.Collective) -> str:
         """What differs from the plain run of `op`, in words; empty for the plain one."""
         many = self.options.communicators
-        parts = (
-            op.variant,
-            f"{many} communicators at once" if many > 1 else "",
-            "CUDA graph" if self.options.cuda_graph else "",
-            "registered buffers" if self.options.registered_buffers else "",
-        )
+        parts = (op.variant, f"{many} communicators at once" if many > 1 else "")
         return ", ".join(part for part in parts if part)
 
     def new_record(self) -> writer.Record:
@@ -103,7 +97,6 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
     UsageError : on all ranks: the groups differ in size, there is no line rate for the percentage of
         ``--require``, or rank 0 cannot use the files of ``--save`` and ``--baseline``.
     """
-    _require_gpu(options, here)
     locations = groups.locations(here)
     joined = groups.joined(options.group, locations, here, options.communicators)
     dtype = dtypes.named(options.dtype)
@@ -132,7 +125,6 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
             counting=nodes > 1 and speaks,
             nodes=nodes,
             noise=Noise(dtype, here.device),
-            registered=RegisteredMemory(joined, here.device) if options.registered_buffers else None,
             rotated_bytes=int(min(ROTATED_BYTES[here.device.type], memory.ROTATED * free_bytes)),
         ),
         world=World(
@@ -174,15 +166,6 @@ def _usable(options: BenchOptions, here: Ranks, nodes: int, line_rate_Gbps: floa
     if timing.agreed(lambda: (float(problem is not None),), 1, here)[0]:
         raise problem or UsageError("rank 0 cannot use --save, --baseline or --require; it says why")
     return baseline
-
-
-def _require_gpu(options: BenchOptions, here: Ranks) -> None:
-    """Raise UsageError, on all ranks, if an option needs GPUs and there are none."""
-    flags = {"--cuda-graph": options.cuda_graph, "--registered-buffers": options.registered_buffers}
-    given = [flag for flag, value in flags.items() if value]
-    if given and here.device.type != "cuda":
-        hint = "start dist-bench with GPUs (--nv, --gres=gpu:N), or leave it out"
-        raise UsageError("this needs NCCL between GPUs, and no GPU is used here", where=given[0], hint=hint)
 
 
 def _require_line_rate(options: BenchOptions, nodes: int, line_rate_Gbps: float | None) -> None:

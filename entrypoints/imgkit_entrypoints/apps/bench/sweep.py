@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.bench import sizes, soak, table
 from imgkit_entrypoints.apps.bench.judge import stragglers
 from imgkit_entrypoints.apps.bench.measure import compute, matrix, memory, nccl_log, node_conditions, overlap
@@ -53,8 +54,6 @@ class Sweep:
         except RuntimeError as error:  # whatever the backend raises when a peer is gone
             lost = _first_sentence(error)
         with hangup.held_off():
-            if self._measurer.registered and not lost:
-                self._measurer.registered.release()  # before the communicators end
             if lost:
                 self._outcome.remark(
                     f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {lost}"
@@ -113,7 +112,7 @@ class Sweep:
         if refused := self._refused(op, planned[0]):
             self._outcome.remark(f"{op.name}: {setup.world.backend} does not support it: {refused}")
             return True
-        self._outcome.print(table.HEADER)
+        self._outcome.print(*table.HEADER)
         before: Counts | None = None
         for place, asked in enumerate(planned):
             began = time.monotonic()
@@ -218,11 +217,7 @@ class Sweep:
             self._progress_told = now
             # Small sizes take as long as their time budget allows; beyond them the time grows with the size.
             left_s = sum(took_s * max(1.0, size / max(planned[place], 8 << 20)) for size in rest)
-            print(
-                f"{op.name}: {place + 1} of {len(planned)} sizes, about {left_s:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            terminal.err(f"{op.name}: {place + 1} of {len(planned)} sizes, about {left_s:.0f} s left")
 
 
 def _first_sentence(error: RuntimeError) -> str:

@@ -8,9 +8,9 @@ from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
 from imgkit_entrypoints.apps.bench.record.values import Result, World
 
 HEADER = (
-    f"{'size':>32}  {'batches: median, slowest rank':^61}  {'each iteration, after a barrier':^39}\n"
+    f"{'size':>32}  {'batches: median, slowest rank':^61}  {'each iteration, after a barrier':^39}",
     f"{'bytes':>12} {'x1024':>9} {'x1000':>9}  {'n':>5} {'us':>11} {'band %':>9} {'algbw GBps':>10} "
-    f"{'busbw GBps':>10} {'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}"
+    f"{'busbw GBps':>10} {'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}",
 )
 
 
@@ -41,9 +41,7 @@ def line(batched: Result, single: Result) -> str:
 
 
 def band(one: Result) -> str:
-    """The spread of the batches around their median, in percent: ``-3 +12``; "-" if there is one batch."""
+    """The spread of the batches around their median, in percent: ``-3 +12``."""
     found = one.spread_us
-    if found is None:
-        return "-"
     low, high = (100 * (value / found.median - 1) for value in (found.low, found.high))
     return f"{low:.0f} {high:+.0f}".replace("-0 ", "0 ")

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 
-from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints import files, json_text, terminal
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import components, options, plugins
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.apps.train.data.batches import Batches
-from imgkit_entrypoints.apps.train.data.order import Order, arrange
+from imgkit_entrypoints.apps.train.data.order import Order, arrange, refuse_uneven
 from imgkit_entrypoints.apps.train.evaluation import Evaluation
 from imgkit_entrypoints.apps.train.loop import Trainer
 from imgkit_entrypoints.apps.train.main_loop import DONE, MainLoop, RunEnd
@@ -67,14 +67,19 @@ def main() -> None:
             sys.exit(train(config, own, run, here, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
-            say(str(error))
+            terminal.err(*f"dist-train: {error}".split("\n"))
             sys.exit(error.exit_code)
         ranks.refuse(f"dist-train: {error}", error.exit_code)
 
 
+def _common(config: Config) -> dict[str, Any]:
+    """The options that are equal on all ranks."""
+    return {name: value for name, value in config.values().items() if name not in OF_A_RANK}
+
+
 def _refuse_other_options(config: Config, here: Ranks) -> None:
     """Raise UsageError, on every rank, if the ranks were given different options; names them."""
-    mine = {name: value for name, value in config.values().items() if name not in OF_A_RANK}
+    mine = _common(config)
     every_rank = [json_text.parse(text) for text in here.gather(json.dumps(mine), str)]
     different = {name: [str(one.get(name)) for one in every_rank] for name in mine}
     said = [
@@ -95,15 +100,20 @@ def train(config: Config, own: components.Components, run: Run, here: Ranks, sta
         done = course.course_of(found)
         config, changes = resumed(config, done.config, found.where)
     samples = own.data(config, "train")
-    order = _order(config, len(samples), here)
+    order = _order(config, len(samples), here, new=found is None)
     tell_counts(order.global_batch, here, os.environ)
     steps = total_steps(config, order.steps_per_epoch)
+    if config.profiled() and config.profiled().start > steps:
+        raise UsageError(
+            f"--profile {config.profile} would trace nothing: the run has {steps} steps",
+            hint="a smaller START, or more --steps",
+        )
     config = dataclasses.replace(
         config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)
     )
     saves, looks = (every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every))
     held_out_samples = own.data(config, "eval") if looks else None
-    start, done.config = done.position, config.values()
+    start, done.config = done.position, _common(config)
     if found is not None and here.rank == 0:
         for text in (f"resumes after step {start.step} of {steps}: {found.where}", *changes):
             say(text)
@@ -185,14 +195,17 @@ def _tell(end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Conf
         say(f"{run.step} of {steps} steps are done: {end.reason}; {kept}{hint}")
 
 
-def _order(config: Config, samples: int, here: Ranks) -> Order:
-    return arrange(
-        size=samples,
-        world_size=here.world_size,
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
-        global_batch=config.global_batch,
-    )
+def _order(config: Config, samples: int, here: Ranks, *, new: bool) -> Order:
+    batches: dict[str, Any] = {
+        "world_size": here.world_size,
+        "batch_size": config.batch_size,
+        "accumulate": config.accumulate,
+        "global_batch": config.global_batch,
+    }
+    made = arrange(size=samples, **batches)
+    if new:
+        refuse_uneven(**batches)
+    return made
 
 
 def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: Ranks) -> Gauges:
@@ -229,7 +242,7 @@ def tell_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
 
 def say(text: str) -> None:
     """Print a message on stderr; stdout is for results."""
-    print(f"dist-train: {text}", file=sys.stderr, flush=True)
+    terminal.err(f"dist-train: {text}")
 
 
 if __name__ == "__main__":

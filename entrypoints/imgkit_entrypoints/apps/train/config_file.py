@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import json_text
+from imgkit_entrypoints import files, json_text
 
 
 def words(path: Path) -> tuple[str, ...]:
@@ -17,7 +17,10 @@ def words(path: Path) -> tuple[str, ...]:
     OSError : the file cannot be read.
     ValueError : the file holds no table of options, or this image cannot parse its format.
     """
-    content = _parsed(path)
+    try:
+        content = _parsed(path)
+    except RecursionError:
+        raise ValueError("its brackets lie too deep within each other") from None
     if not isinstance(content, dict):
         raise ValueError("the file holds no table of options")
     if "config" in content:
@@ -27,6 +30,8 @@ def words(path: Path) -> tuple[str, ...]:
         flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json has stop_after_s
         if isinstance(value, bool):
             found += [flag] if value else []  # YAML parses `off` as false
+        elif isinstance(value, dict | list):  # in YAML, few bytes can make one of gigabytes
+            raise ValueError(f"`{key}` holds more than one value")
         elif value is not None:
             found.append(f"{flag}={value}")
     return tuple(found)
@@ -38,7 +43,7 @@ def _parsed(path: Path) -> Any:
             import tomllib  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
             raise ValueError("TOML needs Python 3.11; use JSON instead") from None
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(files.read_text(path))
     if path.suffix in (".yaml", ".yml"):
         return _yaml(path)
     return json_text.load(path)
@@ -50,6 +55,6 @@ def _yaml(path: Path) -> Any:
     except ImportError:
         raise ValueError("YAML needs PyYAML, which is not installed; use JSON instead") from None
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(files.read_text(path))
     except yaml.YAMLError as error:
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error

@@ -133,13 +133,14 @@ class Trainer:
 
     def _update(self, loss: Tensor, *, measured: bool) -> None:
         norm: Tensor | None = None
-        if self._config.clip is not None or measured:
+        skips = self._config.on_nan == "skip"
+        if self._config.clip is not None or measured or skips:
             self._scaler.unscale_(self._optimizer)  # the norm is that of the unscaled gradient
         if self._config.clip is not None:
             norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
         if measured:
             self._norm.copy_(self._gradient_norm() if norm is None else norm)
-        if self._config.on_nan == "skip" and not self._scaler.is_enabled():
+        if skips:
             self._update_if_finite(loss, norm)
             return
         self._scaler.step(self._optimizer)
@@ -158,7 +159,10 @@ class Trainer:
         if norm is None:
             norm = nn.utils.clip_grad_norm_(self._parameters, float("inf"))
         bad = ~torch.isfinite(norm)
-        if self._fused:  # the optimizer's kernel decides, on the device
+        if self._scaler.is_enabled():  # it skips such a gradient by itself
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        elif self._fused:  # the optimizer's kernel decides, on the device
             self._optimizer.grad_scale, self._optimizer.found_inf = None, bad.to(torch.float32)
             self._optimizer.step()
         elif not bad.item():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,9 +60,10 @@ class MainLoop:
 
     def note(self, seen: Seen) -> None:
         """Note the sums over the latest steps."""
+        if math.isnan(self._course.first_loss):
+            self._course.first_loss = seen.loss  # on all ranks: their courses are equal
         if self._report:
             self._report.note(seen)
-            self._course.first_loss = self._report.first_loss
 
     def end(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> RunEnd:
         """Take the steps to their end, or until a request to stop; the state is saved then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from imgkit_entrypoints.apps.train import config_file, plugins
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import loggers
 from imgkit_entrypoints.apps.train.schedule import SHAPES
-from imgkit_entrypoints.arguments import duration, natural, positive
+from imgkit_entrypoints.arguments import Need, duration, natural, positive, refuse_unused
 from imgkit_entrypoints.errors import UsageError
 
 MODELS: Mapping[str, tuple[str, float, int]] = {
@@ -76,7 +77,7 @@ def _steps_and_batches(add: _Add) -> None:
     add("--accumulate", positive, None, "N", text)
     text = "samples per step over all ranks, by accumulation (default: from the two above)"
     add("--global-batch", positive, None, "N", text)
-    add("--stop-after", duration, None, "TIME", "save and end after this time: 90, 90s, 50m or 1h30m")
+    add("--stop-after", duration, None, "TIME", "save and end this long after the first attempt: 50m, 1h30m")
 
 
 def _of_optimizer(add: _Add) -> None:
@@ -89,7 +90,7 @@ def _of_optimizer(add: _Add) -> None:
     add("--schedule", _one_of(*SHAPES), "constant", "NAME", text)
     text = "steps over which the learning rate rises (default: 20 for a resnet, else 0)"
     add("--warmup", natural, None, "STEPS", text)
-    add("--clip", _number, None, "X", "largest norm of the gradient (default: no limit)")
+    add("--clip", _above_0, None, "X", "largest norm of the gradient (default: no limit)")
     text = "if the loss is not a number: stop, or skip that step (default: stop)"
     add("--on-nan", _one_of("stop", "skip"), "stop", "HOW", text)
 
@@ -133,13 +134,66 @@ def _adder(group: argparse._ArgumentGroup) -> _Add:
     return add
 
 
-def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
-    """Read a worker's command line, which the launcher has already checked."""
+def _takes(*optimizers: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda found: (found.optimizer or MODELS.get(found.model, ("sgd",))[0]) in optimizers
+
+
+def _reads(kind: Callable[[str], bool]) -> Callable[[argparse.Namespace], bool]:
+    """Whether the data is of that kind, or is made by the user's own function, which gets all options."""
+    return lambda found: kind(found.data) or plugins.is_plugin(found.data)
+
+
+def _keeps(found: argparse.Namespace) -> bool:
+    return found.run_dir is not None
+
+
+_NO_FOLDER = "without a run folder (--run-dir DIR)"
+NEEDS = (
+    Need(option="--samples", why="without built-in data", met=_reads(lambda data: data == "builtin")),
+    Need(option="--image-size", why="without a folder of images (--data DIR)", met=_reads(os.path.isdir)),
+    Need(option="--momentum", why="without --optimizer sgd", met=_takes("sgd")),
+    Need(option="--amp", why="with --dtype fp64", met=lambda found: found.dtype == "fp32"),
+    Need(
+        option="--activation-checkpointing",
+        why=f"without --model {', '.join(STACKED)}; your own model calls torch.utils.checkpoint itself",
+        met=lambda found: found.model in STACKED,
+    ),
+    Need(
+        option="--save-every",
+        why=_NO_FOLDER,
+        met=lambda found: _keeps(found) or found.save_every == "0",
+    ),
+    *(Need(option=option, why=_NO_FOLDER, met=_keeps) for option in ("--keep", "--profile", "--log-to")),
+)
+"""Options that have no effect without others, or with others."""
+
+
+def check(words: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
+    """Return the options of a command line and of its ``--config`` file.
+
+    Raises
+    ------
+    UsageError : options contradict each other, or one has no effect.
+    """
     parser = argparse.ArgumentParser(prog="dist-train")
     add_arguments(parser)
     found = parser.parse_args(words)
     if found.config:
         found = parser.parse_args([*found.config, *words])
+    if found.run_dir is None and env.get("IMGKIT_RUN_DIR"):
+        found.run_dir = Path(env["IMGKIT_RUN_DIR"])
+    refuse_unused(parser, found, NEEDS)
+    return found
+
+
+def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
+    """Read a worker's command line, which the launcher has already checked.
+
+    Raises
+    ------
+    UsageError : as of `check`, or this image cannot compile.
+    """
+    found = check(words, env)
     values = vars(found)
     del values["config"]
     optimizer, lr, warmup = MODELS.get(found.model, ("sgd", 0.05, 0))
@@ -148,29 +202,11 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
     values["warmup"] = warmup if found.warmup is None else found.warmup
     if found.steps is None and found.epochs is None:
         values["steps"] = STEPS
-    if found.run_dir is None and env.get("IMGKIT_RUN_DIR"):
-        values["run_dir"] = Path(env["IMGKIT_RUN_DIR"])
     values["stop_after_s"] = values.pop("stop_after")
     config = Config(**values)
-    _refuse(config, env)
-    return config
-
-
-def _refuse(config: Config, env: Mapping[str, str]) -> None:
-    """Raise UsageError for options that contradict each other, or that this image cannot run."""
-    if config.profile is not None and config.run_dir is None:
-        raise UsageError("--profile writes its traces into the run folder", hint="add --run-dir DIR")
-    if config.log_to and config.run_dir is None:
-        raise UsageError("--log-to keeps its files in the run folder", hint="add --run-dir DIR")
-    if config.activation_checkpointing and config.model not in STACKED:
-        own = "call torch.utils.checkpoint in your own model, where it pays off"
-        raise UsageError(
-            f"--activation-checkpointing works only for {', '.join(STACKED)}",
-            where=f"--model {config.model}",
-            hint=own if plugins.is_plugin(config.model) else "leave it out: this model needs little memory",
-        )
     if config.compile and (missing := _no_compiler(env)):
         raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
+    return config
 
 
 def _no_compiler(env: Mapping[str, str]) -> str | None:
@@ -191,6 +227,12 @@ def _number(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _above_0(text: str) -> float:
+    if not (value := _number(text)):
+        raise argparse.ArgumentTypeError("a norm of 0 would train nothing: a number above 0")
     return value
 
 

@@ -17,6 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -66,7 +67,7 @@ def check(text: str, contract: Contract) -> str:
     if path.suffix != ".py":
         return text  # a compiled module has no source text
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        tree = ast.parse(files.read_bytes(path), str(path))
     except OSError as error:
         raise no(f"cannot read {path}: {error.strerror}") from error
     except SyntaxError as error:

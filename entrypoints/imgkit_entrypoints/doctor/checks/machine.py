@@ -10,7 +10,7 @@ from pathlib import Path
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import Limit, storage
-from imgkit_entrypoints.facts.compute import amd_gpus
+from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -66,7 +66,7 @@ def gpus(subject: Subject) -> Iterator[Check]:
     evidence = f"{found} visible ({source})" + (f", the recipe says {expected} per node" if expected else "")
     wanted = expected or len(subject.facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{wanted})"
-    if not found and amd_gpus(subject.reader):
+    if not found and ONLY_NVIDIA in source and (expected or subject.reader.exists("/dev/kfd")):
         yield Check(
             name="gpus",
             verdict="fail" if expected and subject.env.get("IMGKIT_DEVICE") != "cpu" else "warn",

@@ -41,8 +41,8 @@ class Report:
         """The same as the end of a sentence that begins with "start again with"."""
         return self.exclude if self.exclude.startswith("--") else f"other hosts than {self.exclude}"
 
-    def table(self) -> str:
-        """Return the figures of all nodes, and below them what is wrong."""
+    def table(self) -> list[str]:
+        """Return the lines with the figures of all nodes, and below them what is wrong."""
         nodes = self.judgement.nodes
         shown = nodes if len(nodes) <= MOST_ROWS else [node for node in nodes if node.reasons]
         rows = [("node", *(metric.name for metric in METRICS)), ("", *(metric.unit for metric in METRICS))]
@@ -66,7 +66,7 @@ class Report:
             lines.append(
                 f"all nodes together: all_reduce with {self.all_reduce_GBps:.3g} GB/s (bus bandwidth)"
             )
-        return "\n".join([*lines, self.summary])
+        return [*lines, self.summary]
 
     def _notes(self) -> list[str]:
         """Return each note once, with the nodes that have it."""

@@ -44,7 +44,7 @@ class Needs:
     """Environment of the workers."""
     open_files: int
     signals: CollectedSignals
-    say: Callable[[str], None]
+    say: Callable[..., None]
     folder: Path | None
     """The run's folder, for `FILE`."""
     spares: int = 0
@@ -162,7 +162,7 @@ class _Leading:
             passed=passed,
             scheduler=self.roll.place.scheduler,
         )
-        self.around.say(f"preflight\n{report.table()}")
+        self.around.say("preflight", *report.table())
         self._save(report)
         if passed:
             self.roll.judged(Judged(left_out=left_out))

@@ -166,7 +166,7 @@ def slow_save(target: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", SLOW, target], stderr=subprocess.DEVNULL) as running:
         try:
             until = time.monotonic() + 20
-            while not any(path.stat().st_size for path in target.parent.glob(".*.part")):
+            while not any(path.stat().st_size for path in target.parent.glob(".imgkit-*.part")):
                 assert time.monotonic() < until
                 time.sleep(0.01)
             yield running
@@ -187,8 +187,8 @@ def test_killed_save_is_cleaned_by_the_next(tmp_path: Path) -> None:
         running.kill()
         running.wait(20)
     (left,) = names(tmp_path)
-    assert left.startswith(".x.tar.")
-    assert left.endswith(".part")
+    assert left.startswith(".imgkit-")
+    assert left.endswith(".x.tar.part")
     write.save(cut(DATA), target=target)
     assert names(tmp_path) == ["x.tar"]
 
@@ -201,13 +201,18 @@ def test_running_save_keeps_its_file(tmp_path: Path) -> None:
 
 
 def test_other_names_leftovers_are_not_touched(tmp_path: Path) -> None:
-    others = [".x.tar.gz.01234567.part", ".x[1]tar.01234567.part", ".y.tar.01234567.part", ".x.tar.mine.part"]
+    of_others = (
+        ".imgkit-01234567.x.tar.gz.part",
+        ".imgkit-01234567.x[1]tar.part",
+        ".imgkit-01234567.y.tar.part",
+    )
+    others = [*of_others, ".imgkit-mine.x.tar.part"]
     for name in others:
         (tmp_path / name).touch()
     write.remove_leftovers(tmp_path / "x.tar")
     assert names(tmp_path) == sorted(others)
     write.remove_leftovers(tmp_path / "x[1]tar")
-    assert names(tmp_path) == sorted(set(others) - {".x[1]tar.01234567.part"})
+    assert names(tmp_path) == sorted(set(others) - {".imgkit-01234567.x[1]tar.part"})
 
 
 def test_locked_leftover_stays(tmp_path: Path) -> None:

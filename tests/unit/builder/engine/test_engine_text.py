@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 
 import pytest
@@ -12,13 +11,14 @@ from docker.errors import create_api_error_from_http_exception
 
 from imgkit_builder.engine.contexts import Endpoint
 from imgkit_builder.engine.dockerfile import instruction_lines
-from imgkit_builder.engine.errors import clean, explain, registry_of, translated
+from imgkit_builder.engine.errors import explain, registry_of, translated
 from imgkit_builder.engine.images import repository
 from imgkit_builder.engine.labels import DOCKERFILE, instruction, with_dockerfile
 from imgkit_builder.engine.shell import shell_argv
 from imgkit_builder.engine.show import ImageFacts
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.terminal import unstyled
 
 
 def test_steps_map_to_first_lines() -> None:
@@ -97,7 +97,7 @@ def test_message_decides_the_kind(message: str, kind: type) -> None:
 
 def test_unknown_message_is_quoted_in_full() -> None:
     assert "push x: something new" in str(explain("\x1b[91msomething new\x1b[0m", doing="push x"))
-    assert clean("\x1b[91mred\x1b[0m") == "red"
+    assert unstyled("\x1b[91mred\x1b[0m") == "red"
 
 
 HERE = Endpoint(host="unix:///var/run/docker.sock")
@@ -152,12 +152,12 @@ def facts(*, standin: bool) -> ImageFacts:
 
 
 def test_standin_is_said_first() -> None:
-    assert facts(standin=True).to_text().startswith("STAND-IN")
-    assert "STAND-IN" not in facts(standin=False).to_text()
+    assert facts(standin=True).lines()[0].startswith("STAND-IN")
+    assert "STAND-IN" not in "".join(facts(standin=False).lines())
 
 
 def test_facts_as_json_carry_schema() -> None:
-    data = json.loads(facts(standin=True).to_json())
+    data = facts(standin=True).to_dict()
     assert (data["schema"], data["standin"], data["labels"]) == (1, True, {"a": "b"})
 
 

@@ -85,7 +85,7 @@ def test_podman_fails_at_the_recipes_line(text: str) -> None:
     assert stages[-1] == "step 4/4: RUN echo out; exit 7"
     assert len(stages) == 4
     assert message.startswith("a.yaml:6: step 4/4 (RUN echo out; exit 7): ")
-    assert "\nout\nError: of the program itself\n" in message
+    assert "\n     out\n     Error: of the program itself\n" in message
 
 
 def test_podmans_last_line_is_its_verdict() -> None:
@@ -102,7 +102,7 @@ def test_buildx_fails_at_the_recipes_line() -> None:
         "step 3/3: RUN echo out; exit 7",
     ]
     assert message.startswith("a.yaml:6: step 3/3 (RUN echo out; exit 7): executor failed")
-    assert "\nout\nerr\n" in message
+    assert "\n     out\n     err\n" in message
     assert "DONE" not in message
 
 

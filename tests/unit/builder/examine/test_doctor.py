@@ -205,13 +205,6 @@ def test_old_mksquashfs_squashes_plain_files(runtime: Path) -> None:
     assert "no -tar" in found.found
 
 
-def test_tar2sqfs_comes_before_an_old_mksquashfs(programs: Path) -> None:
-    script(programs / "mksquashfs", OLD)
-    script(programs / "tar2sqfs", 'echo "  --defaults, -d <options>"; echo "  zstd"')
-    found = look(purpose="sif", machine=Machine(uid=0))["imgkit sif"]
-    assert (found.verdict, f"tar2sqfs at {programs}/tar2sqfs" in found.found) == ("warn", True)
-
-
 @pytest.mark.parametrize(
     ("place", "flavour"), [("etc", "singularity"), ("etc", "apptainer"), ("x86_64/etc", "apptainer")]
 )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any
 
 import pytest
+import small_sif
 
 from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
 from imgkit_builder.cli.app import build_app
 from imgkit_builder.delta.memory import Memory
 from imgkit_builder.examine import rebuilt
 from imgkit_builder.examine.rebuilt import DifferentEntry
+from imgkit_builder.recipe import describe, lock_file
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import Lock, LockedBase, LockedPlatform, LockRequest
 from imgkit_builder.sif.own_files import OwnFile
 from imgkit_entrypoints.errors import UsageError
 
@@ -94,3 +102,62 @@ def test_rebuild_without_check_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         build_app(("rebuild",))(["rebuild", str(tmp_path / "x.sif")], standalone_mode=False)
     assert caught.value.hint == "add --check"
+
+
+LOCK = Lock(
+    recipe="mine",
+    imgkit="0.2.0",
+    platforms=(
+        LockedPlatform(
+            platform="linux/amd64",
+            source_date_epoch=1_700_000_000,
+            request=LockRequest(base="example.org/base:1"),
+            base=LockedBase(name="example.org/base:1", id=f"sha256:{'1' * 64}"),
+        ),
+    ),
+)
+
+
+def locked_sif(folder: Path, lock: bytes, recipe: Path) -> Path:
+    """A .sif whose image says that it was built from `lock` and `recipe`."""
+    inside = folder / "root/opt/imgkit"
+    inside.mkdir(parents=True)
+    (inside / "lock.toml").write_bytes(lock)
+    (inside / "recipe.json").write_text(describe.to_json(load(recipe)))
+    subprocess.run(
+        ["mksquashfs", folder / "root", folder / "root.squashfs", "-comp", "gzip"], check=True, stdout=DEVNULL
+    )
+    return small_sif.write(folder / "x.sif", (folder / "root.squashfs").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            lambda text: text.replace(b'name = "example.org', b'name = "evil.example'),
+            "lock.toml:14:1: platforms[0].base.name",
+        ),
+        (
+            lambda text: text.replace(b"base:1", b"base:1\\nRUN id"),
+            "lock.toml:11:1: platforms[0].request.base",
+        ),
+        (
+            lambda text: text.replace(b"example.org", b"evil.example"),
+            "mine.yaml:2: the lock mine.lock is stale",
+        ),
+        (lambda text: text + b"\xff", "cannot be read"),
+        (lambda text: text[: text.index(b"[[platforms")], "platforms: is missing"),
+        (
+            lambda text: text.replace(b"\n[[platforms", b"\nplatforms = []\n[[x", 1).partition(b"\n[[x")[0],
+            "0 platforms",
+        ),
+    ],
+)
+def test_lock_in_a_sif_is_checked_as_one_beside_a_recipe(
+    tmp_path: Path, call: Callable[..., Any], changed: Callable[[bytes], bytes], said: str
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("image:\n  base: example.org/base:1\n  platform: amd64\n")
+    sif = locked_sif(tmp_path, changed(lock_file.text(LOCK).encode()), recipe)
+    code, _, err = call("rebuild", str(sif), "--check", "--recipe", str(recipe))
+    assert (code, said in err) == (2, True), err

@@ -402,6 +402,11 @@ def test_revision_of_a_repository(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-q", "-m", "x")
     clean = context.revision(tmp_path)
     assert len(clean) == 40
+    left = tmp_path / "sub/.imgkit-sif.0a"
+    left.mkdir(parents=True)
+    for path in (left / "spool.tar", left.parent / "mine.sif"):
+        path.touch()
+    assert context.revision(tmp_path) == clean
     (tmp_path / "mine.yaml").write_text("y")
     assert context.revision(tmp_path) == f"{clean}-dirty"
 

@@ -6,10 +6,12 @@ import itertools
 import os
 import shutil
 import subprocess
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import code as code_delta
@@ -17,11 +19,13 @@ from imgkit_builder.delta import tree
 from imgkit_builder.delta.code import CodeTree
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.job import code, contents, submit
+from imgkit_builder.job import baked, code, contents, submit
 from imgkit_builder.job.request import CodeRecord, Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
+from imgkit_builder.recipe.requirements import InstalledProject
 from imgkit_builder.recipe.targets import find
-from imgkit_builder.sif.options import Options
+from imgkit_builder.sif import convert
+from imgkit_builder.sif.options import Archive, Options
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -151,6 +155,10 @@ def test_record_says_what_is_committed(folder: Path) -> None:
     git(folder, "tag", "-a", "v1", "-m", "1")
     clean = read(folder).record
     assert (clean.git, clean.uncommitted) == ("v1", False)
+    (folder / "deltas").mkdir()
+    for name in ("deltas/code-0a.imgdelta", ".imgkit-lock.x.imgdelta", "a b/.imgkit-0a1b2c3d.x.part"):
+        (folder / name).touch()
+    assert read(folder).record == clean  # what a submission leaves there is no code
     (folder / "new.py").touch()
     assert read(folder).record.uncommitted
     (folder / "train.py").write_text("print(3)\n")
@@ -245,3 +253,122 @@ def test_code_lies_over_the_delta(folder: Path) -> None:
     assert "IMGKIT_CODE=ab" in words
     with pytest.raises(UsageError, match="cannot stand in a job"):
         contents.with_code(job, record, ["/d/a,b"])
+
+
+PYPROJECT = '[tool.x]\nname = "no"\n[project]  # mine\nname = "My_Proj"\n'
+MINE = InstalledProject(name="my-proj", step=0)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A recipe beside a project in the folder src/, whose distribution has another name than its package."""
+    folder = tmp_path / "p"
+    for name, text in {
+        "pyproject.toml": PYPROJECT,
+        "src/mypkg/__init__.py": "",
+        "scripts/run.py": "",
+        "train.py": "",
+        "mine.yaml": "image:\n  base: a:1\n  pip:\n    - packages: [x]\n    - project: .\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sent", "installed", "message", "hint"),
+    [
+        (".", MINE, "but the image runs its copy in site-packages", "`editable: /workspace`"),
+        ("..", MINE, "has the project my-proj in /workspace/p,", "`editable: /workspace/p`"),
+        ("src", MINE, "is only a part of the project my-proj", "the whole folder"),
+        ("src/mypkg", replace(MINE, folder="/workspace"), "is only a part", "the whole folder"),
+        (
+            ".",
+            replace(MINE, folder="/workspace/p"),
+            "the image runs that in /workspace/p",
+            "`editable: /work",
+        ),
+        (".", replace(MINE, folder="/workspace"), "", ""),
+        ("..", replace(MINE, folder="/workspace/p"), "", ""),
+        (".", replace(MINE, name="other"), "", ""),
+        ("scripts", MINE, "", ""),
+    ],
+)
+def test_project_that_the_image_has_elsewhere_is_refused(
+    project: Path, sent: str, installed: InstalledProject, message: str, hint: str
+) -> None:
+    found, image = read(project / sent), replace(find("cpu"), projects=(installed,), positions={})
+    if not message:
+        code.refuse_unused(found, image, None)
+        return
+    with pytest.raises(UsageError, match=message) as caught:
+        code.refuse_unused(found, image, None)
+    assert hint in str(caught.value.hint)
+
+
+def test_refused_project_names_the_recipes_line(project: Path) -> None:
+    with pytest.raises(UsageError, match="the project my-proj") as caught:
+        code.refuse_unused(read(project), find(project / "mine.yaml"), None)
+    assert caught.value.where == "mine.yaml:5"
+    assert "`editable: /workspace` in image.pip[1] of the recipe mine" in str(caught.value.hint)
+    (project / "mine.yaml").write_text((project / "mine.yaml").read_text() + "      editable: /workspace/\n")
+    code.refuse_unused(read(project), find(project / "mine.yaml"), None)
+
+
+DIRECT = '{"dir_info": {"editable": %s}, "url": "file:///workspace%%20a"}'
+
+
+@needs_squasher
+@pytest.mark.parametrize(
+    ("direct_url", "folder"),
+    [(DIRECT % "true", "/workspace a"), (DIRECT % "false", ""), ("{}", ""), ("", ""), ("[", "")],
+)
+def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url: str, folder: str) -> None:
+    info = "usr/lib/python3/dist-packages/My_Proj-1.dist-info"
+    files = [(tarfile.TarInfo(f"{info}/METADATA"), b"")]
+    if direct_url:
+        files.append((tarfile.TarInfo(f"{info}/direct_url.json"), direct_url.encode()))
+        files[-1][0].size = len(direct_url)
+    (tmp_path / "x.tar").write_bytes(archive([files], config={"Env": ["PATH=/x/bin:/usr/bin"]}))
+    convert.convert(Archive(path=tmp_path / "x.tar"), tmp_path / "x.sif", Options(test=False), Silent())
+    assert baked.projects(tmp_path / "x.sif", "", "my-proj") == (
+        InstalledProject(name="my-proj", folder=folder),
+    )
+    assert baked.projects(tmp_path / "x.sif", "", "proj") == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dist-run train.py", "/p/train.py"),
+        ("dist-run ./train.py", "/p/train.py"),
+        ("python3 {p}/train.py", "/p/train.py"),
+        ("python3 scripts/../train.py", "/p/train.py"),
+        ("dist-run x --config=1 -- train.py", "/p/train.py"),
+        ("dist-run -m train", "/p/train.py"),
+        ("dist-run -m scripts.run", "/p/scripts"),
+        ("dist-run -m mypkg", ""),
+        ("dist-run /workspace/train.py scripts", ""),
+    ],
+)
+def test_file_of_the_jobs_folder_is_refused(project: Path, command: str, message: str) -> None:
+    words = tuple(command.format(p=project).split())
+    job = resolve(find("cpu"), Request(command=words, runtime="singularity", directory=project))
+    if not message:
+        code.refuse_shadowed(read(project), job)
+        return
+    with pytest.raises(UsageError, match=message):
+        code.refuse_shadowed(read(project), job)
+    if "{p}" not in command:
+        code.refuse_shadowed(read(project), replace(job, directory=project / "src"))
+
+
+def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
+    for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
+        request = Request(command=("true",), binds=(f"{project}:{target}:ro",), runtime="singularity")
+        job = replace(resolve(find("cpu"), request), recipe=replace(find("cpu"), projects=(MINE,)))
+        if fine:
+            code.refuse_unused_bind(job, None)
+            continue
+        with pytest.raises(UsageError, match=f"has the project my-proj in {target}, but"):
+            code.refuse_unused_bind(job, None)

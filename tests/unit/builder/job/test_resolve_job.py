@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,46 @@ def test_bad_value_is_refused_by_its_flag(given: dict[str, Any], where: str) -> 
     assert refused(**given).where == where
 
 
+RUNTIME = "extends: {}\nsystem:\n  runtime:\n"
+PODMAN = "    kind: docker\n    command: podman-hpc\n"
+ELSEWHERE = {"qos": "", "account": ""}
+
+
+@pytest.mark.parametrize("verb", ["job", "submit"])
+def test_container_without_slurm_s_variables_is_refused(
+    tmp_path: Path, verb: str, call: Callable[..., tuple[int, str, str]]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(RUNTIME.format("mn5") + PODMAN)
+    words = (verb, str(file), "-A", "a1", "--qos", "acc_debug", "--time", "5m", "--nodes", "2")
+    code, out, told = call(*words, "--", "dist-hello")
+    assert (code, out) == (2, "")
+    assert "mine.yaml:4: docker cannot be used on MareNostrum 5 ACC: podman-hpc does not pass slurm's" in told
+    assert "allowed: host, singularity; change system.runtime in the recipe, or give --runtime" in told
+    assert job(file, runtime="singularity").run_by == "singularity"
+
+
+def test_container_that_gets_the_variables_by_name_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    for recipe in ("olivia-eap", "lambda", "cpu"):
+        file.write_text(RUNTIME.format(recipe) + PODMAN)
+        assert job(file, **ELSEWHERE).run_by == "docker"
+
+
+@pytest.mark.parametrize("option", ["--cleanenv", "-e", "--containall", "--cleanenv=true"])
+def test_container_with_a_clean_environment_is_refused(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(RUNTIME.format("mn5") + f"    options: [--contain, {option}]\n")
+    error = refused(file)
+    assert (error.what.startswith(f"with {option}, the container"), error.where) == (True, "mine.yaml:4")
+    assert job(file, runtime="host").run_by == "host"
+    file.write_text(
+        RUNTIME.format("cpu") + f"    kind: singularity\n    command: s\n    options: [{option}]\n"
+    )
+    assert job(file, **ELSEWHERE).settings == {}
+    assert refused(file, nproc=2, **ELSEWHERE).where == "mine.yaml:6"  # IMGKIT_NPROC would be lost
+
+
 def test_misspelt_command_is_corrected() -> None:
     assert "dist-bench" in (refused(command=("dist-benhc",)).hint or "")
 
@@ -194,6 +235,45 @@ def test_value_that_looks_like_a_secret_is_refused_and_not_repeated() -> None:
         assert text.partition("=")[2] not in str(error)
     assert "--env WANDB_API_KEY alone" in str(refused(env=("WANDB_API_KEY=0123456789abcdef",)).hint)
     assert job(env=("TOKENIZERS_PARALLELISM=false", "HF_TOKEN_PATH=/home/me/token")).env
+
+
+TOKEN = "hf_" + "a1" * 17
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"command": ("dist-run", "train.py", "--token", TOKEN)}, "COMMAND"),
+        ({"command": ("dist-run", "train.py", "--password", "hunter2")}, "COMMAND"),
+        ({"command": ("env", "WANDB_API_KEY=hunter2", "dist-train")}, "COMMAND"),
+        ({"command": ("bash", "-c", "DB_PASS=hunter2 dist-train")}, "COMMAND"),
+        ({"env": ("MYPASS=hunter2",)}, "--env"),
+        ({"options": (f"--comment={TOKEN}",)}, "--option"),
+        ({"options": ("--env", "MYPASS=hunter2"), "recipe": "cpu", **ELSEWHERE}, "--option"),
+        ({"name": TOKEN}, "--name"),
+        ({"image": "https://ana:hunter2@example.org/x.sif"}, "--image"),
+        ({"pvcs": (f"{TOKEN}:/w",), "recipe": "rcp", "image": "r/x:1", **ELSEWHERE}, "--pvc"),
+    ],
+)
+def test_secret_in_any_argument_of_a_job_is_refused(given: dict[str, Any], where: str) -> None:
+    error = refused(given.pop("recipe", "mn5"), **given)
+    assert error.where == where
+    assert TOKEN not in str(error)
+    assert "hunter2" not in str(error)
+    assert "alone; or --env-file FILE" in str(error.hint)
+
+
+def test_secret_in_the_recipe_s_options_of_a_job_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(RUNTIME.format("cpu") + "    options: [--env, MYPASS=hunter2]\n")
+    error = refused(file, **ELSEWHERE)
+    assert (error.where, "hunter2" in str(error)) == ("mine.yaml:4", False)
+
+
+def test_arguments_that_only_name_a_secret_are_kept() -> None:
+    words = ("--tokenizer", "gpt2", "--max-tokens", "4096", "--token-file", "t", "SECRET_FILE=/run/x")
+    command = ("dist-run", "--require-secret", "train.py", *words, "--api-key", "$WANDB_API_KEY")
+    assert job(command=command, nodes="2", require_secret=True).command == command
 
 
 def test_system_that_would_show_the_value_refuses_a_name() -> None:

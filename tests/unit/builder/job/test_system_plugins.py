@@ -296,7 +296,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
     assert load(file).warnings == ()
     file.write_text(RECIPE + "  runtime: {kind: docker, command: docker}\n")
     (warning,) = load(file).warnings
-    assert warning.what == "fakeq does not start programs by docker"
+    assert warning.what == "fakeq does not start programs by docker: imgkit job refuses it"
     file.write_text(RECIPE + "  queue: {name: fast}\n")
     with pytest.raises(RecipeErrors) as caught:
         find(file)

@@ -128,6 +128,13 @@ def test_files_lie_beside_the_lock_and_old_ones_go(
     assert [one.name for one in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
 
 
+def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, part: LockedPlatform) -> None:
+    forged = dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], url="https://${HOME}/a.whl"),))
+    with pytest.raises(UsageError, match=r"platforms\[0\]\.pip\[0\]\.url: .* must be a URL"):
+        place.write(recipe, lock_file.beside(recipe), None, forged, None)
+    assert not lock_file.beside(recipe).exists()
+
+
 def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
     part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):

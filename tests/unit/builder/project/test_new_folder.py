@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder.project import confirm, toml_file
+from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.load import load
 
 EXAMPLE = Path(__file__).parents[4] / "examples/train.py"
@@ -36,7 +37,8 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     assert program == EXAMPLE.read_text()  # one text, in two places
     assert len(program.splitlines()) <= 150
     found = toml_file.read((folder / "imgkit.toml").absolute())
-    assert confirm.is_known(found.values)  # its author needs no question
+    own = targets.find(found.recipe)
+    assert confirm.of_job(found, [own], stated=True).is_known  # its author needs no question
     monkeypatch.chdir(folder)
     code, out, _ = call("run", "--plan", "--json")
     assert code == 0

@@ -47,7 +47,7 @@ PART = LockedPlatform(
     request=LockRequest(
         base="base.example.org/torch:24.03",
         apt=("tree", "jq"),
-        pip=(LockedStep(requirements=('rich; python_version > "3"',), env=("A=b\x7f",)), LockedStep()),
+        pip=(LockedStep(requirements=('rich; python_version > "3"',), env=('A=b\t"',)), LockedStep()),
     ),
     base=LockedBase(name="base.example.org/torch:24.03", digest=DIGEST, id=DIGEST),
     tools=LockedTools(mksquashfs="4.5.1", compressor="zstd level 3"),
@@ -99,12 +99,21 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
         ("size_bytes = 52000", "size_bytes = 2020-01-01", "must not be a date"),
         ('apt = [\n    "tree"', "apt = [\n    2020-01-01", "mine.lock"),
         ('sha256 = "aa', 'sha256 = "xx', "must be 64 hex digits"),
-        ('file = "tree', 'file = "../tree', "must be the name of a file"),
+        ('file = "tree', 'file = "../tree', "must be the name of a .deb"),
         ('"http://deb.', '"http://me:token@deb.', "without credentials"),
         ('"http://deb.', '"file:///deb.', "must be a URL of http or https"),
         ('version = "2.1.0-1"', 'version = "2.1 $(id)"', "must be a version"),
+        ('"https://files.', '"https://${TOKEN}.', "must be a URL of http or https"),  # pip would fill it in
+        ('name = "base.example.org/torch:24.03"', 'name = "evil.example/torch"', "must be 'base.example.org"),
+        (
+            'name = "base.example.org/',
+            r'name = "a\nRUN id\nb/',
+            "mine.lock:24:1: platforms[0].base.name: contains",
+        ),
+        ('compressor = "zstd', r'compressor = "\u001b[2Jzstd', "contains the control character U+001B"),
+        ('"rich; python', r'"\u202erich; python', "contains the invisible character U+202E"),
         ("step = 0", "step = 7", "there is no pip step 7"),
-        ('platform = "linux/amd64"', 'platform = "linux/arm46"', "did you mean linux/arm64"),
+        ('platform = "linux/amd64"', 'platform = "linux/arm46"', "'linux/arm46' is not supported"),
         ("source_date_epoch = 1700000000", "source_date_epoch = -1", "must be seconds since 1970"),
         ("schema = 1", "schema = 2", "mine.lock:2:1: schema: schema 2 is that of a later imgkit"),
         ("schema = 1", 'schema = "x"', "'x' is not a schema of a lock"),
@@ -119,6 +128,12 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
 def test_edited_lock_is_refused_with_line(old: str, new: str, said: str) -> None:
     assert old in TEXT
     assert said in refused(TEXT.replace(old, new, 1))
+
+
+def test_digest_in_name_of_base_stays() -> None:
+    named = LockedBase(name=f"base.example.org/torch@sha256:{'7' * 64}", digest=DIGEST)
+    assert named.exact == named.name
+    assert dataclasses.replace(named, name="host:5000/torch:1").exact == f"host:5000/torch@{DIGEST}"
 
 
 def test_line_is_that_of_faulty_package() -> None:
@@ -156,3 +171,14 @@ def test_lock_lies_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert lock_file.beside(load(file)) == file.with_name("mine.lock")
     assert lock_file.beside(load("cpu")) == tmp_path / "cpu.lock"
+
+
+def test_nothing_of_a_lock_outside_is_shown(tmp_path: Path) -> None:
+    for text in ("hunter2 = x\n", 'schema = "hunter2"\n', "schema = 1\nhunter2 = 5\n"):
+        (tmp_path / "secret").write_text(text)
+        (folder := tmp_path / "own").mkdir(exist_ok=True)
+        (folder / "mine.lock").unlink(missing_ok=True)
+        (folder / "mine.lock").symlink_to(tmp_path / "secret")
+        with pytest.raises(UsageError, match="it cannot be used; nothing of a file outside") as refused:
+            lock_file.read(folder / "mine.lock")
+        assert "hunter2" not in str(refused.value)

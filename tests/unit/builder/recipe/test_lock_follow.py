@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, whole
+from imgkit_builder.image import locked_steps, render
+from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, toml_text, whole
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import (
     Lock,
@@ -18,8 +23,10 @@ from imgkit_builder.recipe.lock import (
     LockedWheel,
 )
 from imgkit_builder.recipe.model import Recipe
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
+GOLDEN = Path(__file__).resolve().parents[3] / "golden/recipes"
 Write = Callable[..., Path]
 PLATFORM = "linux/amd64"
 RECIPE = """
@@ -189,3 +196,81 @@ def test_portable_recipe_is_same_in_any_folder(recipe: Recipe, write: Write) -> 
         write("print()\n", f"{folder}/code/main.py")
         texts.append(portable.to_json(load(write(RECIPE + more, f"{folder}/mine.yaml"))))
     assert texts[0] == texts[1]
+
+
+SHIFTS: tuple[Callable[[str], str], ...] = (
+    *(
+        lambda text, odd=odd: f"{text[:3]}{odd}{text[3:]}"  # type: ignore[misc]
+        for odd in (
+            "\nRUN id\n",
+            "\r",
+            '"',
+            "'",
+            "$(id)",
+            "${HOME}",
+            "`id`",
+            "\\\n",
+            " # ",
+            "../",
+            "@evil/",
+            ";id",
+        )
+    ),
+    *(lambda text, odd=odd: f"{text}{odd}" for odd in ("\x1b[2J", "\x9b", "\u202e", "\u2028", "\0", "\n")),  # type: ignore[misc]
+    lambda text: f"-{text}",
+    lambda text: f"../{text}",
+    lambda text: "",
+    lambda text: "evil.example/other:1",
+)
+"""Changes of a text that a shell, a Dockerfile, pip or a terminal could act on."""
+
+
+def texts(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The places of all texts in the content of a lock."""
+    if isinstance(value, str):
+        yield path
+    elif isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from texts(one, (*path, key))
+
+
+def rendered(recipe: Recipe) -> tuple[list[str], list[int]]:
+    """The instructions of a locked build, and how many lines the files have that its steps read."""
+    text = render.dockerfile(recipe, base=recipe.lock.base.exact if recipe.lock else None)
+    whole = [line for line in text.replace("\\\n", "").split("\n") if line and not line.startswith("#")]
+    steps = range(len(recipe.image.pip))
+    files = (locked_steps.packages(recipe), *(locked_steps.requirements_text(recipe, one) for one in steps))
+    return [line.split(" ")[0] for line in whole], [file.count("\n") for file in files]
+
+
+def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
+    recipe = load(tmp_path / "locked.yaml")
+    file = lock_file.beside(recipe)
+    content = toml_text.parse(file.read_text())
+    usual = rendered(lock_follow.follow(recipe, platform=PLATFORM))
+    assert usual[0].count("RUN") > 5
+    taken = set()
+    # One text of each key.
+    paths = {tuple(key for key in path if isinstance(key, str)): path for path in texts(content)}
+    assert len(paths) > 20
+    for path in paths.values():
+        for shift in SHIFTS:
+            changed = copy.deepcopy(content)
+            holder = functools.reduce(lambda above, key: above[key], path[:-1], changed)
+            holder[path[-1]] = shift(holder[path[-1]])
+            lock: Lock = json_text.read(Lock, changed, "lock")
+            file.write_text(lock_file.text(lock), newline="")
+            where = ""
+            try:
+                found = lock_follow.follow(recipe, platform=PLATFORM)
+            except UsageError as error:
+                where = str(error.where)
+            if where:
+                assert re.search(r"locked\.(lock|yaml)(:\d+|$)|locked\.lock\.files$", where)
+            else:
+                assert found.lock is not None
+                assert re.match(r"nvcr\.io/nvidia/pytorch(:24\.03-py3$|@)", found.lock.base.exact)
+                assert rendered(found) == usual
+                taken.add(path[-1])
+    assert taken <= {"imgkit", "digest", "id", "mksquashfs", "compressor", "version", "file", "url", "name"}

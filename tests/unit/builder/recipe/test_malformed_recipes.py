@@ -12,6 +12,7 @@ import pytest
 
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import Problem, RecipeErrors
+from imgkit_entrypoints.terminal import shown
 
 FOLDER = Path(__file__).parent / "malformed"
 CASES = sorted(FOLDER.glob("*.yaml"))
@@ -45,8 +46,8 @@ def test_caret_stands_below_the_column(case: Path) -> None:
             continue
         *_, source, caret = str(problem).split("\n")
         assert caret.strip() == "^"
-        assert len(caret) == 4 + problem.position.column
-        assert source == f"    {problem.source}"
+        assert len(caret) == 5 + len(shown(problem.source[: problem.position.column - 1]))
+        assert source == f"    {shown(problem.source)}"
 
 
 def test_enough_cases_are_there() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.recipe import sources
+from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import UsageError
 
 Tree = Callable[..., Path]
 
@@ -85,7 +87,7 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
         "mn5.tar.zst",
         "mn5.tar.zst.sha256",
         "mn5.tar.zst.manifest.json",
-        ".mn5.sif.0a1b2c3d.part",
+        "deltas/code-0a1b.imgdelta",
         ".git/HEAD",
         "pkg/__pycache__/a.pyc",
         ".venv/pyvenv.cfg",
@@ -94,8 +96,19 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
         "data.tar",
         "data.tar.sha256",
         "run.manifest.json",
+        "box.sif/bin/sh",
     )
-    assert found(root) == ["data.tar", "data.tar.sha256", "run.manifest.json"]
+    assert found(root) == ["box.sif/bin/sh", "data.tar", "data.tar.sha256", "run.manifest.json"]
+    assert "deltas" not in [one.name for one in sources.walk(root)]
+    assert "deltas/code-0a1b.imgdelta" in found(root, "!*.imgdelta")
+
+
+def test_temporary_names_never_count(tree: Tree) -> None:
+    part = files.temporary_name(Path("mn5.sif")).name
+    root = tree(part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", f"{files.TEMPORARY}lock.mn5.sif", ".mine.part")
+    listed = [part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", ".mine.part"]
+    assert found(root, "!*") == [".mine.part"]
+    assert [one.name for one in sources.walk(root, listed=listed)] == [".mine.part"]
 
 
 def test_recipe_brings_a_file_back(tree: Tree) -> None:
@@ -121,6 +134,19 @@ def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
     root = tree("a.py")
     os.mkfifo(root / ".gitignore")
     assert found(root) == ["a.py"]
+
+
+def test_list_behind_a_link_is_not_read(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A message quotes a pattern, and a stranger's link may lead to a file of this user."""
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "secret").write_text("a*b*c*d*e*f\n")
+    root = tree("a.py")
+    (root / ".gitignore").symlink_to(outside / "secret")
+    assert found(root) == ["a.py"]
+    (root / ".dockerignore").symlink_to(outside / "secret")
+    with pytest.raises(UsageError, match="it is a link out of its folder") as refused:
+        found(root)
+    assert "a*b" not in str(refused.value)
 
 
 SECRETS = {

@@ -7,13 +7,39 @@ import sys
 import pytest
 
 from imgkit_builder.recipe import toml_text
-from imgkit_entrypoints.errors import ToolMissing
+from imgkit_builder.recipe.toml_text import NotToml
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 
 def test_text_becomes_values() -> None:
     assert toml_text.parse("[a]\nb = [1]\n") == {"a": {"b": [1]}}
-    with pytest.raises(ValueError, match="Invalid value"):
-        toml_text.parse("a = ")
+    with pytest.raises(NotToml, match="Invalid value") as refused:
+        toml_text.parse("\na = x")
+    assert (refused.value.line, refused.value.column) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a = 1\0", "it is no TOML"),
+        ("a = " + "[" * 100_000, "too deep"),
+        ("a = " + "[" * 40 + "]" * 40, "too deep"),
+        ("a." * 100_000 + "b = 1", "a key has more than 32 parts"),
+        ("['a'." + '"b" . ' * 40 + "c]", "a key has more than 32 parts"),
+        ("a = " + "9" * 5000, "it is no TOML"),
+        ("a = 0x" + "f" * 5000, "an integer has more than 64 bits"),
+        ("a = [{b = [9223372036854775808]}]", "an integer has more than 64 bits"),
+    ],
+    ids=lambda one: one[:20] if isinstance(one, str) else "",
+)
+def test_what_is_no_toml_is_an_error_of_imgkit(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        toml_text.parse(text)
+
+
+def test_largest_integers_and_texts_with_dots_pass() -> None:
+    text = f"a = [9223372036854775807, -9223372036854775808]\nb = '{'a.b ' * 40}'\n"
+    assert toml_text.parse(text)["a"] == [(1 << 63) - 1, -(1 << 63)]
 
 
 def test_python_without_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

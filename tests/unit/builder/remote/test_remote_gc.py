@@ -46,8 +46,8 @@ def test_silent_scheduler_keeps_all_files_of_jobs() -> None:
     assert gc.choose([file(SIF)], [note(SIF)], {"slurm": None}, LIMIT).files == ()
 
 
-def answer(*rows: str) -> str:
-    return "\n".join(("clock 1000", *rows, "end", ""))
+def read(*rows: str) -> tuple[tuple[KeptFile, ...], tuple[JobNote, ...], float]:
+    return gc.parse("\n".join(("clock 1000", *rows, "end", "")).encode(), "far")
 
 
 @pytest.mark.parametrize(
@@ -63,36 +63,37 @@ def answer(*rows: str) -> str:
     ],
 )
 def test_name_that_imgkit_did_not_give_is_left_out(name: str) -> None:
-    assert gc.parse(answer(f"file 1 2 {name}"))[0] == ()
+    assert read(f"file 1 2 {name}")[0] == ()
 
 
 @pytest.mark.parametrize(
-    "ending", ["", f".{'e' * 12}.part", f".{'e' * 8}.part", ".lock", ".gone", f".{'e' * 12}.part.gone"]
+    "form",
+    ["{}", ".{}.gone", f".imgkit-{'e' * 12}.{{}}.part", f".imgkit-{'e' * 12}.{{}}.part.gone"],
 )
-def test_names_of_imgkit_are_read(ending: str) -> None:
-    path = SIF if not ending else f"images/.{SIF[7:]}{ending}"
-    files, _, clock_s = gc.parse(answer(f"file 17.5 2 {path}"))
+def test_names_of_imgkit_are_read(form: str) -> None:
+    path = f"images/{form.format(SIF[7:])}"
+    files, _, clock_s = read(f"file 17.5 2 {path}")
     assert files == (KeptFile(path=path, size_bytes=2, used_s=17),)
     assert clock_s == 1000
 
 
 def test_run_folder_tells_when_a_job_used_its_files() -> None:
     rows = ("run 300.1 x-7", "job 100.0 7", "says jobs/7:slurm", "says jobs/7:x", f"says jobs/7:{SIF}")
-    assert gc.parse(answer(*rows))[1] == (note(SIF, used_s=300),)
+    assert read(*rows)[1] == (note(SIF, used_s=300),)
 
 
 def test_empty_note_names_no_file() -> None:
-    assert gc.parse(answer("job 100 7"))[1] == (JobNote(id="7", system="", files=(), used_s=100),)
+    assert read("job 100 7")[1] == (JobNote(id="7", system="", files=(), used_s=100),)
 
 
 @pytest.mark.parametrize("text", ["", "clock 1\n", "clock x\nend\n", "end\n"])
 def test_answer_that_is_cut_short_is_refused(text: str) -> None:
     with pytest.raises(ToolFailed, match="cut short"):
-        gc.parse(text)
+        gc.parse(text.encode(), "far")
 
 
 @pytest.mark.parametrize("ending", ["", f"-{'f' * 12}"], ids=["whole", "edit"])
 def test_code_that_no_job_uses_is_found(ending: str) -> None:
     path = f"deltas/code-{'e' * 64}{ending}.imgdelta"
-    files, _, _ = gc.parse(answer(f"file 17 2 {path}"))
+    files, _, _ = read(f"file 17 2 {path}")
     assert [one.path for one in files] == [path]

@@ -64,7 +64,7 @@ def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_F
         for info, data in members:
             tar.addfile(info, io.BytesIO(data))
     found = entries(iter([buffer.getvalue()]), OWN, IF_MISSING, epoch=CREATED_S)
-    passing.send(found, Squash(sink=sink), CONFIG)
+    passing.send(found, Squash(sink=sink), CONFIG, print)
     sink.write(END)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
@@ -135,19 +135,22 @@ def test_link_targets_leave_pax(target: str) -> None:
     assert "linkpath" not in found.pax_headers
 
 
-def test_capabilities_and_hard_links_pass() -> None:
-    capable = member("ping", data=b"elf", pax_headers={"SCHILY.xattr.security.capability": "\x01\x02"})
+def test_capabilities_and_hard_links_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    capability = {"SCHILY.xattr.security.capability": "\x01\x02"}
+    capable = member("ping", data=b"elf", pax_headers=capability)
+    noted = member("noted", data=b"elf", pax_headers={**capability, "SCHILY.xattr.user.note": "x"})
     hard = member("pong", tarfile.LNKTYPE, linkname="ping")
-    tar = rewritten(MARK, capable, hard)
-    assert tar.getmember("ping").pax_headers == capable[0].pax_headers
+    tar = rewritten(MARK, capable, noted, hard)
+    assert tar.getmember("ping").pax_headers == tar.getmember("noted").pax_headers == capability
     assert tar.getmember("pong").islnk()
+    assert "1 files lose extended attributes" in capsys.readouterr().out
 
 
 def test_cut_export_refused() -> None:
     info, data = member("file", data=b"x" * 5000)
     cut = info.tobuf() + data[:2000]
     with pytest.raises(CheckFailed, match="docker export: cut short"):
-        passing.send(entries(iter([cut]), (), epoch=0), Squash(sink=io.BytesIO()), CONFIG)
+        passing.send(entries(iter([cut]), (), epoch=0), Squash(sink=io.BytesIO()), CONFIG, print)
 
 
 def test_what_hides_the_runtimes_files_gives_way() -> None:

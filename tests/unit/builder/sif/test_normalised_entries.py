@@ -129,11 +129,6 @@ def test_record_does_not_list_what_is_left_out() -> None:
     assert content(passed(entry(name, lines, mtime_s=EPOCH_S))[name]) == lines  # the base's own
 
 
-def test_capabilities_stay_and_other_attributes_go() -> None:
-    one = entry("bin/ping").changed(xattrs={"security.capability": b"\1", "user.note": b"x"})
-    assert passed(one)["bin/ping"].xattrs == {"security.capability": b"\1"}
-
-
 def test_mounted_folders_are_the_same_from_every_engine() -> None:
     found = passed(
         entry("proc", kind=DIRECTORY).changed(mode=0o555, uid=3), entry("dev/null", kind=CHARACTER)

@@ -13,14 +13,13 @@ from imgkit_builder.sif import compression, space
 from imgkit_builder.sif.options import Archive, Piped, Source
 from imgkit_builder.sif.plain_tree import OldMksquashfs
 from imgkit_builder.sif.plan import Means
-from imgkit_builder.sif.squash_ways import Tar2sqfs, TarMksquashfs
+from imgkit_builder.sif.squash_ways import TarMksquashfs
 from imgkit_builder.sif.squasher import Squasher
 from imgkit_entrypoints.errors import CheckFailed
 
 IMAGE_BYTES = 1_000_000
 SQUASHERS: dict[str, Squasher | None] = {
     "new": TarMksquashfs(program=Path("mksquashfs")),
-    "tar2sqfs": Tar2sqfs(program=Path("tar2sqfs"), note=""),
     "old": OldMksquashfs(program=Path("mksquashfs"), note=""),
     "runtime": None,
 }
@@ -43,7 +42,7 @@ def free(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
     monkeypatch.setattr(space, "disk_usage", lambda _: usage)
 
 
-@pytest.mark.parametrize(("way", "share"), [("new", 0.5), ("tar2sqfs", 1), ("old", 2), ("runtime", 3.8)])
+@pytest.mark.parametrize(("way", "share"), [("new", 0.5), ("old", 2), ("runtime", 3.8)])
 def test_each_way_needs_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, share: float
 ) -> None:

@@ -60,10 +60,10 @@ def test_leftovers_of_the_same_target_go(tmp_path: Path) -> None:
         folder, part = work.folder, work.part
     folder.mkdir()
     part.touch()
-    kept = [tmp_path / ".y.sif.01234567.part", tmp_path / ".x.sif.mine.part"]
+    kept = [tmp_path / ".imgkit-01234567.y.sif.part", tmp_path / ".imgkit-mine.x.sif.part"]
     for path in kept:
         path.touch()
-    (tmp_path / ".x.sif.lock").write_text(json.dumps({"pid": 1, "folder": str(folder)}))
+    (tmp_path / ".imgkit-lock.x.sif").write_text(json.dumps({"pid": 1, "folder": str(folder)}))
     with workspace(target, tmp_path):
         assert not folder.exists()
         assert not part.exists()
@@ -78,7 +78,7 @@ def test_leftovers_of_the_same_target_go(tmp_path: Path) -> None:
 def test_lock_text_cannot_delete_others(tmp_path: Path, text: str) -> None:
     victim = tmp_path / "home"
     victim.mkdir()
-    (tmp_path / ".x.sif.lock").write_text(text.replace("VICTIM", str(victim)))
+    (tmp_path / ".imgkit-lock.x.sif").write_text(text.replace("VICTIM", str(victim)))
     with workspace(tmp_path / "x.sif", tmp_path):
         pass
     assert victim.is_dir()
@@ -87,7 +87,7 @@ def test_lock_text_cannot_delete_others(tmp_path: Path, text: str) -> None:
 def test_lock_cannot_be_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("keep")
-    (tmp_path / ".x.sif.lock").symlink_to(victim)
+    (tmp_path / ".imgkit-lock.x.sif").symlink_to(victim)
     with pytest.raises(UsageError, match="cannot write into"), workspace(tmp_path / "x.sif", tmp_path):
         pass
     assert victim.read_text() == "keep"
@@ -163,7 +163,7 @@ def test_full_disk_of_any_file_is_named(tmp_path: Path) -> None:
 def test_planted_name_of_another_file_is_no_lock(tmp_path: Path) -> None:
     victim = tmp_path / ".bashrc"
     victim.write_text("mine")
-    os.link(victim, tmp_path / ".x.sif.lock")
+    os.link(victim, tmp_path / ".imgkit-lock.x.sif")
     with pytest.raises(UsageError, match="hard link"), workspace(tmp_path / "x.sif", tmp_path):
         pass
     assert victim.read_text() == "mine"

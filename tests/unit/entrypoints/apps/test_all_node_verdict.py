@@ -47,7 +47,7 @@ def test_wrong_clock_is_a_warning_of_its_node() -> None:
     assert judged(found) == {"as01": "ok", "as02": "ok", "as03": "ok"}
     late = {**found, 2: dataclasses.replace(found[2], time_s=1e9 - 90)}
     assert judged(late) == {"as01": "ok", "as02": "warn", "as03": "ok"}
-    assert "its clock is 90.0 s behind the median of all nodes" in table(judge(HOSTS, late, 60))
+    assert "its clock is 90.0 s behind the median of all nodes" in "".join(table(judge(HOSTS, late, 60)))
 
 
 def test_receiver_of_wrong_numbers_is_named() -> None:
@@ -60,7 +60,7 @@ def test_silent_rank_is_named_and_others_are_victims() -> None:
     found = answers(**{f"r{rank}": {"error": TIMED_OUT, "seconds": 60.0} for rank in (0, 1, 4, 5)})
     del found[2], found[3]
     assert judged(found) == {"as01": "unknown", "as02": "fail", "as03": "unknown"}
-    text = table(judge(HOSTS, found, 60))
+    text = "".join(table(judge(HOSTS, found, 60)))
     assert "rank 2 did not answer within 60 s" in text
     assert "rank 0 after 60 s: Timed out" in text
 
@@ -72,7 +72,7 @@ def test_failing_check_names_the_host() -> None:
     found = answers(**{f"r{rank}": {"error": TIMED_OUT} for rank in range(6)})
     found[2] = dataclasses.replace(found[2], checks=(check,))
     assert judged(found) == {"as01": "unknown", "as02": "fail", "as03": "unknown"}
-    lines = [line.strip() for line in table(judge(HOSTS, found, 60)).splitlines()]
+    lines = [line.strip() for line in table(judge(HOSTS, found, 60))]
     at = lines.index("fail memlock: Max locked memory 65536")
     assert lines[at + 1] == "-> ulimit -l unlimited"
 

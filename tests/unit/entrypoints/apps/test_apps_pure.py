@@ -98,7 +98,7 @@ def test_table_shows_every_rank() -> None:
         hello.Peer(rank=0, host="as07r3b13", device="cuda:0, NVIDIA H100"),
         hello.Peer(rank=10, host="n", device="cpu", seconds=12.34e-6),
     ]
-    assert hello.table(peers).splitlines() == [
+    assert hello.table(peers) == [
         "rank  host       device                  latency",
         "   0  as07r3b13  cuda:0, NVIDIA H100           -",
         "  10  n          cpu                     12.3 us",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_entrypoints import facts
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.doctor.checks import Check
 from imgkit_entrypoints.facts import (
@@ -105,7 +106,7 @@ CUDA = {"CUDA_VERSION": "12.4.0.041"}
 
 
 def examine(
-    facts: HostFacts,
+    host: HostFacts,
     system: SystemFacts | None = None,
     env: dict[str, str] | None = None,
     *,
@@ -113,8 +114,8 @@ def examine(
     nnodes: int = 1,
     **changed: object,
 ) -> tuple[Check, ...]:
-    facts = dataclasses.replace(facts, **changed)  # type: ignore[arg-type]
-    return node.examine(facts, system, env or {}, reader=Reader(root=root), nnodes=nnodes)
+    host = dataclasses.replace(host, **changed)  # type: ignore[arg-type]
+    return node.examine(host, system, env or {}, reader=Reader(root=root), nnodes=nnodes)
 
 
 def verdicts(found: tuple[Check, ...], name: str) -> list[str]:
@@ -131,7 +132,7 @@ def image(tmp_path: Path) -> Path:
 
 def test_good_node_is_all_ok(image: Path) -> None:
     found = examine(IB, MN5, CUDA, root=image, nnodes=2)
-    assert {check.verdict for check in found} == {"ok"}, node.table(found)
+    assert {check.verdict for check in found} == {"ok"}, [*node.table(found)]
     assert {"gpus", "memlock", "rdma ports", "rdma devices", "libibverbs", "gpudirect"} <= {
         check.name for check in found
     }
@@ -139,7 +140,7 @@ def test_good_node_is_all_ok(image: Path) -> None:
 
 def test_good_slingshot_node_has_no_failure(image: Path) -> None:
     found = examine(CXI, None, CUDA, root=image, nnodes=2)
-    assert node.passed(found), node.table(found)
+    assert node.passed(found), [*node.table(found)]
     assert verdicts(found, "libfabric") == ["ok"]
 
 
@@ -186,7 +187,7 @@ def test_one_fault_is_named_with_its_fix(
 ) -> None:
     found = examine(IB, MN5, CUDA, root=image, nnodes=2, **changed)
     hits = [check for check in found if check.name == name and check.verdict == verdict]
-    assert len(hits) == 1, node.table(found)
+    assert len(hits) == 1, [*node.table(found)]
     assert said in hits[0].fix
     assert hits[0].evidence
     assert "dist-env" not in hits[0].fix
@@ -472,14 +473,18 @@ def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None
     assert "--jsno" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("system", "verdict"), [(MN5, "fail"), (None, "warn")])
-def test_amd_gpus_end_with_the_reason(image: Path, system: SystemFacts | None, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "file", "verdict"),
+    [(MN5, "kfd", "fail"), (None, "kfd", "warn"), (MN5, "accel", "fail"), (None, "accel", "ok")],
+)
+def test_gpus_of_others_end_with_the_reason(
+    image: Path, system: SystemFacts | None, file: str, verdict: str
+) -> None:
     (image / "dev").mkdir()
-    (image / "dev/kfd").touch()
-    (image / "sys/class/drm/card0/device").mkdir(parents=True)
-    (image / "sys/class/drm/card0/device/vendor").write_text("0x1002\n")
-    found = examine(IB, system, root=image, gpus=0, gpu_devices=())
+    (image / "dev" / file).touch()
+    source = facts.gather(image, {}).gpus_source
+    found = examine(IB, system, root=image, gpus=0, gpu_devices=(), gpus_source=source)
     (check,) = [check for check in found if check.name == "gpus"]
     assert check.verdict == verdict
-    assert "NVIDIA GPUs" in check.fix
+    assert ("NVIDIA GPUs" in check.fix) == (verdict != "ok")
     assert "--nv" not in check.fix

@@ -360,12 +360,52 @@ def test_snapshot_has_nothing_else(planted: Planted):
     assert "secret" not in repr(found)
 
 
+ON_BUS = {
+    "AMD, some of them hidden": ((*[("0x120000", "0x1002")] * 3, ("0x030000", "0x1a03")), "kfd", "3 of AMD"),
+    "AMD": ([("0x038000", "0x1002")] * 2, "", "2 of AMD"),
+    "Intel": ((("0x038000", "0x8086"), ("0x030000", "0x8086")), "dri/card0", "1 of Intel"),
+    "Gaudi": ([("0x120000", "0x1da3")] * 8, "accel/accel0", "8 of Habana"),
+    "others": ((("0x120000", "0x19e5"), ("0x038000", "0x1af4")), "davinci0", "1 of vendor 0x19e5"),
+}
+
+
 @pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
-def test_amd_gpus_are_evidence_and_no_gpus(tmp_path: Path, env: dict[str, str]):
-    cards = {f"sys/class/drm/card{number}/device/vendor": "0x1002\n" for number in (0, 1)}
-    put(tmp_path, {**cards, "dev/kfd": ""})
+@pytest.mark.parametrize("maker", ON_BUS)
+def test_gpus_of_others_are_evidence_and_no_gpus(tmp_path: Path, maker: str, env: dict[str, str]):
+    devices, file, said = ON_BUS[maker]
+    for number, (kind, vendor) in enumerate(devices):
+        folder = f"sys/bus/pci/devices/0000:{number:02}:00.0"
+        put(tmp_path, {f"{folder}/class": kind, f"{folder}/vendor": vendor})
+    if file:
+        put(tmp_path, {f"dev/{file}": ""})
     host = facts.gather(root=tmp_path, env=env)
     assert host.gpus == 0
-    assert "2 AMD GPUs: imgkit uses NVIDIA GPUs only" in host.gpus_source
+    files = f"; /dev: {Path(file).parts[0]}" if file else ""
+    evidence = f"/dev: no nvidia device{files}; /sys/bus/pci/devices: {said}; imgkit uses NVIDIA GPUs only"
+    assert evidence in host.gpus_source
+    (tmp_path / "dev").mkdir(exist_ok=True)
     (tmp_path / "dev/nvidia0").touch()
-    assert "AMD" not in facts.gather(root=tmp_path, env=env).gpus_source
+    assert said not in facts.gather(root=tmp_path, env=env).gpus_source
+
+
+def test_hidden_gpus_of_nvidia_are_evidence(tmp_path: Path):
+    folder = "sys/bus/pci/devices/0000:17:00.0"
+    put(tmp_path, {f"{folder}/class": "0x030200", f"{folder}/vendor": "0x10de"})
+    source = facts.gather(root=tmp_path, env={}).gpus_source
+    assert source == "/dev: no nvidia device; /sys/bus/pci/devices: 1 of NVIDIA"
+
+
+def test_display_of_a_processor_is_no_gpu(tmp_path: Path):
+    folder = "sys/bus/pci/devices/0000:00:02.0"
+    put(tmp_path, {f"{folder}/class": "0x030000", f"{folder}/vendor": "0x8086", "dev/dri/card0": ""})
+    assert "NVIDIA GPUs only" not in facts.gather(root=tmp_path, env={}).gpus_source
+
+
+def test_closed_gpus_of_a_saved_tree_do_not_count(tmp_path: Path):
+    put(tmp_path, {f"dev/nvidia{number}": "" for number in range(4)})
+    put(tmp_path, {"facts.json": json.dumps({"closed": ["/dev/nvidia1", "/dev/nvidia3"]})})
+    host = facts.gather(root=tmp_path, env={})
+    assert (host.gpus, "2 of them closed" in host.gpus_source) == (2, True)
+    assert facts.gather(root=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,1"}).gpus == 2
+    facts.saved_tree.write(facts.snapshot(tmp_path, {}), tmp_path / "again")
+    assert facts.gather(root=tmp_path / "again", env={}).gpus == 2

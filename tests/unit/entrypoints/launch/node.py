@@ -6,7 +6,7 @@ import resource
 import sys
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import forced_end, hang_watch, node, signals, supervisor
+from imgkit_entrypoints.launch import attempts, forced_end, hang_watch, node, signals, supervisor
 from imgkit_entrypoints.launch.request import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
 from imgkit_entrypoints.rollcall.messages import Caller, Identity
@@ -15,7 +15,7 @@ from imgkit_entrypoints.schedulers.placement import Placement, Size
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
 forced_end.END_STEP_S, node.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
-hang_watch.ANSWER_S = 2.0
+hang_watch.ANSWER_S, attempts.LEAST_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
 node.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
@@ -24,8 +24,8 @@ if "open_files" in options:
     resource.setrlimit(resource.RLIMIT_NOFILE, (options["open_files"], hard))
 
 
-def say(text: str) -> None:
-    print(f"<{text}>", file=sys.stderr, flush=True)
+def say(*lines: str) -> None:
+    print("<{}>".format("\n".join(lines)), file=sys.stderr, flush=True)
 
 
 place = Placement(
@@ -62,6 +62,6 @@ try:
         goodput=options.get("goodput", ""),
     )
 except ImgkitError as error:
-    say(str(error))
+    say(*str(error).split("\n"))
     code = error.exit_code
 sys.exit(code)

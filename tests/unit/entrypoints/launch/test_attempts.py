@@ -8,10 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rollcall_nodes import placement
+
+from imgkit_entrypoints.launch.attempts import RendezvousWatch
+from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING, WORKERS
+from imgkit_entrypoints.rollcall.session import LoneRoll
 
 from .conftest import until
 
@@ -20,7 +26,8 @@ WORK = """
 import os, signal, sys, time
 nnodes, rank, port = sys.argv[1:4]
 attempt, stop = int(os.environ["IMGKIT_ATTEMPT"]), os.environ["IMGKIT_STOP_DIR"]
-print("attempt", attempt, "rank", rank, "of", nnodes, "port", port, "works;", flush=True)
+first = os.environ["IMGKIT_FIRST_ATTEMPT"]
+print("attempt", attempt, "rank", rank, "of", nnodes, "port", port, "works;", "first at", first, flush=True)
 """
 PULSE = "from imgkit_entrypoints.launch.hang_watch import Pulse\n"
 HANG = WORK + "time.sleep(100)"
@@ -70,6 +77,8 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     assert "lost node 1 of 3 (host1): it closed the connection" in said
     assert "attempt 2 starts with 2 nodes; node 2 of 3 (host2) takes rank 1" in said
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node2-2.log").read_text()
+    first, again = first_attempts((nodes.folder / "node0-0.log").read_text())
+    assert first == again
     assert (nodes.folder / "run/attempt").read_text().split()[:2] == [nodes.job, "2"]
     assert result(nodes) == "0"
 
@@ -177,11 +186,22 @@ def test_failures_are_counted(nodes: Any) -> None:
     assert "attempt 3 starts" in nodes.output()
 
 
+def first_attempts(text: str) -> list[float]:
+    """When the first attempt began, as the workers were told."""
+    return [float(found) for found in re.findall(r"first at ([\d.]+)", text)]
+
+
 def test_one_node_starts_anew_too(nodes: Any) -> None:
     words = [sys.executable, "-c", WORK + "sys.exit(attempt == 1)", "1", "0", MARKERS[2]]
+    began = time.monotonic()
     nodes.start(words, max_failures=1)
     assert nodes.codes() == [0]
     assert "attempt 2 rank 0 of 1" in nodes.output()
+    first, again = first_attempts(nodes.output())
+    assert began < first == again
+    nodes.start(words, max_failures=1)  # a requeued job
+    assert nodes.codes() == [0, 0]
+    assert len(set(first_attempts(nodes.output()))) == 2
     assert not (nodes.folder / "run/result").exists(), "only with a range or spares"
 
 
@@ -227,3 +247,35 @@ def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> 
     assert nodes.codes() == [0, -9, 0]
     assert "nothing keeps workers of an earlier attempt from writing" in nodes.output()
     assert "the job script will not see how the run has ended" in nodes.output()
+
+
+def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun of a node on a slow file system is read for minutes, while the others wait for it."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    roll = LoneRoll(replace(placement(nnodes=12), hosts=()))
+    watch = RendezvousWatch(roll, 120.0)
+    roll.phase = RENDEZVOUS
+    assert watch.stalled() == ""
+    now += 1000
+    assert watch.stalled() == ""
+    roll._phases.update(dict.fromkeys(range(1, 12), RENDEZVOUS))
+    roll._phases[3] = WORKERS
+    assert watch.stalled() == ""
+    now += 119
+    assert watch.stalled() == ""
+    now += 1
+    assert "after 120 s (--rollcall-timeout); without workers: node 0 of 12 (127.0.0.1), " in watch.stalled()
+    assert "node 2 of 12, node 4 of 12, " in watch.stalled()
+    assert "node 8 of 12 and 3 more. " in watch.stalled()
+    roll.phase = WORKERS
+    roll._phases.update(dict.fromkeys(range(1, 12), WORKERS))
+    assert watch.stalled() == ""
+
+
+def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
+    roll = LoneRoll(placement(nnodes=3), elastic=True)
+    roll._phases.update({1: WORKERS, 2: RENDEZVOUS})
+    assert roll.phases == {0: STARTING, 1: WORKERS, 2: RENDEZVOUS}
+    roll.start(2, {0: 0, 2: 1})
+    assert roll.phases == {0: STARTING, 2: STARTING}

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -93,9 +94,9 @@ def test_run_that_was_complete_before_only_starts() -> None:
     assert told(attempt(5, 90, well=True)) == {"starting": 180, "idle": 20}
 
 
-def test_program_that_tells_nothing_trains_until_it_ends() -> None:
-    assert told(attempt(5, 90, well=True, tells=False)) == {"starting": 10, "training": 170, "idle": 20}
-    assert told(attempt(5, 90, tells=False)) == {"starting": 10, "lost": 190}
+def test_program_that_notes_nothing_never_trains() -> None:
+    assert told(attempt(5, 90, well=True)) == {"starting": 180, "idle": 20}
+    assert told(attempt(5, 90)) == {"starting": 10, "lost": 190}
 
 
 TIMES = strategies.floats(-10, 200)
@@ -105,7 +106,6 @@ ATTEMPTS = strategies.builds(
     nodes=strategies.integers(0, 9),
     ended_s=strategies.none() | TIMES,
     well=strategies.booleans(),
-    tells=strategies.booleans(),
     progress=strategies.none()
     | strategies.builds(
         Progress, first_s=TIMES, last_s=TIMES, saving_s=TIMES, kept_s=TIMES, kept_saving_s=TIMES
@@ -121,7 +121,7 @@ def test_parts_of_any_timeline_add_up(attempts: list[Attempt], nodes: int, now: 
     found = goodput.parts(0.0, now, nodes, attempts)
     assert found.allocated == pytest.approx(now * nodes, abs=1e-6)
     assert min(dataclasses.astuple(found)) >= 0
-    assert 0 <= found.share <= 1
+    assert found.training <= found.allocated
 
 
 def start(**changed: Any) -> CountedStart:
@@ -143,7 +143,17 @@ def test_line_says_where_the_time_went() -> None:
 def test_line_adds_the_starts_of_a_job() -> None:
     text = str(Goodput(starts=(start(), start(nodes=4, source=goodput.SEEN))))
     assert text.startswith("goodput 87 % over 2 starts: 14400 node-s: starting 48 node-s, ")
-    assert text.endswith("idle 152 node-s (the launcher does not see what the program saves)")
+    assert text.endswith("idle 152 node-s")
+
+
+def test_program_without_steps_has_no_goodput() -> None:
+    alone = Goodput(starts=(start(source=goodput.SEEN),))
+    assert str(alone) == "3600 s on 2 nodes; no goodput: the program reported no steps"
+    twice = alone.with_start(start(source=goodput.SEEN))
+    assert str(twice) == "7200 s on 2 nodes over 2 starts; no goodput: the program reported no steps"
+    assert (json.loads(twice.to_json())["goodput"], twice.share) == (None, None)
+    assert goodput.from_json(twice.to_json()) == twice
+    assert twice.with_start(start()).share == pytest.approx(0.8694, abs=1e-4)
 
 
 def test_file_is_read_back_and_holds_the_sums() -> None:
@@ -324,10 +334,15 @@ def test_node_lost_while_a_spare_waits_costs_lost_and_idle_time(nodes: Any) -> N
     assert spent.lost >= 3 * 0.4
 
 
-def test_program_of_ones_own_is_seen_from_outside(nodes: Any) -> None:
+def test_program_of_ones_own_has_steps_only_if_it_notes_them(nodes: Any) -> None:
     nodes.start([sys.executable, STUB, "2", "import time; time.sleep(0.3)"], goodput=goodput.SEEN)
     assert nodes.codes() == [0]
-    assert "(the launcher does not see what the program saves)>" in nodes.output()
+    assert re.search(r"<[\d.]+ s on 1 node; no goodput: the program reported no steps>", nodes.output())
+    file = nodes.folder / "run" / goodput.FILE
+    assert json.loads(file.read_text())["goodput"] is None
+    run(nodes, "", goodput=goodput.SEEN)
+    assert nodes.codes() == [0, 0]
+    assert json.loads(file.read_text())["goodput"] > 0
 
 
 def test_apps_that_only_measure_have_no_goodput(nodes: Any) -> None:

@@ -47,6 +47,40 @@ def alone(code: str, workers: int = 2) -> list[str]:
     return [sys.executable, STUB, str(workers), code]
 
 
+MEETS = """
+def init_process_group(folder):
+    Path(folder, f"meets-{rank}").touch()
+    while not Path(folder, "goes-on").exists():
+        time.sleep(0.05)
+"""
+
+
+def test_ranks_that_do_not_meet_are_told_soon(nodes: Any, tmp_path: Path) -> None:
+    """Ranks wait for others in torch's store, in a function of this name."""
+    waits = worker().replace("for step in", f"{MEETS}\ninit_process_group({str(tmp_path)!r})\nfor step in")
+    nodes.start(alone(waits), **SOON)
+    nodes.said("ranks 0, 1 on host0 in init_process_group for ")
+    assert (
+        "ranks are missing, or torch's store has lost their keys\n  ranks 0, 1 on host0 (process"
+        in nodes.output()
+    )
+    (tmp_path / "goes-on").touch()
+    nodes.said("ranks 0, 1 on host0 moved again")
+    nodes.processes[0].terminate()
+    assert nodes.codes() == [0]
+
+
+def test_busy_start_is_not_told(nodes: Any) -> None:
+    nodes.start(
+        alone(worker().replace("for step in", "time.sleep(2)\nprint('busy', flush=True)\nfor step in")),
+        **SOON,
+    )
+    nodes.said("busy", times=2)
+    nodes.processes[0].terminate()
+    assert nodes.codes() == [0]
+    assert " on host0" not in nodes.output()
+
+
 def test_every_way_to_hang_is_told(nodes: Any) -> None:
     ways = (
         "time.sleep(1000)",

@@ -23,6 +23,7 @@ SAVE = READY + (
     "while not os.path.exists(stop + '/stop'): time.sleep(0.02)\n"
     "open(stop + '/state-saved', 'w').write(os.environ['IMGKIT_JOB_ID'] + ' 7')\n"
 )
+TWO = {"nnodes": 2, "hosts": ["host0", "host1"], "timeout_s": 3.0, "lost_s": 20.0}
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
 
 
@@ -304,6 +305,20 @@ def test_failed_node_ends_the_other(nodes: Any) -> None:
     nodes.two(only_host1 + HANG)
     assert nodes.codes() == [1, 1]
     assert "node 1 of 2 (host1) ended with exit code 1" in nodes.output()
+
+
+def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
+    """Torchrun of node 1 waits in torch's store, as after a stranger has deleted a key."""
+    note = "from imgkit_entrypoints.launch import start_up; start_up.note(os.environ, {phase!r});"
+    nodes.start(stub(READY + note.format(phase="workers") + "time.sleep(100)"), **TWO, rank=0)
+    nodes.start(stub(READY + note.format(phase="rendezvous") + "time.sleep(100)"), **TWO, rank=1)
+    assert nodes.codes(within_s=40) == [4, 1]
+    said = nodes.output()
+    assert (
+        "rendezvous has not ended after 3 s (--rollcall-timeout); without workers: node 1 of 2 (host1)."
+        in said
+    )
+    assert "node 0 of 2 (host0) ended with exit code 4" in said
 
 
 def test_stop_during_the_roll_call(nodes: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.facts import HostFacts, compute
 from imgkit_entrypoints.launch import markers, plan
 from imgkit_entrypoints.launch.markers import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING
 from imgkit_entrypoints.launch.request import Request
@@ -222,15 +223,41 @@ def test_plan_is_json():
 
 
 def test_expected_but_invisible_gpus_are_refused():
-    with pytest.raises(NoPlan, match="4 per node") as caught:
-        make(system=SystemFacts(node=Node(gpus=4)))
-    assert "--nv" in str(caught.value.hint)
-
-
-def test_number_of_processes_is_a_choice_without_gpus():
-    made = make(system=SystemFacts(node=Node(gpus=4)), nproc="2")
+    system = SystemFacts(node=Node(gpus=4, gpu_model="NVIDIA H100"))
+    for request in ({}, {"nproc": "2"}):  # as many processes as a script states are no choice of processors
+        with pytest.raises(NoPlan) as caught:
+            make(system=system, **request)
+        assert "/opt/imgkit/system.json (NVIDIA H100) says 4 per node (0 device files)" in caught.value.what
+        for said in ("--nv", "--gpus=all", "--gres=gpu:4", "--device cpu"):
+            assert said in str(caught.value.hint)
+        assert caught.value.exit_code == 5
+    made = make(system=system, nproc="2", device="cpu")
     assert (made.nproc, made.env["IMGKIT_DEVICE"]) == (2, "cpu")
-    assert any("--nv forgotten?" in decision.reason for decision in made.decisions)
+
+
+@pytest.mark.parametrize("name", ["IMGKIT_GPUS", "SLURM_GPUS_ON_NODE"])
+def test_gpus_of_the_job_are_expected_without_an_image(name: str) -> None:
+    with pytest.raises(NoPlan, match=f"{name} says 4 per node"):
+        make({name: "4"})
+    assert make({name: "4"}, gpus=4).nproc == 4
+    assert make({name: "4"}, device="cpu").nproc == 1
+    assert make({name: "4"}, system=SystemFacts()).nproc == 1  # the image is made for processors
+    assert make({name: "0"}).nproc == 1
+
+
+def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
+    source = f"/dev: no nvidia device; /dev: kfd; {compute.ONLY_NVIDIA}"
+    with pytest.raises(NoPlan, match="/dev: kfd") as caught:
+        plan.make(
+            Request(),
+            WORKER,
+            place=node(),
+            host=dataclasses.replace(host(), gpus_source=source),
+            system=SystemFacts(node=Node(gpus=8)),
+            env={},
+        )
+    assert "on nodes with NVIDIA GPUs; a container with --rocm does not help" in str(caught.value.hint)
+    assert "--device cpu" in str(caught.value.hint)
 
 
 def test_cuda_without_gpu_is_refused():

@@ -1,4 +1,4 @@
-"""Files in a run's folder that ask it to stop: a person's, the job script's, and those of imgkit 0.1."""
+"""Files in a run's folder that ask it to stop: a person's and the job script's."""
 
 from __future__ import annotations
 
@@ -53,12 +53,10 @@ def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
     assert left(run_dir) == ["state-saved", "stop-for-requeue"]
 
 
-def test_script_that_makes_both_files_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
-    nodes.two(SAVE, **SOON)
-    nodes.said("ready", 4)
+def test_of_two_files_the_one_of_a_person_counts(tmp_path: Path) -> None:
     for name in ("stop-for-requeue", "stop"):
-        (run_dir / name).touch()
-    assert nodes.codes() == [85, 85]
+        (tmp_path / name).touch()
+    assert RunFolder(path=tmp_path).request() == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
@@ -71,65 +69,6 @@ def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nno
     assert f"rm {run_dir}/stop" in nodes.output()
     assert "started" not in nodes.output()
     assert left(run_dir) == ["stop"]
-
-
-def test_old_name_stops_with_one_warning(nodes: Any, run_dir: Path) -> None:
-    nodes.two(SAVE, **SOON)
-    nodes.said("ready", 4)
-    (run_dir / "STOP").touch()
-    assert nodes.codes() == [0, 0]
-    assert nodes.output().count("STOP is the old name of this file, use `stop`") == 1
-
-
-def test_old_name_keeps_a_run_from_starting(nodes: Any, run_dir: Path) -> None:
-    (run_dir / "STOP").touch()
-    nodes.start(["echo", "started"])
-    assert nodes.codes() == [2]
-    assert f"rm {run_dir}/STOP (STOP is the old name of the file `stop`)" in nodes.output()
-
-
-def test_script_of_imgkit_0_1_asks_for_a_requeue_by_stop(nodes: Any) -> None:
-    run_dir = nodes.folder / "mn5-4711"
-    run_dir.mkdir()
-    (run_dir / "stop").touch()  # that version clears it at the start
-    env = {"IMGKIT_RUN_DIR": str(run_dir), "SLURM_JOB_ID": "4711"}
-    nodes.start([sys.executable, STUB, "1", SAVE], env=env, **SOON)
-    nodes.said("ready")
-    assert left(run_dir) == []
-    (run_dir / "stop").touch()
-    assert nodes.codes() == [85]
-    assert left(run_dir) == ["state-saved", "stop"]
-
-
-@pytest.mark.parametrize(
-    ("env", "old"),
-    [
-        ({"IMGKIT_RUN_DIR": "/w/runs/mn5-4711", "SLURM_JOB_ID": "4711"}, True),
-        ({"IMGKIT_RUN_DIR": "/w/runs/mn5-4711", "SLURM_JOB_ID": "4711", "IMGKIT_STOP_FILES": "2"}, False),
-        ({"IMGKIT_RUN_DIR": "/w/runs/mine", "SLURM_JOB_ID": "4711"}, False),
-        ({"IMGKIT_RUN_DIR": "/w/runs/mn5-4711.pbs", "PBS_JOBID": "4711.pbs"}, False),
-        ({"IMGKIT_RUN_DIR": "/w/runs/mine-", "SLURM_JOB_ID": ""}, False),
-    ],
-)
-def test_only_the_slurm_script_of_0_1_is_an_old_script(env: dict[str, str], old: bool) -> None:
-    assert RunFolder.of(env, print) == RunFolder(path=Path(env["IMGKIT_RUN_DIR"]), old_script=old)
-
-
-def test_old_name_is_a_persons_request_under_an_old_script_too(tmp_path: Path) -> None:
-    (tmp_path / "STOP").touch()
-    folder = RunFolder(path=tmp_path, old_script=True)
-    assert folder.request() == StopRequest(reason=f"{tmp_path}/STOP", requeue=False)
-    with pytest.raises(UsageError, match="keeps the run from starting"):
-        folder.refuse_stopped()
-
-
-def test_disk_that_ignores_case_gives_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stop").touch()
-    lstat = os.lstat
-    monkeypatch.setattr(os, "lstat", lambda path: lstat(str(path).lower()))
-    request = RunFolder(path=tmp_path).request()
-    assert request == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
-    assert run_folder.warning(request.reason) == ""
 
 
 def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
@@ -185,7 +124,8 @@ def test_files_of_a_stranger_do_not_end_a_run(nodes: Any, run_dir: Path) -> None
         (run_dir / name).touch()
         os.chown(run_dir / name, 12345, 12345)
     nodes.said("does not count: it belongs to another user (12345)", 2)
-    (run_dir / "STOP").touch()
+    (run_dir / "stop").unlink()
+    (run_dir / "stop").touch()
     assert nodes.codes() == [0]
     assert nodes.output().count("does not count") == 2
     assert nodes.output().count("asked the program to save and end") == 1

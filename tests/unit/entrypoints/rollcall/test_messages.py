@@ -48,9 +48,9 @@ from imgkit_entrypoints.rollcall.messages import (
     StopWanted,
 )
 from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
-from imgkit_entrypoints.rollcall.reader import printable
 from imgkit_entrypoints.rollcall.session import Event, MemberRoll
 from imgkit_entrypoints.rollcall.strangers import Strangers
+from imgkit_entrypoints.terminal import shown
 
 OFFER = Offer(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
 CALL = Call(
@@ -65,6 +65,7 @@ FROM_NODE: tuple[FromNode, ...] = (
     CALL,
     Beat(span=(-1, 2**62)),
     Beat(),
+    Beat(phase="rendezvous"),
     AttemptEnded(code=85),
     AttemptEnded(code=1, attempt=3, place=2**62, counts=(1, 2, 4)),
     AttemptEnded(code=129, place=-1),
@@ -75,7 +76,7 @@ FROM_NODE: tuple[FromNode, ...] = (
 )
 FROM_HEAD: tuple[FromHead, ...] = (
     Beat(span=(3, 5)),
-    Go(port=15001, warnings=("the nodes differ in GPU",)),
+    Go(port=15001, warnings=("the nodes differ in GPU",), nnodes=2, node_rank=1),
     Go(port=15001, warnings=(), nnodes=3, node_rank=2, elastic=True),
     Start(attempt=2, nnodes=16, node_rank=15, port=15002),
     Start(attempt=2, nnodes=1, node_rank=None, port=15002),
@@ -126,16 +127,18 @@ def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
     "line",
     [
         *RAW,
+        b'{"beat": 1}',
         b'{"beat": [1]}',
         b'{"beat": [1, 2, 3]}',
         b'{"beat": [true, 2]}',
         b'{"done": "x"}',
         b'{"done": 256}',
         b'{"done": true}',
-        b'{"done": 0, "attempt": 0}',
-        b'{"done": 0, "place": -2}',
-        b'{"done": 0, "counts": [0]}',
-        b'{"done": 0, "counts": 2}',
+        b'{"done": 0}',
+        b'{"done": 0, "attempt": 0, "counts": []}',
+        b'{"done": 0, "attempt": 1, "place": -2, "counts": []}',
+        b'{"done": 0, "attempt": 1, "counts": [0]}',
+        b'{"done": 0, "attempt": 1, "counts": 2}',
         b'{"stop": null}',
         b'{"stop": "x", "requeue": 1}',
         b'{"probed": {}}',
@@ -248,7 +251,7 @@ class Fuzzed:
 
     def say(self, text: str) -> None:
         """Take a line of the log."""
-        assert printable(text) == text
+        assert shown(text) == text
 
     def pair(self, read: Callable[[bytes], Any]) -> tuple[socket.socket, Link[Any], Callable[[bytes], bytes]]:
         """A stranger's socket, our link to it, and what signs a line for it."""
@@ -266,9 +269,9 @@ class Fuzzed:
     def check(self, events: list[Event]) -> None:
         """Check that the texts of events print well."""
         for event in events:
-            assert printable(repr(event)) == repr(event)
+            assert shown(repr(event)) == repr(event)
             for value in dataclasses.asdict(event).values():
-                assert not isinstance(value, str) or printable(value) == value
+                assert not isinstance(value, str) or shown(value) == value
 
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""

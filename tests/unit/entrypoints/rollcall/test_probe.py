@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -22,18 +19,6 @@ from imgkit_entrypoints.rollcall.probe import OpenPorts
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 HERE = "127.0.0.1"
-WHEEL_0_1 = Path(__file__).parents[3] / "lab/data/imgkit_entrypoints-0.1.0-py3-none-any.whl"
-NODE_0_1 = """
-import json, sys, types
-sys.path.insert(0, sys.argv[1])
-import imgkit_entrypoints
-from imgkit_entrypoints import rollcall
-place = types.SimpleNamespace(**json.loads(sys.argv[2]))
-me = rollcall.Caller(host=place.hosts[place.node_rank])
-roll = rollcall.call(place, me, timeout_s=20, say=lambda _: None)
-print(imgkit_entrypoints.__version__, roll.port)
-roll.close()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -141,25 +126,9 @@ def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest) -> No
     assert all(isinstance(roll, session.Roll) for roll in meet(places(3, request.node.name), [HERE] * 3))
 
 
-def test_older_node_takes_no_part(request: pytest.FixtureRequest) -> None:
+def test_node_without_an_address_takes_no_part(request: pytest.FixtureRequest) -> None:
     found = meet(places(3, request.node.name), [HERE, "", HERE])
     assert all(isinstance(roll, session.Roll) for roll in found)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_node_of_imgkit_0_1_is_met(request: pytest.FixtureRequest, rank: int) -> None:
-    spots = places(2, f"0.1 {rank}")
-    place = {
-        name: getattr(spots[rank], name)
-        for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id")
-    }
-    old = subprocess.Popen(
-        [sys.executable, "-I", "-c", NODE_0_1, str(WHEEL_0_1), json.dumps(place)], stdout=subprocess.PIPE
-    )
-    me = Caller(host=f"host{1 - rank}", address=HERE, interface="lo")
-    roll = gather.call(spots[1 - rank], me, timeout_s=20, say=lambda _: None)
-    assert old.communicate()[0].decode() == f"0.1.0 {roll.port}\n"
-    roll.close()
 
 
 def test_failing_pair_is_named_on_every_node(

@@ -16,14 +16,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import descriptors, gather, messages, ports, session, strangers
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller
+from imgkit_entrypoints.rollcall import descriptors, gather, head_roll, messages, ports, session, strangers
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller, Measured
 from imgkit_entrypoints.rollcall.strangers import Strangers
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -174,7 +175,7 @@ def test_text_of_an_open_head_is_printed_without_control_characters(place: Place
         connection, _ = listener.accept()
         told = "\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800"
         connection.sendall(json.dumps({"refused": {"what": told, "hint": told}}).encode() + b"\n")
-        assert "?]0;x? ?gnp.exe ?31m ? ?" in node.refusal()
+        assert r"\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800" in node.refusal()
         connection.close()
     assert not set(node.refusal()) & {"\x1b", "\x07", "\u202e", "\x9b", "\x7f", "\ud800"}
 
@@ -213,6 +214,77 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
         until_done()
         assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
         roll.close()
+
+
+def test_refused_caller_that_goes_on_sending_costs_no_memory(place: Placement, secret: bytes | None) -> None:
+    call = {"job": "other", "node_rank": 1, "nnodes": 2, "caller": {"host": "other", "identity": {}}}
+
+    def head(ready: Callable[[], None]) -> None:
+        before = memory("VmRSS")
+        me = Caller(host="head")
+        roll = gather.call(place, me, timeout_s=30, say=lambda _: None, secret=secret)
+        roll.ended(AttemptEnded(code=0))
+        while not roll.tick():
+            roll.wait([], 0.1)
+        assert memory("VmHWM") - before < 32 << 20
+        ready()
+        roll.close()
+
+    with attacker(head) as until_done:
+        for _ in range(4):
+            with stranger(place) as one, contextlib.suppress(OSError):  # the head closes it
+                one.sendall(json.dumps(call).encode() + b"\n")
+                for _ in range(100):
+                    one.sendall(b"ab\n" * 30_000)
+        roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
+        roll.ended(AttemptEnded(code=0))
+        until_done()
+        assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
+        roll.close()
+
+
+def memory(kind: str) -> int:
+    """Bytes of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
+
+
+def test_flood_during_the_run_wakes_the_head_seldom(
+    place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head whose workers train has no processor to spare for strangers, and still refuses late callers."""
+    looks: list[float] = []
+    callers = Strangers.callers
+
+    def counted(room: Strangers, missing: int = 0) -> list[Any]:
+        looks.append(time.monotonic())
+        return callers(room, missing)
+
+    monkeypatch.setattr(session, "BEAT_S", 5.0)
+    head, node = meet(place)
+    monkeypatch.setattr(Strangers, "callers", counted)
+    ended = threading.Event()
+
+    def flood() -> None:
+        while not ended.is_set():
+            stranger(place).close()
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    began = time.monotonic()
+    while time.monotonic() < began + 1.0:
+        head.wait([], 0.5)
+        head.tick()
+        node.tick()
+    ended.set()
+    assert 2 <= len(looks) <= 2 * (time.monotonic() - began) / head_roll.STRANGERS_S
+    late = CallThread(place, 1)
+    while late.is_alive():
+        head.wait([], 0.5)
+        head.tick()
+    assert "started twice on this host" in late.refusal()
+    flooding.join()
+    end_well([head, node])
 
 
 def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
@@ -358,6 +430,23 @@ def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: byte
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
     why = "it sent what is no message of imgkit's roll call"
     assert events == [[messages.Lost(node="node 1 of 3 (as07r3b13)", why=why)]] * 2
+    close(rolls)
+
+
+def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
+    """A stranger may be a node of an open start; it fills neither the head's memory nor the others' links."""
+    rolls = meet(replace(place, nnodes=3))
+    for _ in range(50):
+        rolls[1].measured(Measured(stage=0))
+        rolls[1].ask_stop("USR1")
+    for _ in range(50):
+        rolls[1].ended(AttemptEnded(code=7))
+    name = "node 1 of 3 (as07r3b13)"
+    once = [messages.StopAsked(node=name, reason="USR1"), messages.Failed(node=name, code=7)]
+    assert hear([rolls[0], rolls[2]], lambda seen: len(seen[1]) > 1) == [once, once]
+    assert hear([rolls[0], rolls[2]], lambda _: False, within_s=0.1) == [[], []]
+    assert isinstance(rolls[0], session.LeadingRoll)
+    assert rolls[0].answers == []
     close(rolls)
 
 

@@ -30,8 +30,8 @@ def rounds(nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(stages.pairs(nodes, turn) for turn in range(nodes + nodes % 2 - 1))
 
 
-def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int, rail: int | None = None) -> str:
-    """The matrix as a text table; `rail` is the local rank that it is of."""
+def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int, rail: int | None = None) -> list[str]:
+    """The lines of the matrix as a table; `rail` is the local rank that it is of."""
     width = max(8, *(len(host) for host in hosts))
     who = "nodes" if rail is None else f"the ranks with local rank {rail}"
     lines = [
@@ -41,7 +41,7 @@ def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int, rail: int | Non
     for host, row in zip(hosts, matrix, strict=True):
         cells = ("-" if not value else f"{value:.3f}" for value in row)
         lines.append(" ".join(f"{text:>{width}}" for text in (host, *cells)))
-    return "\n".join(lines)
+    return lines
 
 
 def measure(measurer: Measurer, size_bytes: int, players: Sequence[int]) -> Matrix:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from imgkit_entrypoints.apps.bench.measure import port_counters, timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts, planned
 from imgkit_entrypoints.apps.bench.measure.dtypes import Dtype
-from imgkit_entrypoints.apps.bench.measure.gpu_only import RegisteredMemory
 from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
 from imgkit_entrypoints.apps.bench.measure.one_size import OneSize, Stopped, asked_to_stop
 from imgkit_entrypoints.apps.bench.measure.operations import Slot, prepared
@@ -76,8 +74,6 @@ class Measurer:
     """True if this rank reads its node's counters."""
     nodes: int
     noise: Noise
-    registered: RegisteredMemory | None
-    """The memory of ``--registered-buffers``."""
     rotated_bytes: int
     """Memory through which batches rotate."""
 
@@ -102,8 +98,7 @@ class Measurer:
         failed = torch.zeros(1, device=self.here.device)
         try:
             kind, count = getattr(torch, self.dtype.torch), size_bytes // self.dtype.item_bytes
-            with self.registered.allocating() if self.registered else contextlib.nullcontext():
-                made = prepared(op, count, kind, self.groups, self.here.device, number)
+            made = prepared(op, count, kind, self.groups, self.here.device, number)
         except (
             RuntimeError,
             MemoryError,
@@ -142,15 +137,7 @@ class Measurer:
             del run  # and with it the memory of the guesses
             slots = self.slots(op, size_bytes, rotated)
         expected = self.expected if op.exact(self.group.size) else None
-        one = OneSize(
-            op,
-            counts,
-            slots,
-            here=self.here,
-            noise=self.noise,
-            expected=expected,
-            graph=self.options.cuda_graph,
-        )
+        one = OneSize(op, counts, slots, here=self.here, noise=self.noise, expected=expected)
         grown: list[Mapping[str, port_counters.Count]] = []
         for batches, singles in counts.turns():
             ports = self._ports()

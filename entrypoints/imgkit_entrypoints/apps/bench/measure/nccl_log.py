@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import digits
 
 SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
@@ -50,11 +51,11 @@ def found(folder: Path | None) -> frozenset[str]:
     return parsed(_lines(folder.glob(f"*.{os.getpid()}"))) if folder else frozenset()
 
 
-def _lines(files: Iterable[Path]) -> list[str]:
+def _lines(paths: Iterable[Path]) -> list[str]:
     lines: list[str] = []
-    for path in files:
+    for path in paths:
         with contextlib.suppress(OSError):
-            lines += path.read_text(errors="replace").splitlines()
+            lines += files.read_text(path, errors="replace").splitlines()
     return lines
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from imgkit_entrypoints.apps.bench.measure import timing
 from imgkit_entrypoints.apps.bench.measure.collectives import Collective
 from imgkit_entrypoints.apps.bench.measure.counts import Counts
-from imgkit_entrypoints.apps.bench.measure.gpu_only import captured
-from imgkit_entrypoints.apps.bench.measure.operations import Lane, Launch, Slot, rotating
+from imgkit_entrypoints.apps.bench.measure.operations import Lane, Slot, rotating
 from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise, WrongElement
 from imgkit_entrypoints.launch import stop_protocol
 
@@ -35,12 +34,9 @@ class OneSize:
         here: Ranks,
         noise: Noise,
         expected: ExpectedValues | None,
-        graph: bool,
     ) -> None:
         self._op, self._counts, self._slots = op, counts, slots
         self._here, self._noise, self._expected = here, noise, expected
-        self._graph = graph
-        self._batch: Launch | None = None
         self.batches: list[float] = []
         """Time of each batch."""
         self.singles: list[float] = []
@@ -55,18 +51,8 @@ class OneSize:
                 for number, slot in enumerate(self._slots):
                     for lane in slot.lanes:
                         self._noise.fill(lane.buffers.input, lane.group.rank, number)
-            self.batches.append(self._one_batch())
-
-    def _one_batch(self) -> float:
-        run = rotating([slot.launch for slot in self._slots])
-        if not self._graph:
-            return timing.batch(run, self._counts.launches, self._here)
-        if self._batch is None:
-            for slot in self._slots:
-                slot.launch()  # a graph cannot record how connections are made
-            timing.meet(self._here)
-            self._batch = captured(run, self._counts.launches)
-        return timing.batch(self._batch, 1, self._here)
+            run = rotating([slot.launch for slot in self._slots])
+            self.batches.append(timing.batch(run, self._counts.launches, self._here))
 
     def time_singles(self, count: int, *, watched: bool) -> None:
         """Time `count` iterations by themselves; each asks for a stop request if `watched`.

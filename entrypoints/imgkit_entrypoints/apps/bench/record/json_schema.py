@@ -12,6 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.bench.judge import latency_fit, timeline, verdict
 from imgkit_entrypoints.apps.bench.measure import nccl_log, node_conditions, overlap, port_counters
 from imgkit_entrypoints.apps.bench.record import values
@@ -35,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         description="Print the JSON Schema of the file that dist-bench --save writes.",
         allow_abbrev=False,
     ).parse_args(words)
-    print(json.dumps(made(), indent=2))
+    terminal.document(json.dumps(made(), indent=2) + "\n")
     return 0
 
 
@@ -68,13 +69,14 @@ def made() -> Schema:
 
 def _result() -> Schema:
     derived: Schema = {name: {"type": "number", "exclusiveMinimum": 0} for name in values.BAND}
-    found = _of(values.Result, optional=(*_SPREAD, "batches_us", *values.BAND, "variant", "wrong"), **derived)
+    found = _of(values.Result, optional=(*_SPREAD, "batches_us", "wrong"), **derived)
     for name in ("times_us", "batches_us"):
         found["properties"][name] = _array({"type": "number", "exclusiveMinimum": 0})
     single = {"properties": {"timing": {"const": "iteration"}}}
     spread = {name: {"type": "number"} for name in _SPREAD if name != "times_us"}
     then = {"required": list(_SPREAD), "properties": {**spread, "times_us": {"minItems": 1}}}
-    return {**found, "if": single, "then": then}
+    batched = {"required": ["batches_us"], "properties": {"batches_us": {"minItems": 1}}}
+    return {**found, "if": single, "then": then, "else": batched}
 
 
 def _verdict() -> Schema:

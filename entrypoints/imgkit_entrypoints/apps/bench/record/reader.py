@@ -124,13 +124,13 @@ def _result(entry: _Fields) -> Result:
         p99_us=entry.number("p99_us") if spread else None,
         cv=entry.number("cv") if spread else None,
         times_us=times,
-        variant=entry.text("variant") if "variant" in entry.data else "",
+        variant=entry.text("variant"),
         batches_us=_batches(entry) if not spread else (),
     )
     if spread and (not times or not all(times)):
         entry.refuse("times_us must hold at least one time, and only times above 0")
     for name in ("time_us", *BAND):  # the band is calculated again, and checked like all other fields
-        if name in entry.data and not entry.number(name):
+        if not entry.number(name):
             entry.refuse(f"{name} is 0")
     # This catches figures in another unit before they share an axis. The margin allows rounded figures.
     expected = made.size_bytes / made.time_us / 1e3
@@ -143,9 +143,6 @@ def _result(entry: _Fields) -> Result:
 
 
 def _batches(entry: _Fields) -> tuple[float, ...]:
-    """The times of the batches; empty in files of imgkit 0.1."""
-    if "batches_us" not in entry.data:
-        return ()
     found = tuple(entry.number_of("batches_us", value) for value in entry.array("batches_us"))
     if not found or not all(found):
         entry.refuse("batches_us must hold at least one time, and only times above 0")

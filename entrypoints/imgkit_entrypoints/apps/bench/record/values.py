@@ -59,16 +59,14 @@ class Result:
     """What differs from the plain operation, in words: "avg, out of place"."""
 
     @property
-    def spread_us(self) -> Spread | None:
-        """The spread of the batches or iterations; None in files of imgkit 0.1, which have one batch."""
-        times = self.batches_us or self.times_us
-        return spread(times) if times else None
+    def spread_us(self) -> Spread:
+        """The spread of the batches or iterations."""
+        return spread(self.batches_us or self.times_us)
 
     @property
     def median_us(self) -> float:
-        """The median of the batches or iterations; the mean where the file has one batch."""
-        found = self.spread_us if self.batches_us else None
-        return found.median if found else self.time_us
+        """The median of the batches or iterations."""
+        return self.spread_us.median if self.batches_us else self.time_us
 
     @property
     def median_algbw_GBps(self) -> float:
@@ -82,8 +80,7 @@ class Result:
 
     def undecided(self, other: Result) -> bool:
         """True if the ratio of both may be chance: their spreads overlap."""
-        mine, theirs = self.spread_us, other.spread_us
-        return mine is not None and theirs is not None and mine.overlaps(theirs)
+        return self.spread_us.overlaps(other.spread_us)
 
     @property
     def key(self) -> tuple[str, str, str, str, int, Timing]:

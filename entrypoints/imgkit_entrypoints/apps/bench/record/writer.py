@@ -83,9 +83,8 @@ def _result(item: Result) -> dict[str, Any]:
     unused = ("p50_us", "p95_us", "p99_us", "cv", "times_us") if item.timing == "batched" else ("batches_us",)
     for name in unused:
         del fields[name]
-    if found := item.spread_us:
-        fields |= zip(BAND, (found.low, found.median, found.high), strict=True)
-    return fields
+    found = item.spread_us
+    return fields | dict(zip(BAND, (found.low, found.median, found.high), strict=True))
 
 
 def result(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import files, terminal
 from imgkit_entrypoints.apps.bench.record import reader
 from imgkit_entrypoints.apps.bench.report import chart, content, page, reference
 from imgkit_entrypoints.arguments import Parser
@@ -65,10 +64,10 @@ def main(words: Sequence[str]) -> int:
     tables = [reference.find(name) for name in dict.fromkeys(asked.reference)]
     report = content.build([reader.load(file) for file in asked.files], tables)
     if target is None:
-        sys.stdout.write(page.markdown(report))
+        terminal.document(page.markdown(report))
         return 0
     write(target, WRITERS[target.suffix.lower()](report))
-    print(f"wrote {target}", file=sys.stderr)
+    terminal.err(f"wrote {target}")
     return 0
 
 

@@ -20,7 +20,7 @@ DRAWN_WITH_REFERENCES = ("all_reduce", "world")
 NEAR = 1.25
 """Largest factor between a published payload and the measured size it is compared with: 4 GiB for 4 GB."""
 TIMING_MEANS = {
-    "batched": "batches of many launches with one synchronisation, slowest rank, median (imgkit 0.1: mean)",
+    "batched": "batches of many launches with one synchronisation, slowest rank, median",
     "iteration": "each iteration after a barrier, slowest rank, median",
 }
 
@@ -255,9 +255,8 @@ def _bandwidth(curves: Sequence[BandwidthCurve]) -> Grid:
 
 
 def _band(one: Result) -> str:
-    """The band of the batches or iterations; "-" where the file has one batch."""
-    found = one.spread_us
-    return f"{figure(found.low)} to {figure(found.high)}" if found else "-"
+    """The band of the batches or iterations."""
+    return f"{figure(one.spread_us.low)} to {figure(one.spread_us.high)}"
 
 
 def _ratio(first: Result, second: Result) -> str:

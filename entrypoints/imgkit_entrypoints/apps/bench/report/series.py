@@ -121,8 +121,7 @@ def _latency(curve: BandwidthCurve) -> Line:
 
 def _spreads(results: Sequence[Result]) -> Iterator[tuple[Result, float, float]]:
     for one in results:
-        if (found := one.spread_us) and found.low > 0:
-            yield one, found.low, found.high
+        yield one, one.spread_us.low, one.spread_us.high
 
 
 def world(run: BenchRun) -> str:

@@ -14,6 +14,7 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.built_in import TensorSamples
 from imgkit_entrypoints.apps.train.data.loader import one_by_one
 from imgkit_entrypoints.apps.train.data.order import Order, Position, seed_of
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run.ranks import Ranks
 
 
@@ -42,6 +43,12 @@ class Batches:
                 *(self._converted(tensor, torch.device("cpu")) for tensor in samples.tensors)
             )
         self._samples = samples
+        if config.workers and (isinstance(samples, TensorSamples) or hasattr(samples, "batch")):
+            raise UsageError(
+                "--workers would have no effect: this data gives whole batches, not single samples",
+                where=f"--data {config.data}",
+                hint="leave --workers out",
+            )
         self._ready = isinstance(samples, TensorSamples) and here.device.type == "cpu" and not channels_last
         self._parts = functools.cache(functools.partial(order.parts, rank=here.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._permute)

@@ -120,6 +120,33 @@ def arrange(
     return Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
 
 
+def refuse_uneven(
+    *, world_size: int, batch_size: int | None, accumulate: int | None, global_batch: int | None
+) -> None:
+    """Raise UsageError if a new run cannot accumulate as its options say.
+
+    A resumed run keeps its global batch, and then accumulates as its number of ranks needs.
+    """
+    if global_batch is None or accumulate is None:
+        return
+    each = global_batch // world_size
+    if batch_size is not None and batch_size * accumulate * world_size != global_batch:
+        raise UsageError(
+            f"--batch-size {batch_size} x --accumulate {accumulate} x {world_size} ranks are "
+            f"{batch_size * accumulate * world_size} samples per step, and not --global-batch {global_batch}",
+            hint="leave one of the three out",
+        )
+    if each % accumulate:
+        fitting = " or ".join(str(number) for number in range(1, each + 1) if each % number == 0)
+        near = [each // accumulate * accumulate, (each // accumulate + 1) * accumulate]
+        sizes = " or ".join(str(size * world_size) for size in near if size)
+        raise UsageError(
+            f"--global-batch {global_batch} gives each of {world_size} ranks {each} samples per step, which "
+            f"--accumulate {accumulate} cannot divide equally",
+            hint=f"--accumulate {fitting}; or --global-batch {sizes}",
+        )
+
+
 def _ranks_near(global_batch: int, world_size: int) -> str:
     fewer = next(count for count in range(world_size - 1, 0, -1) if global_batch % count == 0)
     more = next((n for n in range(world_size + 1, global_batch + 1) if global_batch % n == 0), None)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import __version__, files, json_text
+from imgkit_entrypoints import __version__, files, json_text, terminal
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.report import curves
 from imgkit_entrypoints.apps.train.report.loggers import Loggers
@@ -75,7 +75,7 @@ class RunLog:
     def held_out(self, step: int, loss: float, seconds: float) -> None:
         """Report the loss on held-out data, which took `seconds` to compute."""
         self.eval_loss, self._evaluation_s = loss, self._evaluation_s + seconds
-        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}", flush=True)
+        terminal.out(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}")
         place = {"time": now(), "step": step, "epoch": step / self._steps_per_epoch}
         self._metrics.add({**place, "eval_loss": _number(loss)})
         self._loggers.log(step, {"eval_loss": loss})
@@ -116,10 +116,8 @@ class RunLog:
         )
         self._since, self._waited_s = [], waited_s
         a_step_s = (time.perf_counter() - self._began) / (step - self._start)
-        print(
-            line(metrics, steps=self._steps, ranks=self._ranks, left_s=a_step_s * (self._steps - step)),
-            flush=True,
-        )
+        left_s = a_step_s * (self._steps - step)
+        terminal.out(line(metrics, steps=self._steps, ranks=self._ranks, left_s=left_s))
         values = asdict(metrics)
         self._metrics.add(values)
         del values["step"]
@@ -169,7 +167,7 @@ class RunLog:
         )
         told = ", ".join(f"{spent:.1f} s {what}" for spent, what in times if spent)
         losses = f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}"
-        print(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {told}", flush=True)
+        terminal.out(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {told}")
 
 
 def _number(value: float) -> float | None:

@@ -13,8 +13,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import Run, snapshots
-from imgkit_entrypoints.run.place import RunPosition
+from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.snapshots import FoundSnapshot
 
 PART = "course.pt"
@@ -60,20 +59,7 @@ def find(config: Config, run: Run) -> FoundSnapshot | None:
             where=str(Path(config.resume)),
             hint="--resume auto, or --resume never to start over",
         )
-    return None if found is None else _converted(found)
-
-
-def _converted(found: FoundSnapshot) -> FoundSnapshot:
-    """Give a snapshot of imgkit 0.1 the parts of today's; others stay as they are."""
-    about = found.values(snapshots.STATE)
-    if not isinstance(about, dict) or "position" not in about or "config.json" not in found.parts:
-        return found
-    course = {key: about[key] for key in ("position", "first_loss")}
-    step = about["position"]["step"]
-    run = dataclasses.asdict(RunPosition(step=step))
-    return found.with_values(
-        {snapshots.STATE: {"run": run}, PART: {**course, "config": found.values("config.json")}}
-    )
+    return found
 
 
 def course_of(found: FoundSnapshot) -> Course:

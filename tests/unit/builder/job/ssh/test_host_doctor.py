@@ -10,6 +10,7 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.job.ssh import doctor, fanout
 
 ALIKE = (
+    "clock 1700000000.123456789",
     "head 10.0.0.1",
     "orted there",
     "gpu 550.54.15, NVIDIA RTX A6000",
@@ -58,6 +59,18 @@ def test_closed_host_fails_with_a_way_out(said: str, hint: str) -> None:
     assert (found["ssh b"].verdict, found["ssh b"].found) == ("fail", said)
     assert hint in found["ssh b"].hint
     assert found["image"].verdict == "ok"
+
+
+def test_clock_that_prints_no_time_is_named() -> None:
+    for clock in ("clock rubbish", "clock", f"clock {'9' * 5000}", "clock nan"):
+        found = examined({"a": ALIKE, "b": (clock, *ALIKE[1:])})["clock"]
+        assert (found.verdict, found.found) == ("warn", "date prints no time on b")
+
+
+def test_host_that_prints_without_end_has_not_answered() -> None:
+    flood = "x" * (1 << 20)
+    found = examined({"a": ALIKE, "b": (*([flood] * 9), *ALIKE)})
+    assert [found[name].verdict for name in ("ssh a", "ssh b")] == ["ok", "fail"]
 
 
 def test_no_host_answers() -> None:

@@ -17,6 +17,7 @@ from imgkit_builder.job import systems
         ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 271\n", False),
         ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = -1\n", False),
         ("pbs", "Job Id: 7.s\n    comment = Exit_status = 0 is good\n", None),
+        ("pbs", f"    Exit_status = {'0' * 5000}\n", None),
         ("pbs", "qstat: PBS is not configured to maintain job history 7.s", None),
     ],
 )

@@ -265,7 +265,7 @@ def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, A
     ],
 )
 def test_id_is_kind_and_name(output: str, found: str) -> None:
-    assert kubeflow.job_id(output) == found
+    assert kubeflow.job_id(output, "rcp") == found
 
 
 def test_submitted_job_is_found_again() -> None:

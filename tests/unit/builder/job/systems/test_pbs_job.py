@@ -281,7 +281,8 @@ def test_script_passes_shellcheck(tmp_path: Path, start: str) -> None:
 
 
 def test_id_and_output_are_those_of_pbs() -> None:
-    assert pbs.job_id("a notice\n15422.redoak-login2\n") == "15422.redoak-login2"
+    assert pbs.job_id("a notice\n15422.redoak-login2\n", "ddp") == "15422.redoak-login2"
+    assert pbs.job_id("12[].redoak-login2\n", "ddp") == "12[].redoak-login2"
     record = SubmittedJob(
         id="15422.redoak-login2", system="pbs", name="ddp", recipe="r", directory=Path("/w")
     )

@@ -112,9 +112,14 @@ def test_faulty_template_is_named(tmp_path: Path, body: str) -> None:
     assert "slurm.sh.j2" in (caught.value.where or "")
 
 
-@pytest.mark.parametrize(("output", "found"), [("4711\n", "4711"), ("warning\n4711;mn5\n", "4711")])
-def test_job_id_is_read_from_sbatch(output: str, found: str) -> None:
-    assert slurm.job_id(output) == found
+def test_commands_name_the_cluster_that_sbatch_named() -> None:
+    record = SubmittedJob(
+        id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), cluster="two"
+    )
+    asks = (slurm.status, slurm.alive, slurm.cancel, slurm.outcome)
+    assert all("--clusters=two" in ask(record) for ask in asks)
+    assert not any("--clusters" in " ".join(ask(dataclasses.replace(record, cluster=""))) for ask in asks)
+    assert slurm.unfinished("two") == ("squeue", "--clusters=two", "--noheader", "--format=%A")
 
 
 def test_logs_are_where_the_script_writes_them() -> None:

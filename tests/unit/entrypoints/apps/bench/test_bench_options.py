@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from imgkit_entrypoints.apps.bench import options, sizes
+from imgkit_entrypoints.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_matrix_is_of_nodes_unless_it_says_rails() -> None:
 
 
 def test_one_size_is_first_and_last() -> None:
-    found = options.read(["--size", "4GB", "--max", "8"])
+    found = options.read(["--size", "4GB"])
     assert found.least_bytes == found.most_bytes == 4_000_000_000
 
 
@@ -83,14 +84,9 @@ def test_one_size_is_first_and_last() -> None:
         ["--redop", "product"],
         ["--for", "soon"],
         ["--for", "0"],
-        ["--for", "30m", "--matrix"],
-        ["--for", "30m", "--baseline", "old.json"],
-        ["--for", "30m", "--overlap"],
         ["--skew", "-1"],
         ["--communicators", "0"],
         ["--matrix", "--require", "80%"],
-        ["--compute", "--matrix"],
-        ["--compute", "--save", "run.json"],
     ],
 )
 def test_impossible_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,3 +94,51 @@ def test_impossible_options_are_refused(words: list[str], capsys: pytest.Capture
         options.read(words)
     assert caught.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--for 30m --matrix", "--for would have no effect with --matrix"),
+        ("--for 30m --baseline old.json", "--baseline would have no effect with --for"),
+        ("--for 30m --overlap", "--overlap would have no effect with --for"),
+        ("--for 30m --min 4K --factor 4", "--min, --factor would have no effect with --size or --for"),
+        ("--size 4G --max 8G", "--max would have no effect with --size"),
+        ("--compute --matrix", "--matrix would have no effect with --compute"),
+        (
+            "all_gather --compute --save run.json --dtype bf16",
+            "OP, --dtype, --save would have no effect with",
+        ),
+        ("all_gather --matrix", "OP would have no effect with --matrix"),
+        ("--matrix rails --group rail --no-check", "--group, --no-check would have no effect with --matrix"),
+        ("--matrix --compare rdma,tcp", "--compare would have no effect with --matrix"),
+        ("--rounds 4", "--rounds would have no effect without --compare A,B"),
+        ("--tolerance 0.1", "--tolerance would have no effect without --baseline FILE"),
+        (
+            "all_gather --redop max",
+            "--redop would have no effect without all_reduce or reduce_scatter or reduce",
+        ),
+        ("sendrecv --out-of-place", "--out-of-place would have no effect without all_reduce or broadcast"),
+        ("all --skew 2", "--skew would have no effect without alltoallv"),
+    ],
+)
+def test_option_without_effect_is_refused(words: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        options.read(words.split())
+    assert said in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--compute --seconds 1 --timeout 9",
+        "--matrix rails --size 64K --dtype bf16 --iters 5 --require 10 --save run.json --line-rate 200",
+        "all --redop max --out-of-place",
+        "alltoallv --skew 0",
+        "--for 90s --size 1M --iters 9 --require 80% --no-check",
+        "--compare rdma,tcp --rounds 3 --size 4G --save run.json",
+        "--baseline old.json --tolerance 0.1 --overlap --group rail --communicators 2",
+    ],
+)
+def test_options_that_belong_together_are_read(words: str) -> None:
+    assert options.read(words.split())

@@ -13,6 +13,9 @@ import pytest
 from imgkit_entrypoints import arguments
 from imgkit_entrypoints.apps.train import options, plugins
 from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.data import order
+from imgkit_entrypoints.cli import worker
+from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 
 OWN = """
@@ -169,9 +172,8 @@ def test_traces_need_a_run_folder() -> None:
 def test_only_models_of_blocks_are_checkpointed(own: Path) -> None:
     words = ["--activation-checkpointing", "--model"]
     assert options.read([*words, "gpt"], {}).activation_checkpointing
-    with pytest.raises(UsageError, match="resnet18, resnet50, gpt") as caught:
+    with pytest.raises(UsageError, match="resnet18, resnet50, gpt"):
         options.read([*words, "mlp"], {})
-    assert caught.value.where == "--model mlp"
     with pytest.raises(UsageError, match=r"torch\.utils\.checkpoint"):
         options.read([*words, "own.py:model"], {})
 
@@ -304,6 +306,89 @@ def test_unusable_logger_is_refused(own: Path, text: str, why: str) -> None:
 
 
 def test_loggers_need_a_run_folder(own: Path) -> None:
-    with pytest.raises(UsageError, match="--log-to keeps its files"):
+    with pytest.raises(
+        UsageError, match=r"--log-to would have no effect without a run folder \(--run-dir DIR\)"
+    ):
         options.read(["--log-to", "own.py:model"], {})
     assert options.read(["--log-to", "own.py:model", "--run-dir", "r"], {}).log_to == "own.py:model"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--optimizer adam --momentum 0.9", "--momentum would have no effect without --optimizer sgd"),
+        ("--model gpt --momentum 0.9", "--momentum would have no effect without --optimizer sgd"),
+        ("--amp bf16 --dtype fp64", "--amp would have no effect with --dtype fp64"),
+        ("--model gpt --data own.py --samples 9", "--samples would have no effect without built-in data"),
+        ("--model resnet18 --image-size 64", "--image-size would have no effect without a folder of images"),
+        ("--keep 3 --save-every 10", "--save-every, --keep would have no effect without a run folder"),
+        ("--profile 1:2", "--profile would have no effect without a run folder"),
+        ("--config run.json", "--momentum would have no effect without --optimizer sgd"),
+    ],
+)
+def test_option_without_effect_is_refused(own: Path, words: str, said: str) -> None:
+    Path("run.json").write_text('{"optimizer": "adam", "momentum": 0.9}')
+    with pytest.raises(UsageError) as caught:
+        options.check(words.split(), {})
+    assert said in caught.value.what
+
+
+def test_launcher_refuses_before_torchrun_starts() -> None:
+    words = ("dist-train", "--amp", "bf16", "--dtype", "fp64", "--device", "cpu")
+    with pytest.raises(UsageError, match="--amp would have no effect with --dtype fp64"):
+        worker.of_app(next(one for one in COMMANDS if one.name == "dist-train"), words, {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--momentum 0.9 --weight-decay 0.1",
+        "--model gpt --optimizer sgd --momentum 0.9",
+        "--amp bf16 --dtype fp32",
+        "--data own.py:data --model own.py:model --samples 9 --image-size 64",
+        "--keep 3 --save-every 10 --run-dir r",
+        "--save-every 0 --keep 2",
+    ],
+)
+def test_options_that_belong_together_are_read(own: Path, words: str) -> None:
+    assert options.check(words.split(), {})
+    assert options.check(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "of_all", "said"),
+    [
+        (None, 3, 64, "each of 2 ranks 32 samples per step, which --accumulate 3 cannot divide"),
+        (8, 3, 64, "--batch-size 8 x --accumulate 3 x 2 ranks are 48 samples per step, and not"),
+        (None, 5, 4, "each of 2 ranks 2 samples per step, which --accumulate 5 cannot divide"),
+    ],
+)
+def test_accumulation_that_cannot_be_exact_is_refused(
+    batch: int | None, accumulate: int, of_all: int, said: str
+) -> None:
+    values = {"batch_size": batch, "accumulate": accumulate, "global_batch": of_all}
+    with pytest.raises(UsageError) as caught:
+        order.refuse_uneven(world_size=2, **values)
+    assert said in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "of_all", "parts"),
+    [
+        (None, 4, 64, 4),
+        (8, 4, 64, 4),
+        (8, None, 64, 4),
+        (8, 3, None, 3),
+        (None, None, 64, 1),
+        (7, None, 64, 5),
+    ],
+)
+def test_accumulation_is_as_its_options_say(
+    batch: int | None, accumulate: int | None, of_all: int | None, parts: int
+) -> None:
+    values = {"batch_size": batch, "accumulate": accumulate, "global_batch": of_all}
+    order.refuse_uneven(world_size=2, **values)
+    made = order.arrange(size=1000, world_size=2, **values)
+    found = made.parts(made.global_batch, 0)
+    assert len(found) == parts
+    assert sum(part.end - part.first for part in found) * 2 == made.global_batch

@@ -98,8 +98,8 @@ class NodeThread(threading.Thread):
         self.error: ImgkitError | None = None
         self.start()
 
-    def say(self, text: str) -> None:
-        self.said += f"{text}\n"
+    def say(self, *lines: str) -> None:
+        self.said += "".join(f"{line}\n" for line in lines)
 
     def run(self) -> None:
         try:

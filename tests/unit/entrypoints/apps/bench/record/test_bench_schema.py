@@ -209,17 +209,6 @@ def test_what_the_reader_takes_is_valid(path: tuple[Any, ...], value: object) ->
     VALIDATOR.validate(data)
 
 
-def test_file_of_01_is_read_without_a_band() -> None:
-    data = copy.deepcopy(WHOLE)
-    for one in data["results"]:
-        for name in ("batches_us", "low_us", "median_us", "high_us"):
-            one.pop(name, None)
-    VALIDATOR.validate(data)
-    batched, single, *_ = reader.parse(data, "old.json").results
-    assert (batched.spread_us, batched.median_us) == (None, batched.time_us)
-    assert single.spread_us is not None
-
-
 def test_mean_keeps_its_field_beside_the_median() -> None:
     common: dict[str, Any] = {"size_bytes": 1000, "dtype": "fp32", "group": "world", "wrong": None}
     made = writer.result("all_reduce", 2.0, 3e-6, iterations=5, batches=[1e-6] * 4 + [11e-6], **common)

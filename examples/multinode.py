@@ -1,0 +1,91 @@
+"""A Trainer class with epochs and a checkpoint file of its own, in the shape of PyTorch's DDP tutorial.
+
+torchrun --nproc-per-node 2 multinode.py 10 2
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class RandomPairs(Dataset):
+    def __init__(self, size):
+        draw = torch.Generator().manual_seed(1)
+        self.pairs = [
+            (torch.rand(20, generator=draw), torch.randint(5, (), generator=draw)) for _ in range(size)
+        ]
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        return self.pairs[index]
+
+
+class Trainer:
+    def __init__(self, model, data, optimizer, save_every, snapshot_path):
+        self.local_rank, self.rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", self.local_rank)
+        self.model = model.to(self.device)
+        self.data, self.optimizer, self.save_every = data, optimizer, save_every
+        self.epochs_run, self.snapshot_path = 0, snapshot_path
+        if Path(snapshot_path).exists():
+            self.load_snapshot(snapshot_path)
+        self.model = DistributedDataParallel(self.model)
+
+    def load_snapshot(self, path):
+        snapshot = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(snapshot["model"])
+        self.epochs_run = snapshot["epochs_run"]
+        print(f"resuming from epoch {self.epochs_run}", flush=True)
+
+    def save_snapshot(self, epoch):
+        torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch + 1}, self.snapshot_path)
+        print(f"epoch {epoch}: snapshot saved at {self.snapshot_path}", flush=True)
+
+    def run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.model(source), targets)
+        loss.backward()
+        self.optimizer.step()
+
+    def run_epoch(self, epoch):
+        print(f"[rank {self.rank}] epoch {epoch}, {len(self.data)} steps", flush=True)
+        self.data.sampler.set_epoch(epoch)
+        for source, targets in self.data:
+            self.run_batch(source.to(self.device), targets.to(self.device))
+
+    def train(self, max_epochs):
+        for epoch in range(self.epochs_run, max_epochs):
+            self.run_epoch(epoch)
+            if self.rank == 0 and epoch % self.save_every == 0:
+                self.save_snapshot(epoch)
+
+
+def main(epochs, save_every, batch_size, snapshot_path="snapshot.pt"):
+    dist.init_process_group()
+    torch.manual_seed(0)
+    data = RandomPairs(2048)
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    loader = DataLoader(data, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(data))
+    Trainer(model, loader, optimizer, save_every, snapshot_path).train(epochs)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="a distributed training job")
+    parser.add_argument("epochs", type=int, help="epochs in all")
+    parser.add_argument("save_every", type=int, help="epochs between two snapshots")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples of each rank and step")
+    options = parser.parse_args()
+    main(options.epochs, options.save_every, options.batch_size)

@@ -1,0 +1,261 @@
+"""Texts of an archive, a .sif, a recipe, a lock, a record or a program reach no terminal as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_sif
+
+from imgkit_builder.archive import sidecar
+from imgkit_builder.image import manifest as manifests
+from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.recipe import lock_file
+from imgkit_builder.recipe.describe import to_json
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.lock import Lock, LockedBase, LockedPlatform, LockRequest
+from imgkit_entrypoints.system import SystemFacts
+
+FORGED = "ok    signature  good"
+EVIL = f"EVIL\n{FORGED}\r\x1b[2J\x9b31m\u202egpj.\u2066\u200b\u061c\x07\x7f\x85\u2028 EVIL"
+Call = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def check(call: Call) -> Callable[..., None]:
+    """``check("verify", "x.tar")``: its output shows `EVIL`, on one line and without a control character."""
+
+    def run(*words: str, shows: bool = True, code: int | None = None) -> None:
+        ended, out, err = call(*words)
+        text = out + err
+        assert text.replace("\n", "").isprintable(), text.encode("unicode_escape")
+        assert [line for line in text.split("\n") if line.startswith(FORGED)] == [], text
+        assert ("EVIL" in text) == shows, (words, text)
+        assert code is None or ended == code, text
+
+    return run
+
+
+@pytest.fixture
+def evil(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An image with `EVIL` in every text, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    made.tags = [f"made:{EVIL}"]
+    made.labels = {"imgkit.recipe": EVIL, EVIL: EVIL, "org.opencontainers.image.created": EVIL}
+    about = Manifest(
+        imgkit=EVIL,
+        recipe=EVIL,
+        recipe_sha256=EVIL,
+        base=BaseImage(name=EVIL, id=EVIL, digest=EVIL),
+        platform="linux/amd64",
+        wheel_sha256=EVIL,
+        revision=EVIL,
+    )
+    status = "Package: a\x1b[2J\x9bEVIL\nStatus: install ok installed\nVersion: 1\u202e\nArchitecture: x\n"
+    made.layers = [
+        made.tar({f"etc/{EVIL}": b"x", "var/lib/dpkg/status": status.encode()}),
+        made.tar({"opt/imgkit/manifest.json": manifests.to_json(about).encode()}, {"etc/link": EVIL}),
+    ]
+    return made
+
+
+def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
+    layouts = {
+        "modern.tar": evil.modern_members(),
+        "old.tar": evil.legacy_members(),
+        "packed.tar": evil.modern_members(gzip.compress),
+    }
+    for name, members in layouts.items():
+        Path(name).write_bytes(evil.tar(members))
+        check("verify", name)
+        check("verify", name, "--json")
+        check("provenance", name, "--dry-run")
+        check("sif", name, "--dry-run", shows=False)
+    check("sbom", "modern.tar")
+    evil.layers = [evil.layers[1]]
+    Path("other.tar").write_bytes(evil.tar(evil.modern_members()))
+    check("diff", "modern.tar", "other.tar", code=1)
+    check("diff", "modern.tar", "other.tar", "--json", code=1)
+    Path(f"{EVIL}.tar").write_bytes(b"no archive")
+    check("verify", f"{EVIL}.tar")
+    check("sif", f"{EVIL}.tar")
+
+
+def test_record_beside_an_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
+    data = evil.tar(evil.modern_members())
+    Path("x.tar").write_bytes(data)
+    described = sidecar.Sidecar(
+        image=sidecar.SavedImage(
+            id=evil.image_id, tag=EVIL, platform=EVIL, diff_ids=(EVIL,), labels={EVIL: EVIL}
+        ),
+        archive=sidecar.SavedArchive(
+            name=EVIL, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), compress=EVIL
+        ),
+        system=SystemFacts(title=EVIL),
+        manifest=None,
+    )
+    Path("x.tar.manifest.json").write_text(sidecar.to_json(described))
+    check("verify", "x.tar")
+    Path("x.tar.sha256").write_text(f"{'0' * 64}  {EVIL}\n")
+    check("verify", "x.tar")
+
+
+def test_sif_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
+    Path("x.tar").write_bytes(evil.tar(evil.modern_members()))
+    check("sif", "x.tar", "--no-test", "--compression", "gzip", code=0, shows=False)
+    check("show", "x.sif", code=0)
+    check("show", "x.sif", "--json", code=0)
+    check("verify", "x.sif")
+    check("sbom", "x.sif", code=0)
+    check("provenance", "x.sif", "--dry-run")
+    evil.layers = evil.layers[1:]
+    evil.tags = [f"new:{EVIL}"]
+    Path("y.tar").write_bytes(evil.tar(evil.modern_members()))
+    check("diff", "y.tar", "x.sif", code=1)
+    check("sif", "y.tar", "--no-test", "--compression", "gzip", "-o", f"{EVIL}.sif", code=0)
+    check("delta", f"{EVIL}.sif", "--base", "x.sif", "-o", f"{EVIL}.imgdelta", code=0)
+    check("show", f"{EVIL}.imgdelta", code=0)
+    check("verify", f"{EVIL}.imgdelta")
+    check("apply", f"{EVIL}.imgdelta", "x.sif", "-o", "z.sif", code=0, shows=False)
+    check("show", "z.sif", code=0)
+
+
+def test_recipe_and_lock_with_hostile_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[..., None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    escaped = json.dumps(EVIL)  # YAML reads it
+    recipes = {
+        "name.yaml": f'image: {{base: "a:1", {escaped}: 1}}\n',
+        "value.yaml": f"image: {{base: {escaped}}}\n",
+        "env.yaml": f"description: {escaped}\nimage: {{base: a:1, env: {{A: {escaped}}}}}\n",
+        "raw.yaml": "image:\n  base: 'EVIL \x1b[2J \x9b'\n",
+        "parent.yaml": f"extends: {escaped}\n",
+        f"{EVIL}.yaml": "image: {base: a:1}\n",
+    }
+    for name, text in recipes.items():
+        Path(name).write_text(text)
+        for verb in ("check", "show", "render", "build"):
+            check(verb, f"./{name}", code=2)
+    Path("child.yaml").write_text(f"extends: {json.dumps(f'./{EVIL}.yaml')}\nimage: {{apt: [jq]}}\n")
+    check("render", "child.yaml", code=0)
+    check("show", "child.yaml")
+    Path("mine.yaml").write_text("image: {base: a:1}\n")
+    data = json.loads(to_json(load("mine.yaml")))
+    for key in ("name", "description", "file"):
+        Path("mine.json").write_text(json.dumps({**data, key: EVIL}))
+        check("show", "mine.json")
+        check("job", "mine.json", "--", "dist-env", shows=key == "name")
+    base = LockedBase(name=EVIL, digest=EVIL)
+    part = LockedPlatform(
+        platform="linux/amd64", source_date_epoch=1, request=LockRequest(base=EVIL, apt=(EVIL,)), base=base
+    )
+    Path("mine.lock").write_text(lock_file.text(Lock(recipe=EVIL, imgkit=EVIL, platforms=(part,))))
+    check("render", "mine.yaml", code=2)
+    check("diff", "mine.lock", "mine.lock", code=2)
+    check("lock", "mine.yaml", "--check", code=1)
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """Write a stand-in for a program of a cluster."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs that comes first, and a state folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "said").write_text(EVIL)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "bin"
+
+
+def record(programs: Path, **values: Any) -> None:
+    """Write the record of job 7."""
+    state = programs.parent / "state/imgkit/jobs"
+    state.mkdir(parents=True, exist_ok=True)
+    of_slurm = {"schema": 1, "id": "7", "system": "slurm", "name": "a", "recipe": "a", "directory": "/"}
+    others = {"queue": "", "cluster": "", "answer": None, "remote": "", "submitted": "", "command": []}
+    ended = {"image_id": "", "state": "submitted", "fetched": "", "code": None}
+    (state / "7.json").write_text(json.dumps({**of_slurm, **others, **ended, **values}))
+
+
+def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
+    small_sif.write(programs.parent / "x.sif")
+    slurm = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "1h", "--image", "x.sif", "--", "dist-env")
+    program(programs, "sbatch", "cat said >&2; exit 1")
+    check("submit", *slurm, code=4)
+    program(programs, "sbatch", "cat said")
+    check("submit", *slurm, code=4)
+    record(programs, recipe=EVIL, directory=f"/{EVIL}", command=[EVIL], state=EVIL, image_id=EVIL)
+    check("runs", code=0)
+    check("runs", "--json", code=0)
+    program(programs, "squeue", "cat said >&2; exit 1")
+    check("runs", "--ask", code=0)
+    check("fetch", "7")
+    check("status", "8" + EVIL, code=2)
+    folder = Path("runs", EVIL)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1, EVIL: 2}) + "\n")
+    check("compare", str(folder), code=0)
+    check("compare", str(folder), "--value", EVIL)
+
+
+def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
+    check("remote", "add", "far", "me@far", "--keep", "0", code=0, shows=False)
+    for code in (1, 255):
+        program(programs, "ssh", f"cat said >&2; exit {code}")
+        check("remote", "check", "far")
+    program(programs, "ssh", "cat said; cat > /dev/null")
+    check("remote", "check", "far")
+    # A stand-in for a login node: what ssh would run there runs here, and the scheduler's programs lie.
+    program(programs, "ssh", 'for last; do :; done; cd "$HOME" && exec sh -c "$last"')
+    for name in ("sinfo", "sacctmgr", "singularity", "lfs", "quota"):
+        program(programs, name, f"cat {programs.parent}/said")
+    check("remote", "check", "far")
+
+
+def test_doctor_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
+    for name in (
+        "docker",
+        "podman",
+        "singularity",
+        "apptainer",
+        "mksquashfs",
+        "zstd",
+    ):
+        program(programs, name, "cat said")
+    check("doctor")
+    check("doctor", "--json")
+
+
+def test_program_that_status_runs_cannot_steer_the_terminal(programs: Path) -> None:
+    record(programs)
+    program(programs, "squeue", "printf '\\033[32mgreen\\033[0m\\n'; cat said; cat said >&2")
+    reader, writer = os.openpty()
+    words = [sys.executable, "-m", "imgkit_builder", "status", "7"]
+    with subprocess.Popen(words, stdout=writer, stderr=writer, stdin=subprocess.DEVNULL) as started:
+        os.close(writer)
+        seen = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(reader, 1 << 16):
+                seen += part
+    os.close(reader)
+    text = seen.decode().replace("\r\n", "\n")
+    assert started.returncode == 0
+    assert text.replace("\n", "").isprintable()
+    assert "\ngreen\n" in text
+    assert text.count("\\x9b31m\\u202egpj.\\u2066") == 2

@@ -1,0 +1,231 @@
+"""Answers of a remote that imgkit's scripts did not print: errors that name it, in little memory.
+
+The ``ssh`` here is a fake. It prints the token that imgkit's script begins with, and then the file
+``answer``; or it runs the script on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.base.process import MOST_BYTES, TooLong
+from imgkit_builder.job.request import Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import named
+from imgkit_builder.recipe import targets
+from imgkit_builder.remote import check, connection, fetch, gc, jobs, store, transfer
+from imgkit_builder.remote.config import Remote
+from imgkit_builder.remote.connection import Connection
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+
+ANSWERS = '#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\ncat answer\n'
+RUNS = '#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec sh -c "$line"\n'
+DIGITS = "7" * 5000
+FAR = Remote(name="far", address="me@far", folder="/x", keep_s=0)
+
+
+def put_ssh(text: str) -> None:
+    Path("bin/ssh").write_text(text)
+    Path("bin/ssh").chmod(0o755)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Connection:
+    """A remote whose answer is the file ``answer``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    Path("bin").mkdir()
+    put_ssh(ANSWERS)
+    return connection.connect(FAR)
+
+
+def look(far: Connection) -> object:
+    return store.look(far, image_id=f"sha256:{'0' * 64}", program="sbatch")
+
+
+def state(far: Connection) -> object:
+    return transfer._state(far, "/x", "part", 5, Path("x"))
+
+
+def listed(far: Connection) -> object:
+    output = far.run("")
+    return fetch._listed(output, "runs/mn5-7", "mn5-7.out")
+
+
+READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
+    "look": (
+        look,
+        (
+            "",
+            "end\n",
+            "home /x\n",
+            "home /x\nfile x y.sif\nend\n",
+            "home /x\nfile -5 y.sif\nend\n",
+            f"home /x\nfile {DIGITS} y.sif\nend\n",
+            f"home /x\nfile 999999999999999 y.sif\n{'x' * 65536}end\n",
+            "home /x\nfile 500 y.sif\nend\n",
+            "home \nend\n",
+        ),
+    ),
+    "part": (state, ("", "part 5\n", "disk x\npart x\n", "disk x\npart -5\n", f"disk x\npart {DIGITS}\n")),
+    "gc": (
+        lambda far: gc.find_unused(far, 30),
+        ("", "clock 5\n", f"clock {DIGITS}\nend\n", "Welcome\nend\n"),
+    ),
+    "check": (lambda far: check.examine(far, None), ("", "clock 5\nhome /x\n")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_answer_that_is_cut_short_or_strange_is_named(far: Connection, name: str) -> None:
+    read, answers = READERS[name]
+    for answer in (*answers, "\n", "\xff\xfe", "x" * 1_000_000):
+        Path("answer").write_bytes(answer.encode("latin-1"))
+        with pytest.raises(ToolFailed, match="cannot be read, or is cut short") as caught:
+            read(far)
+        assert caught.value.where == "far"
+        first = (answer.strip() or "(nothing)").split("\n", 1)[0][:100].strip()
+        assert first in caught.value.what or "\xff" in first
+        assert len(caught.value.what) < 400
+
+
+@pytest.mark.parametrize("home", ["relative", "/a'b", "/a\nhome ", "/x\xff"])
+def test_home_that_no_job_can_have_is_refused(far: Connection, home: str) -> None:
+    Path("answer").write_bytes(f"home {home}\nend\n".encode("latin-1"))
+    with pytest.raises((UsageError, ToolFailed)):
+        look(far)
+
+
+def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
+    rows = (
+        f"clock {DIGITS}",
+        f"disk x 1 2 {DIGITS} 4% /",
+        "quota 1 2 3",
+        "sbatch",
+        "python",
+        "modules",
+        "owner",
+    )
+    Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
+    found = {one.name: one.verdict for one in check.examine(far, targets.find("mn5"))}
+    assert (found["clock"], found["folder"]) == ("warn", "fail")
+
+
+def test_listing_of_a_run_names_only_its_files(far: Connection) -> None:
+    for row in ("5 5 /etc/passwd", "5 5 runs/mn5-7/../x", f"{DIGITS} 5 runs/mn5-7/x", "rubbish"):
+        Path("answer").write_text(f"{row}\0")
+        with pytest.raises(CheckFailed, match="is no file of a run"):
+            listed(far)
+
+
+@pytest.mark.parametrize("name", [*READERS, "scheduler"])
+def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
+    put_ssh(ANSWERS.replace("cat answer", "yes"))
+    read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
+    with pytest.raises(TooLong, match=r"a command on far printed more than 8 MB.*first line: y$"):
+        read(far)
+
+
+FLOOD = """
+from imgkit_builder.remote import connection, gc
+from imgkit_builder.remote.config import Remote
+from imgkit_entrypoints.errors import ToolFailed
+from imgkit_builder.base import process
+from pathlib import Path
+try:
+    gc.find_unused(connection.connect(Remote(name="far", address="far", keep_s=0)), 30)
+except ToolFailed as error:
+    print(str(error)[:100])
+print(len(process.run(["head", "-c", "100000000", "/dev/zero"]).output))
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("flood", "found"),
+    [
+        ("head -c 100000000 /dev/zero", "printed more than 8 MB"),
+        ("head -c 100000000 /dev/zero >&2; exit 3", "failed with exit code 3"),
+    ],
+    ids=["output", "errors"],
+)
+def test_memory_does_not_grow_with_what_programs_print(far: Connection, flood: str, found: str) -> None:
+    put_ssh(ANSWERS.replace("cat answer", flood))
+    done = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=True)
+    said, kept, most_kib = done.stdout.rsplit("\n", 3)[:3]
+    assert found in said
+    assert int(kept) <= MOST_BYTES
+    assert int(most_kib) < 120 * 1024
+
+
+def test_last_words_of_a_program_are_quoted_where_its_child_stays(far: Connection) -> None:
+    # As a shared connection of ssh does, the child holds standard error open.
+    put_ssh("#!/bin/sh\nsleep 60 > /dev/null &\necho $! > child\nexec >&-\necho late words >&2\nexit 3\n")
+    try:
+        with pytest.raises(ToolFailed, match="exit code 3") as caught:
+            far.run(":")
+        assert "late words" in (caught.value.hint or "")
+    finally:
+        os.kill(int(Path("child").read_text()), 9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "job_id", "cluster", "note"),
+    [
+        ("4711", "4711", "", "slurm"),
+        ("Welcome\n\n4711;two", "4711", "two", "slurm;two"),
+        ("4711\nThank you", "", "", None),
+        ("../../x", "", "", None),
+        ("-x", "", "", None),
+        ("", "", "", None),
+    ],
+)
+def test_submission_there_notes_what_the_job_uses(
+    far: Connection, tmp_path: Path, answer: str, job_id: str, cluster: str, note: str | None
+) -> None:
+    put_ssh(RUNS)
+    Path("answer").write_text(f"{answer}\n")
+    Path("bin/sbatch").write_text("#!/bin/sh\n# A fake sbatch.\ncat > /dev/null\ncat answer\n")
+    Path("bin/sbatch").chmod(0o755)
+    for folder in ("jobs", "images"):
+        Path(folder).mkdir()
+    Path("images/x.sif").touch()
+    request = Request(
+        command=("dist-run",),
+        account="a",
+        qos="q",
+        time="10m",
+        directory=tmp_path,
+        image=f"{tmp_path}/images/x.sif",
+    )
+    job = resolve(targets.find("mn5"), request)
+    record = jobs.submit(far, job, named("slurm").script(job))
+    assert (record.answer is None, record.cluster, record.remote) == (bool(job_id), cluster, "far")
+    if note is None:
+        assert list(Path("jobs").iterdir()) == []
+        return
+    assert record.id == job_id
+    text = Path("jobs", job_id).read_text()
+    assert text == f"{note}\nmn5\nimages/x.sif\n"
+    rows = "".join(f"says jobs/{job_id}:{line}\n" for line in text.splitlines())
+    _, notes, _ = gc.parse(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far")
+    assert [(one.id, one.system, one.files) for one in notes] == [(job_id, note, ("images/x.sif",))]
+
+
+def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
+    rows = "".join(f"job 1 {name}\n" for name in ("../x", "-x", "a b", "7"))
+    assert [one.id for one in gc.parse(f"clock 5\n{rows}end\n".encode(), "far")[1]] == ["7"]
+
+
+def test_waiting_jobs_of_a_cluster_are_asked_for_there(far: Connection) -> None:
+    put_ssh(RUNS)
+    Path("bin/squeue").write_text('#!/bin/sh\n# A fake squeue.\necho "$*" > words\necho 4711\n')
+    Path("bin/squeue").chmod(0o755)
+    assert gc.unfinished(far, "slurm;two") == (frozenset({"4711"}), "")
+    assert Path("words").read_text() == "--clusters=two --noheader --format=%A\n"

@@ -1,0 +1,143 @@
+"""No text of a file, a machine or a program steers the terminal, or begins a line of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from imgkit_entrypoints import system, terminal
+from imgkit_entrypoints.cli import main
+from imgkit_entrypoints.errors import ImgkitError
+
+EVIL = "made:1\nok    signature  good\x1b[2J\r\x9b31m\u202egpj.exe\u2066\u200b\u061c\x07\x7f\x85\u2028\t"
+TEXT = st.text(st.characters(codec=None))
+
+
+@given(TEXT)
+@example(f"{EVIL}\ud800")
+def test_shown_text_is_printable(text: str) -> None:
+    found = terminal.shown(text)
+    assert found.isprintable()
+    assert terminal.shown(found) == found
+    assert (found == text) == text.isprintable()
+
+
+def test_escapes_name_the_character() -> None:
+    assert terminal.shown("a\x1b[2J\n\t\u202e") == r"a\x1b[2J\n\t\u202e"
+    assert terminal.shown("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
+    assert terminal.shown("größer … 日本") == "größer … 日本"
+
+
+@given(st.lists(TEXT, max_size=4))
+@example([EVIL, ""])
+def test_each_argument_is_one_line(lines: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pipe(patch) as read:
+        terminal.out(*lines)
+        printed = read().decode()
+    assert printed.count("\n") == len(lines)
+    assert printed.replace("\n", "").isprintable()
+
+
+@given(TEXT, st.none() | TEXT, st.none() | TEXT)
+@example(f"{EVIL}\ud800", EVIL, EVIL)
+def test_no_line_of_an_error_is_forged(what: str, where: str | None, hint: str | None) -> None:
+    first, *more = str(ImgkitError(what, where=where, hint=hint)).split("\n")
+    assert first.isprintable()
+    assert all(line.isprintable() and line.startswith(("  -> ", "     ")) for line in more)
+    assert sum(line.startswith("  -> ") for line in more) == bool(hint)
+
+
+@given(TEXT)
+@example(f"{EVIL}\ud800")
+def test_json_holds_nothing_that_steers_a_terminal(text: str) -> None:
+    found = json.dumps({text: text})
+    assert found.isascii()
+    assert found.isprintable()
+
+
+@contextmanager
+def pipe(patch: pytest.MonkeyPatch, *, is_terminal: bool = False) -> Iterator[Callable[[], bytes]]:
+    """Our standard output as a pipe, or as a terminal; yields what reads all of it."""
+    reader, writer = os.openpty() if is_terminal else os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8", newline="\n") as stream:
+        patch.setattr("sys.stdout", stream)
+
+        def read() -> bytes:
+            return printed(stream, reader)
+
+        yield read
+    os.close(reader)
+
+
+def printed(stream: TextIOWrapper, reader: int) -> bytes:
+    stream.write("\x04")  # the end
+    stream.flush()
+    found = b""
+    while not found.endswith(b"\x04"):
+        found += os.read(reader, 1 << 16)
+    return found[:-1].replace(b"\r\n", b"\n")  # a terminal's own
+
+
+SCRIPT = "#!/bin/sh\n\techo 'a\x1b[2J\x9b' # \u202e\n"
+
+
+def test_document_is_exact_except_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe(monkeypatch) as read:
+        terminal.document(SCRIPT)
+        assert read() == SCRIPT.encode()
+    with pipe(monkeypatch, is_terminal=True) as read:
+        terminal.document(SCRIPT)
+        shown = read().decode().expandtabs()
+    assert shown == "#!/bin/sh\n        echo 'a\\x1b[2J\\x9b' # \\u202e\n"
+
+
+PROGRAM = b"\x1b[32mgreen\x1b[0m\r\n 10%\r 20%\r\n\x1b]0;title\x07\xff\xc2\x9b2J gr\xc3\xb6\xc3\x9fer\n"
+SEEN = "green\n 10%\n 20%\n\\x1b]0;title\\x07\\xff\\x9b2J größer\n"
+
+
+@given(st.lists(st.integers(0, len(PROGRAM)), max_size=5))
+def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(PROGRAM)]
+    parts = [PROGRAM[start:end] for start, end in itertools.pairwise(places)]
+    for is_terminal, wanted in ((False, PROGRAM.replace(b"\r\n", b"\n")), (True, SEEN.encode())):
+        with pytest.MonkeyPatch.context() as patch, pipe(patch, is_terminal=is_terminal) as read:
+            write = terminal.passing()
+            for part in parts:
+                write(part)
+            assert read() == wanted
+
+
+@pytest.mark.parametrize("line", ["dist-doctor", "dist-doctor --json", "dist-env", "dist-env --json"])
+def test_node_with_hostile_files_is_shown_harmless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    recipe = system.to_json(system.SystemFacts(title=EVIL))
+    for path, text in {
+        "proc/sys/kernel/hostname": EVIL,
+        "proc/driver/nvidia/gpus/0000:17:00.0/information": f"Model: {EVIL}",
+        "dev/nvidia0": "",
+        "sys/class/net/eth0/operstate": EVIL,
+        "facts.json": json.dumps({"arch": "x86_64", "cpus": 8, "python": EVIL, "torch_version": EVIL}),
+        "opt/imgkit/system.json": recipe,
+    }.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setenv("IMGKIT_ROOT", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", EVIL)
+    with pytest.raises(SystemExit):
+        main.main(line.split())
+    printed = "".join(capsys.readouterr())
+    assert printed.replace("\n", "").isprintable()
+    assert "good" in printed
+    assert not [line for line in printed.split("\n") if line.startswith("ok    signature")]
