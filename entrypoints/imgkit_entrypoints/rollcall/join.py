@@ -50,7 +50,7 @@ class Joining:
             address = (place.head, self.port)
             try:
                 connection = socket.create_connection(address, timeout=min(5.0, left))
-            except OSError as error:  # not started yet, or a pod's name that does not resolve before it is ready
+            except OSError as error:  # not started yet, or a pod whose name does not resolve yet
                 why = f"{error.strerror or error}"
             else:
                 link = Link(connection, reader.from_head)

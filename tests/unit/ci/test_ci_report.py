@@ -19,13 +19,15 @@ NO_DOCKER = (
 UNASKED = '<testcase classname="tests.b" name="t"><skipped message="torch_arm64: takes minutes"/></testcase>'
 
 
-def report(folder: Path, *cases: str, ci: str = "") -> subprocess.CompletedProcess[str]:
+def report(folder: Path, *cases: str, alone: str = "", ci: str = "") -> subprocess.CompletedProcess[str]:
     table = folder / "parts.tsv"
     table.write_text("lint\t30\t0\ntests: lab\t90\t1\n")
-    results = folder / "lab.xml"
-    results.write_text(f'<testsuites><testsuite name="lab">{"".join(cases)}</testsuite></testsuites>')
+    results = {"lab.xml": "".join(cases), "lab-alone.xml": alone}
+    for name, inside in results.items():
+        text = f'<testsuites><testsuite name="lab">{inside}</testsuite></testsuites>'
+        (folder / name).write_text(text)
     return subprocess.run(
-        [sys.executable, str(REPORT), str(table), str(results)],
+        [sys.executable, str(REPORT), str(table), *(str(folder / name) for name in results)],
         capture_output=True,
         text=True,
         env={**os.environ, "CI": ci},
@@ -54,6 +56,18 @@ def test_skips_of_one_reason_share_a_line(tmp_path: Path) -> None:
 def test_total_counts_every_outcome(tmp_path: Path) -> None:
     done = report(tmp_path, PASSED, FAILED, UNASKED)
     assert done.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 1 skipped"
+
+
+def test_test_that_passes_alone_is_named_and_counts_as_passed(tmp_path: Path) -> None:
+    done = report(tmp_path, PASSED, FAILED, alone=FAILED.partition("<failure")[0].rstrip(">") + "/>")
+    assert "failed among others, passed alone:\n  lab: tests.a.test_two\n" in done.stdout
+    assert done.stdout.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
+
+
+def test_test_that_fails_alone_too_stays_a_failure(tmp_path: Path) -> None:
+    done = report(tmp_path, PASSED, FAILED, alone=FAILED)
+    assert "passed alone" not in done.stdout
+    assert done.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 0 skipped"
 
 
 def test_required_skip_fails_in_ci_only(tmp_path: Path) -> None:

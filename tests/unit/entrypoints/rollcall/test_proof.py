@@ -268,6 +268,16 @@ def test_squatter_is_named(place: Placement, squatter: socket.socket) -> None:
     assert "go away" not in text
 
 
+def test_last_call_without_time_for_an_answer_keeps_the_reason(place: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+        node = CallThread(place, 1, secret=SECRET, timeout_s=1.5)
+        connection, _ = listener.accept()
+        connection.sendall(b"220 mail ready\r\n")
+        text = node.refusal()  # the listener accepts the later calls, and nobody answers them
+    connection.close()
+    assert "its answer is no proof" in text
+
+
 def test_node_outlasts_a_squatter(place: Placement) -> None:
     with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
         node = CallThread(place, 1, secret=SECRET)
