@@ -240,6 +240,36 @@ def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
     until(lambda: not pbs.processes())
 
 
+def test_walltime_ends_a_job_and_its_history_says_so(pbs: Pbs) -> None:
+    job = pbs.run("qsub", text="#!/bin/bash\n#PBS -l walltime=00:00:01\nsleep 600\n").stdout.strip()
+    assert pbs.end(job)[0] == -29
+    plain = pbs.run("qstat", job)
+    assert plain.returncode == 35
+    assert "Job has finished, use -x" in plain.stderr
+    assert "Exit_status = -29" in pbs.run("qstat", "-x", "-f", job).stdout
+    until(lambda: not pbs.processes())
+
+
+def test_array_job_has_subjobs_with_outputs_of_their_own(pbs: Pbs) -> None:
+    text = '#!/bin/bash\n#PBS -J 1-3:2\n#PBS -N parts\necho "$PBS_ARRAY_INDEX of $PBS_ARRAY_ID"\n'
+    job = pbs.run("qsub", text=f'{text}pbsdsh -- printenv PATH\nexit "$((PBS_ARRAY_INDEX - 1))"\n')
+    array = job.stdout.strip()
+    number = array.partition("[")[0]
+    assert array == f"{number}[].standin"
+    codes = [pbs.end(f"{number}[{index}].standin")[0] for index in (1, 3)]
+    assert codes == [0, 2]
+    for index in (1, 3):
+        output = (pbs.work / f"parts.o{number}.{index}").read_text()
+        assert output.splitlines()[:2] == [f"{index} of {array}", "/bin:/usr/bin"]
+    assert "Exit_status = 1" in pbs.run("qstat", "-x", "-f", array).stdout
+
+
+def test_array_without_a_range_is_refused(pbs: Pbs) -> None:
+    refused = pbs.run("qsub", "-J", "3", text="#!/bin/bash\ntrue\n")
+    assert refused.returncode != 0
+    assert "illegal -J value" in refused.stderr
+
+
 def test_killed_script_ends_what_ssh_started(pbs: Pbs) -> None:
     job = pbs.submit("--", "sleep", "600", start="ssh")
     until(lambda: sum("sleep 600" in line for line in pbs.processes()) >= 2)
