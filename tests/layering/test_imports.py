@@ -58,6 +58,29 @@ def import_all(names: list[str]) -> str:
     return f"import importlib\nfor name in {plain!r}: importlib.import_module(name)"
 
 
+OUTSIDE = "[name for name in sys.modules if name.startswith(('imgkit_builder.', 'imgkit_entrypoints'))"
+
+
+def test_loading_a_recipe_imports_little_besides_its_package() -> None:
+    body = f"""
+import sys
+from imgkit_builder.recipe.load import load
+for name in ("mn5", "rcp", "cpu"):
+    load(name)
+print(*{OUTSIDE} and not name.startswith("imgkit_builder.recipe")])
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) <= 8, done.stdout
+
+
+def test_recipe_names_nothing_of_job() -> None:
+    named = [
+        path.name for path in (BUILDER / "recipe").glob("*.py") if "imgkit_builder.job" in path.read_text()
+    ]
+    assert named == []
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 

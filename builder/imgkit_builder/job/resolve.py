@@ -154,16 +154,16 @@ def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
     """
     runtime = recipe.system.runtime
     kind = request.runtime or runtime.kind
-    if kind in system.runtimes:
+    if kind in system.registration.runtimes:
         return kind
     what = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
-    if kind == "docker" and "host" in system.runtimes:
+    if kind == "docker" and "host" in system.registration.runtimes:
         program = "docker" if request.runtime else runtime.command
         what += (
             f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
             "node would run alone"
         )
-    allowed = choices(kind, system.runtimes)
+    allowed = choices(kind, system.registration.runtimes)
     if request.runtime:
         raise UsageError(what, where="--runtime", hint=allowed)
     raise UsageError(

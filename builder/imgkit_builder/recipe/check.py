@@ -270,13 +270,13 @@ def _runtime(path: KeyPath, node: Table, found: Collector) -> None:
 
 
 def check_system(facts: SystemFacts, tree: Table, found: Collector) -> None:
-    """Apply what the recipe's own system knows about its section."""
-    side: systems.RecipeSide = systems.load(facts.scheduler)
-    if facts.runtime.kind not in side.runtimes:
+    """Apply what the recipe's own scheduler knows about its section."""
+    scheduler = systems.registration(facts.scheduler)
+    if facts.runtime.kind not in scheduler.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
-        what = f"{facts.scheduler} does not start programs by {facts.runtime.kind}: imgkit job refuses it"
-        found.warn(deepest(tree, path)[0].position, path, what, choices("", side.runtimes))
-    for fault in side.check_recipe(facts):
+        what = f"{facts.scheduler} does not start programs by {facts.runtime.kind}: imgkit submit refuses it"
+        found.warn(deepest(tree, path)[0].position, path, what, choices("", scheduler.runtimes))
+    for fault in scheduler.check(facts):
         path = ("system", *fault.path)
         found.error(deepest(tree, path)[0].position, path, fault.what, fault.hint)
 

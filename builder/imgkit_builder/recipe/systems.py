@@ -1,17 +1,16 @@
-"""The words that ``system.scheduler`` can be, and the system behind each: shipped ones and plug-ins.
+"""What ``system.scheduler`` can be: shipped schedulers as data, and plug-ins, which register the same data.
 
-A plug-in is an entry point of the group ``imgkit.systems``; its name is the word. A recipe needs little of
-its system (`RecipeSide`); ``job/systems`` has the whole protocol. Systems load by name: a recipe imports
-its own system only, and nothing looks for plug-ins unless the word is not a shipped one.
+A recipe is checked by a scheduler's `Registration` alone: aliases, runtimes, rules. Writing jobs for it is
+another package's work, which nothing here imports. A plug-in is an entry point of the group `GROUP`; its name
+is the word. Nothing looks for plug-ins unless a recipe's word is not a shipped one.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 from imgkit_entrypoints.system import SystemFacts
@@ -22,22 +21,10 @@ if TYPE_CHECKING:
 GROUP = "imgkit.systems"
 """The entry-point group of plug-ins."""
 
-SHIPPED: Mapping[str, str] = {
-    "slurm": "imgkit_builder.job.systems.slurm:SYSTEM",
-    "pbs": "imgkit_builder.job.systems.pbs:SYSTEM",
-    "runai": "imgkit_builder.job.systems.runai:SYSTEM",
-    "mpi": "imgkit_builder.job.systems.mpi:SYSTEM",
-    "standalone": "imgkit_builder.job.systems.local:SYSTEM",
-}
-"""Word of the recipe -> MODULE:OBJECT, in the form of an entry point's value."""
-
-HELPERS: Mapping[str, str] = {"kubeflow": "imgkit_builder.job.systems.kubeflow:SYSTEM"}
-"""Systems that another system hands jobs to; no recipe names them, but records of submitted jobs do."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemFault:
-    """Something in a recipe's system section that the system cannot work with."""
+    """Something in a recipe's system section that the scheduler cannot work with."""
 
     path: tuple[str, ...]
     """Keys below ``system``, for example ``("queue", "account")``."""
@@ -45,50 +32,73 @@ class SystemFault:
     hint: str = ""
 
 
-class RecipeSide(Protocol):
-    """What reading a recipe needs to know about a system."""
+def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
+    return ()
 
-    aliases: tuple[str, ...]
-    runtimes: tuple[Any, ...]
 
-    def check_recipe(self, facts: SystemFacts) -> Iterable[SystemFault]:
-        """Everything in `facts` that the system cannot work with."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """What reading a recipe needs to know about a scheduler."""
+
+    aliases: tuple[str, ...] = ()
+    """Other words that people use for it, in lower case; a recipe with one of them gets a hint."""
+    runtimes: tuple[str, ...] = ("singularity", "host")
+    """What can start the program on a node with the node's variables; a job with another is refused."""
+    check: Callable[[SystemFacts], Iterable[SystemFault]] = _no_faults
+    """Everything in a recipe's system section that the scheduler cannot work with."""
+
+
+SHIPPED: Mapping[str, Registration] = {
+    "slurm": Registration(),
+    "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
+    "runai": Registration(runtimes=("kubernetes",)),
+    "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
+    "standalone": Registration(runtimes=("docker", "singularity", "host")),
+}
+"""Word of the recipe -> the scheduler."""
+
+RESERVED = ("kubeflow",)
+"""Names that no recipe and no plug-in can have: another scheduler hands jobs to them."""
 
 
 def is_known(word: str) -> bool:
-    """Whether a shipped system or a plug-in has this name."""
+    """Whether a shipped scheduler or a plug-in has this name."""
     return word in SHIPPED or word in _plugins()
 
 
 def words() -> tuple[str, ...]:
-    """All words that ``system.scheduler`` can be: the shipped systems, then plug-ins by name."""
+    """All words that ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
     return (*SHIPPED, *sorted(_plugins()))
 
 
 def meant(word: str) -> str:
-    """The system that has `word` as an alias; `word` itself where none has."""
+    """The scheduler that has `word` as an alias; `word` itself where none has."""
     for known in words():
         try:
-            side: RecipeSide = load(known)
+            aliases = registration(known).aliases
         except ToolFailed:
             continue  # a broken plug-in: the message about `word` must not depend on it
-        if word.lower() in side.aliases:
+        if word.lower() in aliases:
             return known
     return word
 
 
-def load(word: str) -> Any:
-    """The system of that name.
+def registration(word: str) -> Registration:
+    """The data of the shipped scheduler or plug-in of that name. Raises as `plugin` does."""
+    if word in SHIPPED:
+        return SHIPPED[word]
+    found: Registration = plugin(word).registration
+    return found
+
+
+def plugin(word: str) -> Any:
+    """The object that the plug-in `word` registers.
 
     Raises
     ------
-    KeyError : nothing has that name.
-    ToolFailed : a plug-in that cannot be loaded; names its distribution.
+    KeyError : no plug-in has that name.
+    ToolFailed : it cannot be loaded; names its distribution.
     """
-    value = SHIPPED.get(word) or HELPERS.get(word)
-    if value is not None:
-        module, _, name = value.partition(":")
-        return getattr(importlib.import_module(module), name)
     first, *others = _plugins()[word]
     if others:
         raise ToolFailed(
@@ -101,31 +111,21 @@ def load(word: str) -> Any:
     except (Exception, SystemExit) as error:  # a plug-in's own code: anything can come out of it
         reason = (str(error).splitlines() or [""])[0]
         raise broken(first, f"cannot be loaded: {type(error).__name__}: {reason}") from error
-    require(first, found, RecipeSide)
+    if not isinstance(getattr(found, "registration", None), Registration):
+        hint = f"{first.value} must be an object of a class that extends System: see CONTRIBUTING.md"
+        raise broken(first, "has no registration", hint=hint)
     return found
 
 
-def require(entry: EntryPoint, found: Any, protocol: type[Any]) -> None:
-    """Raise ToolFailed if `found` lacks a name of `protocol`."""
-    names = (*protocol.__annotations__, *vars(protocol))
-    lacking = [name for name in dict.fromkeys(names) if name[0] != "_" and not hasattr(found, name)]
-    if lacking:
-        raise broken(
-            entry,
-            f"lacks {', '.join(lacking)}",
-            hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
-        )
-
-
 def plugins() -> tuple[str, ...]:
-    """Names of the systems that plug-ins add."""
+    """Names of the schedulers that plug-ins add."""
     return tuple(sorted(_plugins()))
 
 
 def refused() -> Iterator[ImgkitError]:
-    """An error for each plug-in whose name imgkit uses itself; it is never loaded."""
+    """An error for each plug-in whose name is taken by imgkit; it is never loaded."""
     for entry in _entries():
-        if entry.name in SHIPPED or entry.name in HELPERS:
+        if entry.name in SHIPPED or entry.name in RESERVED:
             yield broken(
                 entry, "is ignored: imgkit ships a system of that name", hint="rename the entry point"
             )
@@ -168,6 +168,6 @@ def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
     """Plug-ins by name; more than one under a name where distributions disagree."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
-        if entry.name not in SHIPPED and entry.name not in HELPERS:
+        if entry.name not in SHIPPED and entry.name not in RESERVED:
             found[entry.name] = (*found.get(entry.name, ()), entry)
     return found

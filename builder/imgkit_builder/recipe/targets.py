@@ -180,10 +180,9 @@ def checked(target: Target) -> Target:
         found = (*rules.of_key(path), *(rules.of_text(path, value) if isinstance(value, str) else ()))
         faults += [(key_text(path), *fault) for fault in found]
     if not faults:
-        side: registry.RecipeSide = registry.load(target.system.scheduler)
         faults += [
             (key_text(("system", *fault.path)), fault.what, fault.hint)
-            for fault in side.check_recipe(target.system)
+            for fault in registry.registration(target.system.scheduler).check(target.system)
         ]
     if faults:
         texts = [f"{key}: {what}; {hint}" if hint else f"{key}: {what}" for key, what, hint in faults]

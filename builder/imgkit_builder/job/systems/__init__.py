@@ -1,25 +1,35 @@
-"""Systems: everything that ``imgkit job`` knows about a scheduler, one module each, loaded by name.
+"""Systems: everything that ``imgkit submit`` knows about a scheduler, one module each, loaded by name.
 
-``recipe/systems.py`` lists the shipped ones. A plug-in adds one by an entry point of the group
-``imgkit.systems``: an object of a class that extends `System`, or a module that has all of its names.
+What recipes need of a shipped one is in ``recipe/systems.py``. A plug-in adds one by an entry point of the
+group ``imgkit.systems``: an object of a class that extends `System`, or a module that has all of its names.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from imgkit_builder.job.flags import NoFlags, declared
-from imgkit_builder.job.request import Job, Request, RunBy, Script, SubmittedJob
+from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.recipe import systems as registry
-from imgkit_builder.recipe.systems import SystemFault
+from imgkit_builder.recipe.systems import Registration, SystemFault
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
-from imgkit_entrypoints.system import SystemFacts
 
-__all__ = ["Installed", "System", "SystemFault", "installed", "named"]
+__all__ = ["Installed", "Registration", "System", "SystemFault", "installed", "named"]
+
+MODULES: Mapping[str, str] = {
+    "slurm": "slurm",
+    "pbs": "pbs",
+    "runai": "runai",
+    "mpi": "mpi",
+    "standalone": "local",
+    "kubeflow": "kubeflow",
+}
+"""Name -> the module here that has its `SYSTEM`; no recipe names ``kubeflow``: it takes jobs of RunAI."""
 
 
 class System(Protocol):
@@ -29,10 +39,8 @@ class System(Protocol):
     """A frozen dataclass with the flags that only this system has (`imgkit_builder.job.flags.flag`)."""
     uses: tuple[str, ...] = ()
     """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
-    runtimes: tuple[RunBy, ...] = ("singularity", "host")
-    """What can start the program on a node with the node's variables; a job with another is refused."""
-    aliases: tuple[str, ...] = ()
-    """Other words that people use for it, in lower case; a recipe with one of them gets a hint."""
+    registration: Registration = Registration()
+    """What recipes need to know: aliases, runtimes, checks of the system section."""
     placement: str = ""
     """How each of several nodes finds its place: a name that ``dist-run --scheduler`` takes. Empty: the
     launcher finds out from the variables that the scheduler or the script sets.
@@ -43,10 +51,6 @@ class System(Protocol):
     """Whether nothing here ends the launchers of the other nodes when a node is lost."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
-
-    def check_recipe(self, facts: SystemFacts) -> Iterable[SystemFault]:
-        """Everything in a recipe's system section that this system cannot work with."""
-        return ()
 
     def default_nodes(self, flags: Any) -> int:
         """Number of nodes of a job without ``--nodes``; `flags` is a value of the class `flags`."""
@@ -189,16 +193,18 @@ def named(name: str) -> System:
     ToolFailed : a plug-in that cannot be used; names its distribution.
     UsageError : there is none; its plug-in was removed after a job was submitted by it.
     """
+    if name in MODULES:
+        module = importlib.import_module(f"{__name__}.{MODULES[name]}")
+        return cast(System, module.SYSTEM)
     try:
-        found = registry.load(name)
+        found = registry.plugin(name)
     except KeyError:
         raise UsageError(
             f"no system is named {name!r}",
             where="system",
             hint=f"install the plug-in that adds it again; there are {', '.join(registry.words())}",
         ) from None
-    if name not in registry.SHIPPED and name not in registry.HELPERS:
-        _check_plugin(name, found)
+    _check_plugin(name, found)
     return cast(System, found)
 
 
@@ -221,7 +227,13 @@ def _check_plugin(name: str, found: Any) -> None:
     from imgkit_entrypoints.schedulers import NAMES
 
     entry = registry.entry_of(name)
-    registry.require(entry, found, System)
+    lacking = [each for each in vars(System) if each[0] != "_" and not hasattr(found, each)]
+    if lacking:
+        raise registry.broken(
+            entry,
+            f"lacks {', '.join(lacking)}",
+            hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
+        )
     if found.placement and found.placement not in NAMES:
         raise registry.broken(
             entry, f"names the placement {found.placement!r}", hint=f"allowed: {', '.join(NAMES)}"

@@ -8,13 +8,13 @@ from imgkit_builder.job import container, fields
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System
 from imgkit_builder.job.words import line
+from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
 
 class ForegroundSystem(System):
     """Base of the systems whose run is the command itself: it never gets an id."""
 
-    runtimes = ("docker", "singularity", "host")
     hides_gpus = False
     passes_names = True
     where = "on this machine"
@@ -28,6 +28,8 @@ class ForegroundSystem(System):
 
 class Local(ForegroundSystem):
     """One machine without a scheduler."""
+
+    registration = SHIPPED["standalone"]
 
     def script(self, job: Job) -> Script:
         """The command that starts the container."""

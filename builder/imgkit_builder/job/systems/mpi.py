@@ -15,6 +15,7 @@ from imgkit_builder.job.request import Job, Script
 from imgkit_builder.job.ssh import fanout, hostlist
 from imgkit_builder.job.systems import local, part_of_nodes, program_starts_once, spare_waits_for_nothing
 from imgkit_builder.job.words import line
+from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import manual, openmpi
@@ -48,7 +49,7 @@ class Mpi(local.ForegroundSystem):
     """Hosts that mpirun or ssh reaches."""
 
     flags = MpiFlags
-    aliases = ("openmpi", "mpirun")
+    registration = SHIPPED["mpi"]
     where = "over ssh"
 
     def default_nodes(self, flags: MpiFlags) -> int:

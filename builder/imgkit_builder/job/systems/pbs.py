@@ -18,6 +18,7 @@ from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, last_line
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line
+from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
 from imgkit_entrypoints.schedulers import pals, pbs
@@ -37,10 +38,9 @@ class PbsFlags:
 class Pbs(System):
     """PBS Professional and OpenPBS: qsub."""
 
+    registration = SHIPPED["pbs"]
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus")
-    runtimes = ("singularity", "docker", "host")
-    aliases = ("torque",)
 
     def script(self, job: Job) -> Script:
         """The script for ``qsub``, or the ``qsub -I`` line of an interactive job."""

@@ -12,6 +12,7 @@ from imgkit_builder.job.flags import flag
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once
 from imgkit_builder.job.words import quote
+from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
@@ -41,7 +42,7 @@ class Pods(System):
     """What RunAI and Kubeflow have in common."""
 
     flags = PodFlags
-    runtimes = ("kubernetes",)
+    registration = SHIPPED["runai"]
     passes_names = True
 
     def required(self, recipe: Target, request: Request) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, last_line
 from imgkit_builder.job.template import fill
 from imgkit_builder.job.words import Shell, line, quote
+from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
 
 class Slurm(System):
     """Slurm: sbatch, srun and salloc."""
 
+    registration = SHIPPED["slurm"]
     passes_names = True  # sbatch and salloc hand their environment on
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
     spares_take_over = True

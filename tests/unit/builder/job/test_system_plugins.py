@@ -190,7 +190,7 @@ BROKEN = {
     "import": ("import no_such_module\n", "cannot be loaded: ModuleNotFoundError"),
     "exit": ("raise SystemExit(3)\n", "cannot be loaded: SystemExit: 3"),
     "no object": ("SYSTEMS = 1\n", "cannot be loaded: AttributeError"),
-    "another object": ("SYSTEM = 'x'\n", "lacks aliases, "),
+    "another object": ("SYSTEM = 'x'\n", "has no registration"),
     "placement": (WHOLE.replace('"manual"', '"manuel"'), "names the placement 'manuel'"),
     "uses": (WHOLE.replace('"queue", "time"', '"queue", "tme"'), "uses 'tme'"),
     "flag taken": (WHOLE.replace("lane: str", "queue: str"), "has the flag --queue, which is taken"),
@@ -275,15 +275,16 @@ def test_two_plugins_with_one_flag_are_refused(plugins: Path) -> None:
 
 
 CHECKED = """
-from imgkit_builder.job.systems import SystemFault
+from imgkit_builder.job.systems import Registration, SystemFault
+
+
+def check(facts):
+    if facts.queue.name:
+        yield SystemFault(path=("queue", "name"), what="fakeq has no queues", hint="leave it out")
 
 
 class Checked(Fakeq):
-    aliases = ("grid",)
-
-    def check_recipe(self, facts):
-        if facts.queue.name:
-            yield SystemFault(path=("queue", "name"), what="fakeq has no queues", hint="leave it out")
+    registration = Registration(aliases=("grid",), check=check)
 
 
 SYSTEM = Checked()
@@ -296,7 +297,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
     assert load(file).warnings == ()
     file.write_text(RECIPE + "  runtime: {kind: docker, command: docker}\n")
     (warning,) = load(file).warnings
-    assert warning.what == "fakeq does not start programs by docker: imgkit job refuses it"
+    assert warning.what == "fakeq does not start programs by docker: imgkit submit refuses it"
     file.write_text(RECIPE + "  queue: {name: fast}\n")
     with pytest.raises(RecipeErrors) as caught:
         find(file)
