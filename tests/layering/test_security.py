@@ -1,4 +1,4 @@
-"""SECURITY.md names the tests that hold its promises."""
+"""SECURITY.md names the tests that check its guarantees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
-def test_every_promise_names_tests_that_exist() -> None:
+def test_every_guarantee_names_tests_that_exist() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     there = set(re.findall(r"^def (test_\w+)\(", code, re.MULTILINE))
     named = set(re.findall(r"`(test_\w+)`", TEXT))
@@ -18,6 +18,6 @@ def test_every_promise_names_tests_that_exist() -> None:
     rows = [
         row
         for row in re.findall(r"^\| (.+) \|$", TEXT, re.MULTILINE)
-        if not row.startswith(("promise", "---"))
+        if not row.startswith(("guarantee", "---"))
     ]
     assert [row for row in rows if not re.search(r"`test_\w+`$", row)] == []
