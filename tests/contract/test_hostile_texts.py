@@ -17,8 +17,8 @@ import pytest
 import small_sif
 
 from imgkit_builder.archive import sidecar
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.describe import to_json
 from imgkit_builder.recipe.load import load

@@ -27,8 +27,7 @@ from imgkit_builder.delta import descriptor, tree
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
 from imgkit_builder.examine.verify import verify
-from imgkit_builder.image import config, inside, manifest
-from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.image import inside
 from imgkit_builder.job import fields as job_fields
 from imgkit_builder.job import submit
 from imgkit_builder.job import systems as job_systems
@@ -37,6 +36,8 @@ from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.ssh import hostlist as ssh_hosts
 from imgkit_builder.lock import answers, failures
 from imgkit_builder.lock.answers import BaseFile
+from imgkit_builder.oci import config, manifest
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.project import measured, toml_file
 from imgkit_builder.recipe import (
     image_reference,
@@ -308,7 +309,7 @@ def _manifests() -> list[bytes]:
 
 
 def inside_probe() -> Any:
-    from imgkit_builder.image.manifest import Probe
+    from imgkit_builder.oci.manifest import Probe
 
     return _made(Probe)
 

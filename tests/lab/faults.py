@@ -32,7 +32,7 @@ from imgkit_builder.archive.write import Saved
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import apply, flatten, make
 from imgkit_builder.examine import verify
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.options import Archive, EngineImage, Options
 from imgkit_entrypoints.errors import ImgkitError

@@ -19,8 +19,8 @@ from labkit import output
 from layer_reference import Entry
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.image.config import parse_config
 from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.oci.config import parse_config
 from imgkit_builder.sif import convert, image, own_files
 from imgkit_builder.sif.options import Archive, Options
 

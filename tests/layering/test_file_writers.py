@@ -194,7 +194,7 @@ def test_one_module_prints() -> None:
 KERNEL = "files of the kernel"
 OWN = "files of imgkit's own packages"
 READERS: Mapping[str, str] = {
-    "builder/imgkit_builder/base/platform.py": KERNEL,
+    "builder/imgkit_builder/oci/platform.py": KERNEL,
     "builder/imgkit_builder/cli/render.py": "a build context, and no file",
     "builder/imgkit_builder/cli/zipapp.py": OWN,
     "builder/imgkit_builder/engine/build_guard.py": KERNEL,

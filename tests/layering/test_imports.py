@@ -27,6 +27,7 @@ BUNDLE_MODULES = (
     "image/inside",
     "image/smoke",
     "job",
+    "oci",
     "recipe/targets",
     "sif",
 )

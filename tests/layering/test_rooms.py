@@ -20,25 +20,25 @@ VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secre
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "remote project examine signing job delta apptainer lock sif archive engine "
-        "image recipe base values entrypoints/values",
+        "cli": "remote project examine signing job delta apptainer lock sif engine archive image recipe "
+        "oci base values entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
-        "examine": "signing delta apptainer sif inventory archive engine image recipe base "
-        "entrypoints/values",
-        "signing": "delta sif archive image recipe base entrypoints/values",
-        "job": "delta sif image recipe base "
-        "entrypoints/cli entrypoints/launch entrypoints/rollcall entrypoints/schedulers entrypoints/values",
-        "delta": "sif inventory archive image base values entrypoints/launch entrypoints/values",
-        "apptainer": "sif archive image recipe base values entrypoints/values",
-        "lock": "sif engine image recipe base values entrypoints/values",
-        "sif": "inventory archive image base values entrypoints/values",
-        "inventory": "image values entrypoints/values",
-        "engine": "archive image recipe base entrypoints/values",
-        "archive": "image base entrypoints/values",
-        "image": "recipe base values entrypoints/cli entrypoints/values",
-        "recipe": "entrypoints/values",
+        "examine": "signing delta apptainer sif inventory engine archive recipe oci base entrypoints/values",
+        "signing": "delta sif archive recipe oci base entrypoints/values",
+        "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "
+        "entrypoints/schedulers entrypoints/values",
+        "delta": "sif inventory archive oci base values entrypoints/launch entrypoints/values",
+        "apptainer": "sif archive image recipe oci base values entrypoints/values",
+        "lock": "sif engine image recipe oci base values entrypoints/values",
+        "sif": "inventory archive oci base values entrypoints/values",
+        "inventory": "oci values entrypoints/values",
+        "engine": "archive image recipe oci base entrypoints/values",
+        "archive": "oci base entrypoints/values",
+        "image": "recipe oci base values entrypoints/cli entrypoints/values",
+        "recipe": "oci entrypoints/values",
+        "oci": "entrypoints/values",
         "base": "entrypoints/values",
         "values": "entrypoints/values",
     },

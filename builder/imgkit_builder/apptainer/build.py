@@ -15,7 +15,7 @@ from imgkit_builder.apptainer.rights import Rights
 from imgkit_builder.apptainer.start import SifFile, Start
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.image import manifest as manifests
+from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from imgkit_builder.apptainer.start import Start
 from imgkit_builder.image import inside, render
 from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Definition, KeyValue, Step
-from imgkit_builder.image.manifest import CREATED_LABEL
+from imgkit_builder.oci.manifest import CREATED_LABEL
 from imgkit_builder.recipe.model import Recipe
 
 LOOK = "imgkit/look.py"

@@ -7,7 +7,7 @@ from imgkit_builder.apptainer import start
 from imgkit_builder.apptainer.finish import ROUTE
 from imgkit_builder.apptainer.request import BuiltSif, Planned, SifRequest
 from imgkit_builder.apptainer.start import Start
-from imgkit_builder.image import manifest as manifests
+from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.compression import Compression

@@ -15,9 +15,9 @@ from imgkit_builder.apptainer.request import BuiltSif, Planned, SifRequest
 from imgkit_builder.apptainer.start import Start
 from imgkit_builder.base import checks, files
 from imgkit_builder.base.checks import Check
-from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image import smoke
-from imgkit_builder.image.manifest import Manifest
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import Manifest
 from imgkit_builder.sif import check, coverage, runtime, table
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.conversion_job import ConversionJob

@@ -10,7 +10,7 @@ from imgkit_builder.base.process import TAIL_LINES
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside
 from imgkit_builder.image.instructions import Definition
-from imgkit_builder.image.manifest import Probe
+from imgkit_builder.oci.manifest import Probe
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed
 from imgkit_entrypoints.terminal import unstyled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder.base.checks import Check
 from imgkit_builder.image.instructions import Definition
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.options import Options, Stage

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.archive import oci_folder, stored
-from imgkit_builder.base.platform import host_platform
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.image.manifest import STANDIN_LABEL, BaseImage
+from imgkit_builder.oci.config import ImageConfig
+from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage
+from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import check, coverage, space
 from imgkit_builder.sif import image as sif_image

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.base import process
-from imgkit_builder.base.platform import processors
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
@@ -233,7 +232,7 @@ def _in_members(raw: Iterator[bytes], name: str) -> Iterator[bytes]:
     Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
     only if the data before ended there.
     """
-    workers = min(processors(), 8)
+    workers = min(process.processors(), 8)
     waiting: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
     between, gunzip = True, Gunzip(name)
     with ThreadPoolExecutor(workers) as pool:

@@ -21,7 +21,7 @@ from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"

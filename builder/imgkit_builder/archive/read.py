@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from imgkit_builder.archive.tar_header import HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.archive.tarstream import TarStream
-from imgkit_builder.image.config import ImageConfig, parse_config
+from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.base import files
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import Manifest
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import Manifest
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError

@@ -23,7 +23,6 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.compressed import Compress
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files, process
-from imgkit_builder.base.platform import processors
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
@@ -203,7 +202,7 @@ def _compressed(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
 
 def _gzip(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Gzip members of 256 KiB each, made side by side: any gzip reader takes them as one file."""
-    workers = min(processors(), 8)
+    workers = min(process.processors(), 8)
     with ThreadPoolExecutor(workers) as pool:
         pending: deque[Future[bytes]] = deque()
         for block in _blocks(chunks):

@@ -33,7 +33,9 @@ from imgkit_entrypoints.files import (
 )
 
 __all__ = (
+    "CHUNK_BYTES",
     "FULL",
+    "MTIME_S",
     "TEMPORARY",
     "append",
     "cache_dir",
@@ -60,7 +62,10 @@ __all__ = (
     "writing",
 )
 
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
+
+# 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
+MTIME_S = 315532800
 
 
 def sha256(
@@ -72,7 +77,7 @@ def sha256(
     """
     digest, done = hashlib.sha256(), 0
     stream.seek(start)
-    while chunk := stream.read(max(0, min(_CHUNK_BYTES, size_bytes - done))):
+    while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - done))):
         digest.update(chunk)
         done += len(chunk)
         if advance:

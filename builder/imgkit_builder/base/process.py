@@ -108,6 +108,14 @@ def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> 
         raise ToolMissing(f"the program {program!r} is not on PATH", hint=hint or None)
 
 
+def processors() -> int:
+    """Number of processors that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
 def own_words() -> tuple[str, ...]:
     """The words that start this imgkit: its name, or this Python and the path of the one-file tool."""
     file = getattr(__spec__.loader, "archive", "")

@@ -117,7 +117,7 @@ def _saved(
 ) -> tuple[Saved, Sidecar]:
     from imgkit_builder import engine
     from imgkit_builder.archive import sidecar, write
-    from imgkit_builder.image import manifest as manifests
+    from imgkit_builder.oci import manifest as manifests
     from imgkit_entrypoints import system as systems
 
     system = _baked(connected, info, str(systems.SYSTEM_JSON), systems.from_json, report)

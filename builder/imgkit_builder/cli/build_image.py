@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from imgkit_builder.engine import Built, Engine, ImageInfo
     from imgkit_builder.engine.unchanged import Asked
     from imgkit_builder.image.context import BuildContext
-    from imgkit_builder.image.manifest import BaseImage
+    from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
@@ -107,10 +107,10 @@ def _asked(typed: str, options: BuildOptions) -> Asked:
 
 def plan(recipe: Recipe, options: BuildOptions, report: Reporter) -> Outcome:
     """Work out what would be built, without an engine."""
-    from imgkit_builder.base.platform import host_platform
     from imgkit_builder.engine import check_name, choose_platform, default_tag
     from imgkit_builder.image.context import pack, revision
-    from imgkit_builder.image.manifest import BaseImage
+    from imgkit_builder.oci.manifest import BaseImage
+    from imgkit_builder.oci.platform import host_platform
 
     target = choose_platform(recipe, wanted=options.platform, host=host_platform())
     recipe = build_lock.followed(recipe, target, options, report)

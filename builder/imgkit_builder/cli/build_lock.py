@@ -9,7 +9,7 @@ from imgkit_entrypoints.errors import CheckFailed
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.image.manifest import BaseImage
+    from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
 
 

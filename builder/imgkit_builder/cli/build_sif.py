@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.request import BuildPlan, BuiltSif, SifRequest
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.image.context import BuildContext
-    from imgkit_builder.image.manifest import BaseImage
+    from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
 
 SCHEMA = 1
@@ -50,8 +50,8 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
     ImgkitError : as `apptainer.build.build` does, and for what a definition cannot do.
     """
     from imgkit_builder.apptainer import build as builds
-    from imgkit_builder.base.platform import host_platform
     from imgkit_builder.image.context import pack, revision
+    from imgkit_builder.oci.platform import host_platform
 
     _refuse(recipe, options)
     recipe = build_lock.followed(recipe, host_platform(), options, report)
@@ -104,7 +104,7 @@ def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
 
 def _refuse(recipe: Recipe, options: BuildOptions) -> None:
     """Raise UsageError for another platform than this machine's, and for secrets in a definition."""
-    from imgkit_builder.base.platform import host_platform
+    from imgkit_builder.oci.platform import host_platform
 
     host = host_platform()
     stated = options.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])

@@ -98,8 +98,8 @@ def _side(
 
 
 def _of_lock(name: str, platform: str | None) -> ComparedSide:
-    from imgkit_builder.base.platform import host_arch
     from imgkit_builder.examine import sides
+    from imgkit_builder.oci.platform import host_arch
     from imgkit_builder.recipe import lock_file
 
     lock = lock_file.read(Path(name))

@@ -172,8 +172,8 @@ def _request(recipe: Recipe, base: str | None) -> LockRequest:
 
 
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
-    from imgkit_builder.base.platform import host_platform
     from imgkit_builder.engine import choose_platform
+    from imgkit_builder.oci.platform import host_platform
     from imgkit_builder.recipe import lock_file, lock_follow
 
     file = lock_file.beside(recipe)

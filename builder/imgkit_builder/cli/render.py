@@ -70,7 +70,7 @@ def verb_render(
     text = make(loaded, base=base, platform=platform)
     if context is not None:
         from imgkit_builder.image.context import pack, revision
-        from imgkit_builder.image.manifest import BaseImage
+        from imgkit_builder.oci.manifest import BaseImage
 
         found = with_leave(
             lambda large: pack(

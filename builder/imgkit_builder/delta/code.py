@@ -20,7 +20,6 @@ from imgkit_builder.delta import tree, write_squashfs
 from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.image.members import CHUNK_BYTES, MTIME_S
 from imgkit_builder.sif import compression
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.options import Options
@@ -97,7 +96,7 @@ class CodeTree:
         digest, left = hashlib.sha256(), one.size_bytes
         with _readable(one.source), files.open_regular(one.source, buffering=0) as stream:
             # One byte more than expected detects a file that grew.
-            while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
+            while chunk := stream.read(min(files.CHUNK_BYTES, left + 1)):
                 digest.update(chunk)
                 left -= len(chunk)
                 if left < 0 or (not left and digest.hexdigest() != self._digests[path]):
@@ -118,7 +117,7 @@ class CodeTree:
                 layer=self,
                 kind="file" if is_mark else "dir",
                 mode=0o644 if is_mark else 0o755,
-                mtime_s=MTIME_S,
+                mtime_s=files.MTIME_S,
                 size_bytes=len(self._mark) if is_mark else 0,
                 place=path,
             )
@@ -129,7 +128,7 @@ class CodeTree:
             layer=self,
             kind=one.kind,
             mode=0o777 if one.kind == "symlink" else 0o755 if one.kind == "dir" or one.executable else 0o644,
-            mtime_s=MTIME_S + later_s,
+            mtime_s=files.MTIME_S + later_s,
             size_bytes=one.size_bytes,
             link=one.link,
             place=path,

@@ -7,11 +7,10 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from imgkit_builder.base import files
 from imgkit_builder.delta.tree import Kind, TreeEntry, join
-from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ToolFailed
 
-CHUNK_BYTES = 1 << 20
 _OWN = "trusted.overlay."
 _OPAQUE = f"{_OWN}opaque"
 _PARTIAL = (f"{_OWN}redirect", f"{_OWN}metacopy")
@@ -49,7 +48,7 @@ class Folder:
     def content(self, entry: TreeEntry) -> Iterator[bytes]:
         """The bytes of a file."""
         with files.open_regular(self.root / str(entry.place), buffering=0) as stream:
-            while chunk := stream.read(CHUNK_BYTES):
+            while chunk := stream.read(files.CHUNK_BYTES):
                 yield chunk
 
     def names(self, group: int) -> Collection[str]:

@@ -16,9 +16,9 @@ from imgkit_builder.delta.memory import Memory
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.source import Trees
 from imgkit_builder.delta.tree import Changes, TreeEntry
-from imgkit_builder.image.config import epoch
-from imgkit_builder.image.manifest import CREATED_LABEL
 from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.oci.config import epoch
+from imgkit_builder.oci.manifest import CREATED_LABEL
 from imgkit_builder.sif import check, own_files
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.image import SifImage

@@ -13,10 +13,10 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.tars import Tar
-from imgkit_builder.image.config import ImageConfig, epoch
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
+from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.sif import image, locked, own_files
 from imgkit_builder.sif.options import Archive, EngineImage, OciFolder
 from imgkit_builder.sif.workspace import scratch

@@ -24,11 +24,10 @@ from imgkit_builder.archive.tar_header import (
     Sparse,
 )
 from imgkit_builder.archive.tarstream import expanded
+from imgkit_builder.base import files
 from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
-from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
-CHUNK_BYTES = 1 << 20
 _IMPLIED_MODE = 0o755
 _MOST_LINKS = 40
 """Hard links that lead from one to the next; a circle of them has no end."""
@@ -69,7 +68,7 @@ class Tar:
 
             def take(left: int) -> Iterator[memoryview]:
                 while left:
-                    chunk = stream.read(min(CHUNK_BYTES, left))
+                    chunk = stream.read(min(files.CHUNK_BYTES, left))
                     if not chunk:
                         raise CheckFailed("the layer is cut short", where=str(self.path))
                     left -= len(chunk)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from imgkit_builder.base.platform import emulator_fault
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
@@ -12,7 +11,8 @@ from imgkit_builder.engine.images import ImageInfo, check_name, find, repository
 from imgkit_builder.engine.platforms import can_choose
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_builder.engine.transfer import pull as fetch
-from imgkit_builder.image.manifest import STANDIN_LABEL, BaseImage
+from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage
+from imgkit_builder.oci.platform import emulator_fault
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:

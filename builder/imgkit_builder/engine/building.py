@@ -21,7 +21,7 @@ from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
 from imgkit_builder.engine.images import ImageInfo, check_name, inspect
 from imgkit_builder.engine.transfer import add_tag
-from imgkit_builder.image import manifest as manifests
+from imgkit_builder.oci import manifest as manifests
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.images import find
-from imgkit_builder.image.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
 from imgkit_builder.image.quoting import docker_quote
+from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext

@@ -10,7 +10,7 @@ from pathlib import Path
 from imgkit_builder.engine import copies, storage, streams
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.images import ImageInfo, config_json, find, inspect, with_layers
-from imgkit_builder.image.config import ImageConfig, parse_config
+from imgkit_builder.oci.config import ImageConfig, parse_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from imgkit_builder.base import files
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import inside
-from imgkit_builder.image.manifest import BaseImage, Probe
+from imgkit_builder.oci.manifest import BaseImage, Probe
 from imgkit_entrypoints import json_text
 
 SCHEMA = 1

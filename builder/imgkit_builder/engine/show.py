@@ -9,7 +9,7 @@ from typing import Any
 
 from imgkit_builder.engine.connection import connect
 from imgkit_builder.engine.images import inspect
-from imgkit_builder.image.manifest import STANDIN_LABEL
+from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_entrypoints.terminal import shown
 
 SCHEMA = 1

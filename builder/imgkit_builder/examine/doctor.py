@@ -19,9 +19,9 @@ from typing import Literal
 
 from imgkit_builder.apptainer import rights
 from imgkit_builder.base.checks import Check, passed
-from imgkit_builder.base.platform import emulator_fault, host_arch
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.examine import engines
+from imgkit_builder.oci.platform import emulator_fault, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import mksquashfs, runtime, space, squash_ways
 from imgkit_builder.sif.squasher import PACKED_SHARE

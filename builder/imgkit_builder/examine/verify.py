@@ -13,7 +13,7 @@ from imgkit_builder.base.checks import Check, Verdict
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor, source, tree
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.image import manifest
+from imgkit_builder.oci import manifest
 from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif.coverage import Findings

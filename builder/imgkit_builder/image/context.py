@@ -26,11 +26,11 @@ from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image import layers, locked_steps, members, pip_steps, render, secret_steps, uv_step
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import BaseImage, Manifest
-from imgkit_builder.image.members import CHUNK_BYTES, Code, Packed, TarMember
+from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
-from imgkit_builder.recipe import portable, requirements, sources
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import BaseImage, Manifest
+from imgkit_builder.recipe import portable, requirements, sources, targets
 from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedWheel
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import system
@@ -65,7 +65,7 @@ class BuildContext:
         ------
         UsageError : while reading, if a file differs from what `pack` saw.
         """
-        return io.BufferedReader(_Stream(self._checked(report or Silent())), CHUNK_BYTES)
+        return io.BufferedReader(_Stream(self._checked(report or Silent())), files.CHUNK_BYTES)
 
     def unpack(self, folder: Path) -> Mapping[str, str]:
         """Write the files below `folder`, and return the links, which are left out, by their names.
@@ -128,7 +128,7 @@ def pack(
         wheel_sha256=wheel.sha256,
         # Two builds of a lock are equal, also outside of a git repository.
         revision="" if recipe.lock else revision,
-        projects=requirements.installed(recipe.image.pip),
+        projects=targets.installed(recipe.image.pip),
     )
     packed = [
         members.file("Dockerfile", dockerfile.encode()),
@@ -221,7 +221,7 @@ def _reported(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> It
     done_bytes = told_bytes = 0
     for chunk in chunks:
         done_bytes += len(chunk)
-        if done_bytes - told_bytes >= CHUNK_BYTES or chunk is members.END:
+        if done_bytes - told_bytes >= files.CHUNK_BYTES or chunk is members.END:
             told_bytes = done_bytes
             report.advance(done_bytes, max(done_bytes, total_bytes))
         yield chunk

@@ -9,7 +9,7 @@ import time
 from urllib.parse import urlsplit
 
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile
-from imgkit_builder.image.manifest import EPOCH_LABEL, LOCK_LABEL
+from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL
 from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.lock import LockedDeb, LockedPlatform, LockedWheel
 from imgkit_builder.recipe.model import Recipe

@@ -11,14 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from imgkit_builder.base import files
 from imgkit_builder.recipe import sources
-from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ImgkitError, UsageError
-
-CHUNK_BYTES = 1 << 20
-
-# 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
-MTIME_S = 315532800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +208,7 @@ def unpack(members: Iterable[TarMember], folder: Path, take: Callable[[bytes], N
 def _header(member: TarMember) -> bytes:
     info = tarfile.TarInfo(member.name)
     info.type, info.mode, info.linkname = member.kind, member.mode, member.link
-    info.size, info.mtime = member.size_bytes, MTIME_S
+    info.size, info.mtime = member.size_bytes, files.MTIME_S
     # GNU's format, not pax: it keeps names outside UTF-8 unchanged and allows any size.
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
@@ -225,7 +220,7 @@ def _content(member: TarMember) -> Iterator[bytes]:
     left = member.size_bytes
     with readable(member.source), files.open_regular(member.source, buffering=0) as stream:
         # Reading one byte more than expected detects a file that grew.
-        while chunk := stream.read(min(CHUNK_BYTES, left + 1)):
+        while chunk := stream.read(min(files.CHUNK_BYTES, left + 1)):
             left -= len(chunk)
             if left < 0:
                 raise _changed(member.source, "grew")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check
-from imgkit_builder.base.platform import kernel_names
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside
-from imgkit_builder.image import manifest as manifests
 from imgkit_builder.image.inside import Seen
-from imgkit_builder.image.manifest import MANIFEST_JSON, Manifest, Probe
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import MANIFEST_JSON, Manifest, Probe
+from imgkit_builder.oci.platform import kernel_names
 from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import UsageError
 

@@ -13,11 +13,11 @@ import posixpath
 import re
 from typing import TypeVar
 
-from imgkit_builder.image import manifest
-from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.inventory import debian, lock_entries, python
 from imgkit_builder.inventory.lock_entries import Key, LockEntry
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_entrypoints.errors import UsageError
 
 BAKED = "opt/imgkit"

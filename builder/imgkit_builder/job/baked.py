@@ -10,8 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.image import manifest
-from imgkit_builder.recipe.requirements import InstalledProject, canonical
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import InstalledProject
+from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
 from imgkit_builder.sif import image, own_files
 from imgkit_entrypoints import json_text, system

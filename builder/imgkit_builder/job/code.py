@@ -21,8 +21,9 @@ from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.image.context import LargeContext
 from imgkit_builder.job import baked
 from imgkit_builder.job.request import CodeRecord, Job, Request
+from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import sources
-from imgkit_builder.recipe.requirements import PYPROJECT, InstalledProject, project_name
+from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 

@@ -14,7 +14,7 @@ from imgkit_builder import __version__
 from imgkit_builder.image import context, layers, members, pip_steps, render, secret_steps, uv_step
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
-from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_request
 from imgkit_builder.recipe.lock import LockedPlatform, LockRequest
 from imgkit_builder.recipe.model import Recipe

@@ -16,12 +16,12 @@ from imgkit_builder.engine import copies, images
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import secret_values
-from imgkit_builder.image.manifest import BaseImage, now_s
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import answers, failures, order
 from imgkit_builder.lock.answers import BaseFile
 from imgkit_builder.lock.failures import Unresolved
 from imgkit_builder.lock.order import Wishes
+from imgkit_builder.oci.manifest import BaseImage, now_s
 from imgkit_builder.recipe.lock import LockedBase, LockedPlatform, LockedTools, LockRequest
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import compression, mksquashfs

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import posixpath
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from imgkit_builder.recipe import toml_text
 from imgkit_entrypoints import files
-
-if TYPE_CHECKING:
-    from imgkit_builder.recipe.model import PipStep
 
 PYPROJECT = "pyproject.toml"
 _MOST_BYTES = 1 << 20
 
 _NAME = re.compile(r"\s*name\s*=\s*[\"']([^\"']+)")
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstalledProject:
-    """A project that an image has installed."""
-
-    name: str
-    """The result of `project_name`."""
-    folder: str = ""
-    """Where an editable installation leads in the image; empty: pip has copied the project."""
-    step: int | None = None
-    """Number of the recipe's pip step that installs it, from 0; None: another command did."""
 
 
 def names_other_file(line: str) -> bool:
@@ -94,16 +76,3 @@ def project_name(file: Path) -> str:
 def canonical(name: str) -> str:
     """The name of a distribution as PyPA's specification normalises it."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
-    """The projects that the pip steps of a recipe install."""
-    return tuple(
-        InstalledProject(
-            name=project_name(step.project / PYPROJECT),
-            folder=posixpath.normpath(step.editable) if step.editable else "",
-            step=number,
-        )
-        for number, step in enumerate(steps)
-        if step.project is not None
-    )

@@ -10,19 +10,24 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import describe, problems, rules
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
-from imgkit_builder.recipe.requirements import InstalledProject, installed
+from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe.model import PipStep
 
 RECIPES_JSON = "recipes.json"
 """A file of the one-file tool, in the folder of the package: the JSON of each shipped recipe, by name."""
@@ -81,6 +86,19 @@ def find(ref: str | Path) -> Target:
         file=recipe.file,
         positions=recipe.positions,
         projects=installed(recipe.image.pip),
+    )
+
+
+def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
+    """The projects that the pip steps of a recipe install."""
+    return tuple(
+        InstalledProject(
+            name=project_name(step.project / PYPROJECT),
+            folder=posixpath.normpath(step.editable) if step.editable else "",
+            step=number,
+        )
+        for number, step in enumerate(steps)
+        if step.project is not None
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.image import manifest
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import image
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image import SifImage, Superblock

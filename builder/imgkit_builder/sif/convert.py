@@ -8,9 +8,9 @@ from pathlib import Path
 from imgkit_builder import __version__
 from imgkit_builder.archive import oci_folder
 from imgkit_builder.base import files
-from imgkit_builder.base.platform import host_arch, runs_here
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
+from imgkit_builder.oci.platform import host_arch, runs_here
 from imgkit_builder.sif import check, coverage, export, image, locked, plan, runtime_build, space, stream
 from imgkit_builder.sif.conversion_job import Clock, ConversionJob
 from imgkit_builder.sif.image import ImgkitRecord, SifImage

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.image.config import ImageConfig, epoch
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
+from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.sif.image_entry import ImageEntry, PassingStage
 
 _ABOVE = ("opt", BAKED)

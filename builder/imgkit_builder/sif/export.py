@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK, Member
 from imgkit_builder.archive.tarstream import TarLimits, TarStream
-from imgkit_builder.image.config import epoch
+from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import image_entry, locked, own_files, passing, squash, write
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image_entry import ImageEntry

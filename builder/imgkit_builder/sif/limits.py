@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.base import platform
+from imgkit_builder.base import process
 from imgkit_entrypoints.arguments import digits
 
 _UNLIMITED_V1 = 1 << 60
@@ -41,7 +41,7 @@ class Limits:
 
 def gather(root: Path = Path("/")) -> Limits:
     """Read affinity and the control groups (v1 or v2) of this process below `root`."""
-    processors = platform.processors()
+    processors = process.processors()
     memory: int | None = None
     for folder in _groups(root):
         quota = _cpu_quota(folder)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from imgkit_builder.base import files
-from imgkit_builder.image.config import ImageConfig
-from imgkit_builder.image.manifest import EPOCH_LABEL
+from imgkit_builder.oci.config import ImageConfig
+from imgkit_builder.oci.manifest import EPOCH_LABEL
 from imgkit_entrypoints import json_text
 
 _MOST_TIME_S = (1 << 32) - 1

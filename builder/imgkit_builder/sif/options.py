@@ -12,7 +12,7 @@ from typing import IO, BinaryIO, Literal, Protocol, runtime_checkable
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.tarstream import TarLimits
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
-from imgkit_builder.image.config import ImageConfig, epoch
+from imgkit_builder.oci.config import ImageConfig, epoch
 
 META = ".singularity.d"
 """Folder of the runtime's own files."""

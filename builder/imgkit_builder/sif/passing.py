@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from imgkit_builder.archive import tar_entry
 from imgkit_builder.archive.tar_header import CAPABILITY, HARD_LINK
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import document, locked, normalise
 from imgkit_builder.sif.image_entry import ImageEntry, PassingStage
 from imgkit_builder.sif.squash import Squash

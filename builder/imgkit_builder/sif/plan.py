@@ -10,7 +10,7 @@ from typing import Literal
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.image.config import epoch
+from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import compression, mksquashfs, runtime_build, squash_ways
 from imgkit_builder.sif.compression import Compression
 from imgkit_builder.sif.options import EngineImage, Options, Registry, Source, name_of

@@ -11,7 +11,7 @@ from typing import IO
 
 from imgkit_builder.archive import tar_entry
 from imgkit_builder.archive.tarstream import END
-from imgkit_builder.image.config import epoch
+from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import owners, root_inode, squash_count, squash_ways
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.squasher import SquashOrder

@@ -22,7 +22,7 @@ from imgkit_builder.archive.scan import scan
 from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, Member
 from imgkit_builder.archive.tarstream import TarStream
-from imgkit_builder.image.config import epoch
+from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import image_entry, limits, locked, own_files, passing, squash, write
 from imgkit_builder.sif.conversion_job import ConversionJob
 from imgkit_builder.sif.image_entry import ImageEntry

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import image, own_files, table
 from imgkit_builder.sif.image import DataType, PartitionType
 from imgkit_builder.sif.table import DESCRIPTOR, HEADER, Header, NewObject, SifTable

@@ -16,8 +16,8 @@ from imgkit_builder.archive.tar_header import REGULAR
 from imgkit_builder.archive.tarstream import TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import CREATED_LABEL, LOCK_TOML, MANIFEST_JSON
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import CREATED_LABEL, LOCK_TOML, MANIFEST_JSON
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.sif import check, coverage, image
 from imgkit_builder.signing.provenance import Evidence, Subject

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.base import files
-from imgkit_builder.image.manifest import CONTEXT_LABEL, CREATED_LABEL, Manifest
+from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, Manifest
 from imgkit_builder.recipe.lock import LockedPlatform
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_entrypoints import json_text

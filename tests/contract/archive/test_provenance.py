@@ -17,8 +17,8 @@ from in_toto_attestation.v1.statement import Statement
 from labkit import imgkit
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.lock import (
     Lock,

@@ -20,7 +20,7 @@ import pytest
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
 from imgkit_builder.image.context import BuildContext, pack
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import Recipe
 from imgkit_builder.recipe.load import load
 

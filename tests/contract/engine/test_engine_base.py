@@ -10,7 +10,7 @@ import pytest
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import Recipe
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
@@ -22,7 +22,7 @@ ENABLED = "enabled\ninterpreter /usr/bin/qemu-aarch64-static\nflags: {flags}\nof
 @pytest.fixture
 def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place of the arm64 binfmt handler, on a machine that has none."""
-    monkeypatch.setattr("imgkit_builder.base.platform.BINFMT", tmp_path)
+    monkeypatch.setattr("imgkit_builder.oci.platform.BINFMT", tmp_path)
     return tmp_path / "qemu-aarch64"
 
 

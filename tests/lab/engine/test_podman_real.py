@@ -21,9 +21,9 @@ from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine, ImageInfo
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.manifest import BaseImage, Manifest
 from imgkit_builder.image.members import TarMember, tar
 from imgkit_builder.image.secret_values import SecretValues
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_entrypoints.errors import ToolFailed
 
 pytestmark = [

@@ -22,7 +22,7 @@ import pytest
 from labkit import Done, docker, imgkit, output, run
 from tiny_image import BUSYBOX
 
-from imgkit_builder.image.manifest import BaseImage, Manifest, to_json
+from imgkit_builder.oci.manifest import BaseImage, Manifest, to_json
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints import system
 

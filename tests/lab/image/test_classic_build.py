@@ -13,7 +13,7 @@ from labkit import docker, output
 
 from imgkit_builder.image import context
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.system import SystemFacts

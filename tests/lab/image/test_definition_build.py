@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import context, render
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
 from imgkit_entrypoints.system import SystemFacts
 

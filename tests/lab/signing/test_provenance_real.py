@@ -9,8 +9,8 @@ import pytest
 import small_sif
 from labkit import imgkit, output
 
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.sif import coverage, image
 from imgkit_builder.signing import attach
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.image.config import parse_config
+from imgkit_builder.oci.config import parse_config
 from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import CheckFailed
 from imgkit_entrypoints.system import SystemFacts

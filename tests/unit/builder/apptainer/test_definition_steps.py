@@ -16,9 +16,9 @@ from imgkit_builder.apptainer.definition import MARK
 from imgkit_builder.apptainer.follow import Follower
 from imgkit_builder.apptainer.start import Start
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.image import manifest
 from imgkit_builder.image.instructions import Definition, Step
-from imgkit_builder.image.manifest import BaseImage, Manifest
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import describe, whole
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import CopyStep, Recipe

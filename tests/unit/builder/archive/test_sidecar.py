@@ -9,7 +9,7 @@ import pytest
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
-from imgkit_builder.image.manifest import BaseImage, Manifest, Probe
+from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import Queue, Runtime, SystemFacts
 

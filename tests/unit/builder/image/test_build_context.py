@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_builder.base.files import MTIME_S
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.image import context, manifest
+from imgkit_builder.image import context
 from imgkit_builder.image.context import BuildContext, LargeContext
-from imgkit_builder.image.manifest import BaseImage
-from imgkit_builder.image.members import MTIME_S
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, PipStep, Recipe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import UsageError
@@ -257,8 +258,8 @@ def test_large_source_is_streamed(make_recipe: MakeRecipe, tmp_path: Path) -> No
 import resource
 from pathlib import Path
 from imgkit_builder.image.context import pack
-from imgkit_builder.image.manifest import BaseImage
-from imgkit_builder.image.members import MTIME_S
+from imgkit_builder.oci.manifest import BaseImage
+from imgkit_builder.base.files import MTIME_S
 from imgkit_builder.recipe.model import CopyStep, Image, Recipe
 from imgkit_entrypoints.system import SystemFacts
 def made(*copy):

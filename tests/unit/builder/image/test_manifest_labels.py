@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from imgkit_builder.image import manifest
-from imgkit_builder.image.manifest import EPOCH_LABEL, LOCK_LABEL, BaseImage, Manifest
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL, BaseImage, Manifest
 
 MADE = Manifest(
     imgkit="0.2.0",

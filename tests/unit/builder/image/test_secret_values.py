@@ -9,7 +9,7 @@ import pytest
 
 from imgkit_builder.image import context, secret_values
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.manifest import BaseImage
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import BuildSecret, CopyStep, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.errors import UsageError
 

@@ -14,8 +14,8 @@ import pytest
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, smoke
-from imgkit_builder.image import manifest as manifests
-from imgkit_builder.image.manifest import MANIFEST_JSON, BaseImage, Manifest, Probe
+from imgkit_builder.oci import manifest as manifests
+from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest, Probe
 from imgkit_entrypoints import system
 
 PROBE = Probe(

@@ -22,7 +22,7 @@ from imgkit_builder.image.context import LargeContext
 from imgkit_builder.job import baked, code, contents, submit
 from imgkit_builder.job.request import CodeRecord, Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
-from imgkit_builder.recipe.requirements import InstalledProject
+from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.targets import find
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.options import Archive, Options

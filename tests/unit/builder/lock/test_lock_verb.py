@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.image.manifest import BaseImage
 from imgkit_builder.lock import changes, order, place
 from imgkit_builder.lock.order import Wishes
+from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import lock_file, lock_request
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedPlatform, LockedWheel

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.image.config import ImageConfig
 from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import document
 from imgkit_builder.sif.image_entry import ImageEntry
 

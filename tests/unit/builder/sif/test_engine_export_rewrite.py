@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from imgkit_builder.archive.tarstream import END
-from imgkit_builder.image.config import ImageConfig
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import passing
 from imgkit_builder.sif.export import entries
 from imgkit_builder.sif.own_files import OwnFile

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.image.config import ImageConfig, parse_config
-from imgkit_builder.image.manifest import EPOCH_LABEL
+from imgkit_builder.oci.config import ImageConfig, parse_config
+from imgkit_builder.oci.manifest import EPOCH_LABEL
 from imgkit_builder.sif import locked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,14 +31,6 @@ def host_arch() -> str:
 def host_platform() -> str:
     """``linux/amd64``: the platform of images that run here without an emulator."""
     return f"linux/{host_arch()}"
-
-
-def processors() -> int:
-    """Number of processors that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 def runs_here(arch: str, *, root: Path = Path("/")) -> bool:

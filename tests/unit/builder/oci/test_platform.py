@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.base import platform
+from imgkit_builder.oci import platform
 
 
 @pytest.mark.parametrize(

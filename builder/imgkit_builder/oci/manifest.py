@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from imgkit_builder.recipe.requirements import InstalledProject
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
@@ -55,6 +54,18 @@ class BaseImage:
     """Whether the base has the label ``imgkit.standin``: no NVIDIA software, for tests only."""
     env: Mapping[str, str] = field(default_factory=dict)
     probe: Probe = Probe()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledProject:
+    """A project that an image has installed."""
+
+    name: str
+    """The canonical name."""
+    folder: str = ""
+    """Where an editable installation leads in the image; empty: pip has copied the project."""
+    step: int | None = None
+    """Number of the recipe's pip step that installs it, from 0; None: another command did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
