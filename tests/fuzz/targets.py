@@ -54,7 +54,7 @@ from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import fetch, gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_builder.sif import image, links, table
+from imgkit_builder.sif import image, runtime_build, table
 from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
 from imgkit_entrypoints.apps.bench.record import reader as bench_reader
 from imgkit_entrypoints.apps.train import config_file
@@ -561,7 +561,7 @@ TARGETS = (
     Target(name="layer", run=_file(lambda path: _walk((Tar(path),))), seeds=_layers, change=mutate.in_tar),
     Target(
         name="layer-links",
-        run=_file(lambda path: links.check([path], where="x")),
+        run=_file(lambda path: runtime_build.refuse_links([path], where="x")),
         seeds=_layers,
         change=mutate.in_tar,
     ),

@@ -34,7 +34,7 @@ from imgkit_builder.delta import apply, flatten, make
 from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
-from imgkit_builder.sif.options import Archive, EngineImage, Options
+from imgkit_builder.sif.conversion import Archive, EngineImage, Options
 from imgkit_entrypoints.errors import ImgkitError
 
 HOW = {"error": 1, "short": 2, "die before": 3, "die after": 4}

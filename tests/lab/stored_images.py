@@ -21,8 +21,8 @@ from layer_reference import Entry
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import parse_config
-from imgkit_builder.sif import convert, image, own_files
-from imgkit_builder.sif.options import Archive, Options
+from imgkit_builder.sif import convert, entries, image
+from imgkit_builder.sif.conversion import Archive, Options
 
 Way = Literal["new", "old", "runtime"]
 
@@ -113,7 +113,7 @@ def files_of(sif: Path, folder: Path, *, own: Collection[str] = ()) -> dict[str,
     found = layer_reference.described(folder)
     about = {"architecture": "amd64", "rootfs": {"diff_ids": [f"sha256:{'0' * 64}"]}}
     config = parse_config(json.dumps(about).encode(), where="")
-    added = {one.path for one in (*own_files.own_files(config), *own_files.if_missing())}
+    added = {one.path for one in (*entries.own_files(config), *entries.if_missing())}
     added = (added | {"opt", "opt/imgkit", DOCUMENT}) - set(own)
     return {path: about for path, about in found.items() if path not in added}
 

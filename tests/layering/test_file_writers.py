@@ -20,9 +20,9 @@ PRIVATE = "in a folder that this process has just made with mode 0700"
 REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/archive/oci_folder.py": PRIVATE,
     "builder/imgkit_builder/archive/stored.py": PRIVATE,
-    "builder/imgkit_builder/sif/plain_tree.py": PRIVATE,
+    "builder/imgkit_builder/sif/squashers.py": PRIVATE,
     "builder/imgkit_builder/sif/runtime_build.py": PRIVATE,
-    "builder/imgkit_builder/sif/write.py": "changes a part file, and makes none",
+    "builder/imgkit_builder/sif/image.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/supervisor.py": PRIVATE,
     "builder/imgkit_builder/sif/namespace.py": "files of the kernel",
     "builder/imgkit_builder/apptainer/build.py": PRIVATE,
@@ -136,7 +136,7 @@ PRINTERS: Mapping[str, str] = {
     "builder/imgkit_builder/image/uv_inside.py": IN_BASE,
     "builder/imgkit_builder/lock/inside_apt.py": IN_BASE,
     "builder/imgkit_builder/lock/inside_pip.py": IN_BASE,
-    "builder/imgkit_builder/sif/plan.py": "the log of an order that is only shown",
+    "builder/imgkit_builder/sif/convert.py": "the log of an order that is only shown",
     "builder/imgkit_builder/sif/supervisor.py": "its standard output is a pipe to imgkit",
 }
 """Module -> why it may print without `terminal`."""
@@ -204,7 +204,7 @@ READERS: Mapping[str, str] = {
     "builder/imgkit_builder/image/wheel.py": OWN,
     "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, in a layer that nobody keeps",
     "builder/imgkit_builder/recipe/targets.py": OWN,
-    "builder/imgkit_builder/sif/limits.py": KERNEL,
+    "builder/imgkit_builder/sif/mksquashfs.py": KERNEL,
     "builder/imgkit_builder/sif/runtime.py": PRIVATE,
     "entrypoints/imgkit_entrypoints/facts/reader.py": "quicker, for thousands of files in /sys",
     "entrypoints/imgkit_entrypoints/files.py": "the one place",

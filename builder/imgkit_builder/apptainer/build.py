@@ -16,10 +16,8 @@ from imgkit_builder.apptainer.start import SifFile, Start
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci import manifest as manifests
-from imgkit_builder.sif import compression, convert, mksquashfs, runtime, runtime_build
-from imgkit_builder.sif.compression import Compression
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob
-from imgkit_builder.sif.options import Archive, Options, Registry
+from imgkit_builder.sif import conversion, convert, mksquashfs, runtime, runtime_build
+from imgkit_builder.sif.conversion import Archive, Clock, Compression, ConversionJob, Options, Registry
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import ToolFailed
@@ -74,7 +72,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
 
 def _packing(tool: RuntimeTool, options: Options) -> Compression:
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
-    return compression.choose(tool.capabilities, options.compression, lacks_zstd=lacks)
+    return conversion.choose_compression(tool.capabilities, options.compression, lacks_zstd=lacks)
 
 
 def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
@@ -85,7 +83,7 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
     packing = _packing(tool, options)
     base = start.find(request.recipe, name=request.base, place=request.base_from, report=report)
     part = files.temporary_name(target, "TOKEN")
-    words = runtime_build.words(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
+    words = runtime_build.build_words(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
     planned = _planned(request, base, pack, report)
     return BuildPlan(
         context=planned.context,
@@ -149,7 +147,9 @@ def _run(request: SifRequest, base: Start, planned: Planned, job: ConversionJob,
     job.log.write(planned.definition.text)
     follower = Follower(planned.definition, base_at=request.recipe.where("image", "base"), report=job.clock)
     job.clock.stage(f"unpack the base with {tool}")
-    words = runtime_build.words(tool, job.compression, job.work.part, (*_flags(base, tool), str(definition)))
+    words = runtime_build.build_words(
+        tool, job.compression, job.work.part, (*_flags(base, tool), str(definition))
+    )
     try:
         job.run(
             *words,

@@ -10,7 +10,7 @@ from imgkit_builder.apptainer.start import Start
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.compression import Compression
+from imgkit_builder.sif.conversion import Compression
 from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.workspace import remove_leftovers

@@ -20,7 +20,7 @@ from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import Manifest
 from imgkit_builder.sif import check, coverage, runtime, table
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.conversion import ConversionJob
 from imgkit_builder.sif.image import DataType, ImgkitRecord
 from imgkit_builder.sif.table import NewObject
 from imgkit_entrypoints.errors import CheckFailed

@@ -11,8 +11,8 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.image.instructions import Definition
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.sif.conversion import Options, Stage
 from imgkit_builder.sif.image import ImgkitRecord
-from imgkit_builder.sif.options import Options, Stage
 
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext

@@ -13,9 +13,9 @@ from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, coverage, space
+from imgkit_builder.sif import check, convert, coverage
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.options import Archive, OciFolder, Registry
+from imgkit_builder.sif.conversion import Archive, OciFolder, Registry
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 REGISTRY = "registry"
@@ -107,12 +107,12 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     CheckFailed : there is too little on the disk of `target`, or on that of `temporary`.
     """
     if isinstance(start.source, SifFile):
-        size: int | None = int(start.source.path.stat().st_size * space.UNPACKED_FACTOR)
+        size: int | None = int(start.source.path.stat().st_size * convert.UNPACKED_FACTOR)
         share = 1.0  # its files once, as its layers are merged already
     else:
-        size, share = space.source_bytes(start.source), space.temporary_share(None)
+        size, share = convert.source_bytes(start.source), convert.temporary_share(None)
     if size is not None:
-        space.need(size, int(size * share), target, temporary)
+        convert.need_space(size, int(size * share), target, temporary)
 
 
 def verify(start: Start) -> None:

@@ -148,7 +148,7 @@ def _code(
     """Send what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
     from imgkit_builder.cli.conversion import helper, terminable
     from imgkit_builder.remote import code as far_code
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     with terminable(), far_code.plan(code, there, Options(helper=helper()), report) as plan:
         if plan.file is None:
@@ -195,7 +195,7 @@ def _converted(wanted: Wanted, report: Reporter) -> str:
     """Make the .sif here; the result is its name in the store."""
     from imgkit_builder.cli.conversion import engine_image, helper, terminable
     from imgkit_builder.sif import convert, image
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     with terminable(), engine_image(wanted.recipe) as source:
         options = Options(helper=helper(source))
@@ -207,7 +207,7 @@ def _converted_archive(wanted: Wanted, archive: Path, remote: str, report: Repor
     from imgkit_builder.cli.conversion import helper, terminable
     from imgkit_builder.cli.sif import source_of
     from imgkit_builder.sif import convert, image
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     try:
         with terminable(), source_of(str(archive), None) as (source, _):
@@ -252,7 +252,7 @@ def _difference(wanted: Wanted, stack: Stack, image_id: str, report: Reporter) -
     from imgkit_builder.cli.conversion import engine_image, helper, terminable
     from imgkit_builder.delta import descriptor
     from imgkit_builder.delta.make import make
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     file = wanted.sif.with_suffix(".imgdelta")
     if descriptor.is_delta(file):

@@ -85,7 +85,7 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
 def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
     from imgkit_builder.apptainer.request import SifRequest
     from imgkit_builder.recipe.targets import module_line
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     return SifRequest(
         recipe=recipe,

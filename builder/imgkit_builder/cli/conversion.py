@@ -16,7 +16,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolMissing
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from imgkit_builder.sif.options import EngineImage, Helper, Stage
+    from imgkit_builder.sif.conversion import EngineImage, Helper, Stage
 
 MB = 1e6
 

@@ -62,8 +62,8 @@ def verb_delta(
       imgkit delta olivia-2.sif --base olivia.sif
     """
     from imgkit_builder.delta.make import between, make
+    from imgkit_builder.sif.conversion import Options
     from imgkit_builder.sif.image import is_sif
-    from imgkit_builder.sif.options import Options
 
     newer = Path(image)
     target = output or Path(f"{stem(image).removesuffix('.sif')}.imgdelta")
@@ -105,7 +105,7 @@ def verb_apply(
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif --require-signature trusted.asc
     """
     from imgkit_builder.delta.apply import apply
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     require_signatures(require_signature, delta, base)
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
@@ -143,7 +143,7 @@ def verb_flatten(
       imgkit flatten mn5-2.sif -o mn5.sif
     """
     from imgkit_builder.delta.flatten import flatten
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         done = flatten(sif, output, Options(runtime=runtime, tmpdir=tmpdir, helper=helper()), report)

@@ -270,7 +270,7 @@ def _asked(recipe: str, flags: typer.Context, command: list[str] | None) -> _Job
 def _write_code(code: CodeFolder, file: Path, *, as_json: bool) -> None:
     """Write the delta of the code where the job looks for it, unless an earlier job of it has done so."""
     from imgkit_builder.delta import code as code_delta
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     if file.is_file():
         return

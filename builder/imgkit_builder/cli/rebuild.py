@@ -122,7 +122,7 @@ def _rebuilt(sif: Path, recipe: Recipe, record: ImgkitRecord, made: Path, report
     from imgkit_builder.cli.build_options import BuildOptions
     from imgkit_builder.examine import rebuilt
     from imgkit_builder.sif import convert
-    from imgkit_builder.sif.options import Options
+    from imgkit_builder.sif.conversion import Options
 
     assert recipe.lock is not None  # noqa: S101 - for the type checker: `attached` has set it
     with _removed_tag() as tag:

@@ -68,7 +68,7 @@ def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iter
     """Yield the image called `name`, open; an engine stays connected."""
     from imgkit_builder.delta import opened
     from imgkit_builder.sif import image
-    from imgkit_builder.sif.options import Piped, Registry
+    from imgkit_builder.sif.conversion import Piped, Registry
 
     limit = gigabytes(unpack_limit_gb)
     if name.endswith(".sif") or image.is_sif(Path(name)):

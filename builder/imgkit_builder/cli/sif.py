@@ -41,7 +41,7 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.sif.options import Converted, Options, Source
+    from imgkit_builder.sif.conversion import Converted, Options, Source
     from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
@@ -121,7 +121,7 @@ def verb_sif(
     """
     from imgkit_builder.archive.tarstream import TarLimits
     from imgkit_builder.sif import convert
-    from imgkit_builder.sif.options import EngineImage, Options
+    from imgkit_builder.sif.conversion import EngineImage, Options
 
     with (
         terminable(),
@@ -155,7 +155,7 @@ def verb_sif(
 def source_of(image: str, origin: Origin | None) -> Iterator[tuple[Source, SystemFacts | None]]:
     """Yield the source called `image`, and its system if that is known; an engine stays connected."""
     from imgkit_builder.archive import sidecar
-    from imgkit_builder.sif.options import Archive, OciFolder, Piped, Registry
+    from imgkit_builder.sif.conversion import Archive, OciFolder, Piped, Registry
 
     path = Path(image)
     if image == "-":
@@ -203,10 +203,10 @@ def _refuse_sif(path: Path) -> None:
 
 
 def _planned(source: Source, target: Path, options: Options) -> tuple[list[str], dict[str, Any]]:
-    from imgkit_builder.sif import convert, plan
+    from imgkit_builder.sif import convert
 
     convert.check_target(target.absolute(), force=options.force)
-    commands = plan.commands(source, target.absolute(), options)
+    commands = convert.commands(source, target.absolute(), options)
     data = {"schema": SCHEMA, "dry_run": True, "sif": str(target), "commands": list(commands)}
     return list(commands), data
 

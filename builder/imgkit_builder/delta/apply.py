@@ -19,8 +19,7 @@ from imgkit_builder.delta.descriptor import BaseSif, Delta, Stack
 from imgkit_builder.delta.make import require_shown
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.sif import convert, coverage, image, table
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob
-from imgkit_builder.sif.options import Options, Stage
+from imgkit_builder.sif.conversion import Clock, ConversionJob, Options, Stage
 from imgkit_builder.sif.runtime import RuntimeTool, log_file, runtime_if_any, setting
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, UsageError

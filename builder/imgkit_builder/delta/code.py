@@ -20,9 +20,8 @@ from imgkit_builder.delta import tree, write_squashfs
 from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.sif import compression
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob
-from imgkit_builder.sif.options import Options
+from imgkit_builder.sif import conversion
+from imgkit_builder.sif.conversion import Clock, ConversionJob, Options
 from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -185,7 +184,7 @@ def _write(
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         # Every runtime mounts gzip, and the delta lies over images of either compression.
-        packing = compression.choose(None, "gzip", lacks_zstd="")
+        packing = conversion.choose_compression(None, "gzip", lacks_zstd="")
         job = ConversionJob(tool=None, options=options, compression=packing, work=work, clock=clock, log=log)
         clock.stage("squash the code")
         write_squashfs.make(job, work.part, entries)

@@ -11,10 +11,9 @@ from imgkit_builder import __version__
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import apply, descriptor, source, tree, write_squashfs
-from imgkit_builder.sif import check, convert, coverage, image, write
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif import check, convert, coverage, image
+from imgkit_builder.sif.conversion import Clock, ConversionJob, Options, Stage
 from imgkit_builder.sif.image import ImgkitRecord
-from imgkit_builder.sif.options import Options, Stage
 from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -60,7 +59,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
         write_squashfs.make(
             job, work.part, _entries(stack), created=stack.deltas[-1].created, offset=around.root_at
         )
-        write.surround(work.part, around)
+        image.surround(work.part, around)
         record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
         coverage.put_record(work.part, record)
         clock.stage("check")
@@ -82,11 +81,11 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     )
 
 
-def _frame(stack: descriptor.Stack) -> write.Frame:
+def _frame(stack: descriptor.Stack) -> image.Frame:
     """The base's definition. A runtime would show the base's labels and environment from its JSON objects."""
     texts = (one for one in stack.sif.descriptors if one.datatype == image.DataType.DEFFILE)
     definition = b"".join(image.data(stack.sif, one) for one in texts)
-    return write.Frame(arch=stack.sif.arch, definition=definition, oci_config=b"")
+    return image.Frame(arch=stack.sif.arch, definition=definition, oci_config=b"")
 
 
 def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.TreeEntry]]:

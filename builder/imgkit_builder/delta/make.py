@@ -19,11 +19,10 @@ from imgkit_builder.delta.tree import Changes, TreeEntry
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import epoch
 from imgkit_builder.oci.manifest import CREATED_LABEL
-from imgkit_builder.sif import check, own_files
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob
+from imgkit_builder.sif import check, entries
+from imgkit_builder.sif.conversion import Clock, ConversionJob, EngineImage, Options, Stage
+from imgkit_builder.sif.entries import OwnFile
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.options import EngineImage, Options, Stage
-from imgkit_builder.sif.own_files import OwnFile
 from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -70,7 +69,7 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
     ToolMissing, ToolFailed : as in a conversion.
     """
     config = image.config
-    own = (*own_files.own_files(config), *own_files.if_missing())
+    own = (*entries.own_files(config), *entries.if_missing())
     box = Memory(own, mtime_s=epoch(config.created))
 
     def changes(stack: Stack, trees: Trees) -> Changes:
@@ -214,7 +213,7 @@ def _runtimes(box: Memory, stack: Stack, new: tree.Stack) -> Changes:
     for name in source.OWN & shown.keys():
         found[name] = shown[name].entry
         found |= dict(tree.everything(shown[name].layers, name))
-    for path, _ in tree.everything(_below(source.mounted(stack.sif)), own_files.META):
+    for path, _ in tree.everything(_below(source.mounted(stack.sif)), entries.META):
         # Another version of the runtime wrote it, and this one would source it.
         if path not in found and found.get(path.rpartition("/")[0]) is not None:
             found[path] = None
@@ -222,7 +221,7 @@ def _runtimes(box: Memory, stack: Stack, new: tree.Stack) -> Changes:
 
 
 def _below(stack: tree.Stack) -> tree.Stack:
-    node = tree.find(stack, own_files.META)
+    node = tree.find(stack, entries.META)
     return node.layers if node else ()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.sif.entries import OwnFile
 
 _KINDS: Mapping[bytes, Kind] = {DIRECTORY: "dir", REGULAR: "file", SYMLINK: "symlink"}
 

@@ -17,8 +17,8 @@ from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import image, locked, own_files
-from imgkit_builder.sif.options import Archive, EngineImage, OciFolder
+from imgkit_builder.sif import entries, image, locked
+from imgkit_builder.sif.conversion import Archive, EngineImage, OciFolder
 from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import json_text
 
@@ -96,12 +96,12 @@ def _of_sif(path: Path) -> OpenedImage:
     sif = image.read(path)
     stack = source.mounted(sif)
     made = image.squashfs(sif)
-    script = tree.content(stack, own_files.ENVIRONMENT) or b""
+    script = tree.content(stack, entries.ENVIRONMENT) or b""
     return OpenedImage(
         name=str(path),
         arch=sif.arch,
         created_s=made.mkfs_time_s if made else 0,
-        env=tuple(sorted(own_files.variables(script.decode("utf-8", "replace")).items())),
+        env=tuple(sorted(entries.variables(script.decode("utf-8", "replace")).items())),
         layers=(),
         stack=stack,
     )

@@ -15,12 +15,12 @@ from imgkit_builder.delta.grafts import Graft
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
 from imgkit_builder.inventory.collector import DOCUMENT
-from imgkit_builder.sif import coverage, own_files
+from imgkit_builder.sif import coverage, entries
+from imgkit_builder.sif.conversion import EngineImage
 from imgkit_builder.sif.image import SifImage, root_sha256
-from imgkit_builder.sif.options import EngineImage
 from imgkit_entrypoints.errors import CheckFailed
 
-OWN = frozenset({own_files.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
+OWN = frozenset({entries.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
 """Paths that a conversion or a runtime adds to every image; a delta does not get them from layers."""
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""

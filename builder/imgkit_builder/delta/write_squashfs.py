@@ -16,11 +16,9 @@ from imgkit_builder.archive.tar_header import (
     SYMLINK,
 )
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.sif import compression, image, squash, squash_ways
-from imgkit_builder.sif.compression import Compression
-from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif import conversion, image, squash, squashers
+from imgkit_builder.sif.conversion import Compression, CompressionChoice, ConversionJob, Options
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.options import CompressionChoice, Options
 from imgkit_builder.sif.squash import Squash
 
 _TYPES: Mapping[Kind, bytes] = {
@@ -43,7 +41,7 @@ def compression_of(base: SifImage, options: Options) -> Compression:
     """
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
-    return compression.choose(None, wanted, lacks_zstd=squash_ways.choose(options.helper).lacks_zstd)
+    return conversion.choose_compression(None, wanted, lacks_zstd=squashers.choose(options.helper).lacks_zstd)
 
 
 def make(

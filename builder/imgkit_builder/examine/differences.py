@@ -10,13 +10,13 @@ from typing import Any, Literal
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.opened import OpenedImage
 from imgkit_builder.delta.tree import TreeEntry
-from imgkit_builder.sif import own_files
+from imgkit_builder.sif import entries
 
 _RANK = ("recipe", "lock", "image")
 """What knows less comes first: a recipe names some packages, a lock also what they need, an image all."""
 
 
-_PLACES = frozenset(one.path for one in own_files.if_missing()) | {"opt", "opt/imgkit"}
+_PLACES = frozenset(one.path for one in entries.if_missing()) | {"opt", "opt/imgkit"}
 """What a conversion adds to an image that lacks it."""
 
 

@@ -23,8 +23,8 @@ from imgkit_builder.base.sizes import size_text
 from imgkit_builder.examine import engines
 from imgkit_builder.oci.platform import emulator_fault, host_arch
 from imgkit_builder.recipe.targets import Target
-from imgkit_builder.sif import mksquashfs, runtime, space, squash_ways
-from imgkit_builder.sif.squasher import PACKED_SHARE
+from imgkit_builder.sif import convert, mksquashfs, runtime, squashers
+from imgkit_builder.sif.conversion import PACKED_SHARE
 from imgkit_builder.sif.workspace import tmp_base
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ToolMissing, UsageError
@@ -194,7 +194,7 @@ def _way(tool: Check, engine: Check) -> Check:
     """How `imgkit sif` would write a file: itself, by an engine, or by the runtime."""
     name, hint = "imgkit sif", "apt-get install squashfs-tools (4.5 or newer)"
     try:
-        squasher = squash_ways.choose()
+        squasher = squashers.choose()
     except ToolMissing as error:
         path = mksquashfs.find()
         obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
@@ -252,11 +252,11 @@ def _scratch_bytes(engine: Check) -> int:
     """Size of the temporary files that `imgkit sif` would write for an NVIDIA image."""
     squasher = None
     try:
-        squasher = squash_ways.choose()
+        squasher = squashers.choose()
     except ToolMissing:
         if _can_squash(engine):
             return 0
-    return int(space.temporary_share(squasher) * engines.NVIDIA_IMAGE_BYTES)
+    return int(convert.temporary_share(squasher) * engines.NVIDIA_IMAGE_BYTES)
 
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:

@@ -24,7 +24,7 @@ from imgkit_builder.lock.order import Wishes
 from imgkit_builder.oci.manifest import BaseImage, now_s
 from imgkit_builder.recipe.lock import LockedBase, LockedPlatform, LockedTools, LockRequest
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import compression, mksquashfs
+from imgkit_builder.sif import conversion, mksquashfs
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
@@ -100,7 +100,7 @@ def resolve(
 def tools() -> LockedTools:
     """What this machine makes a .sif with."""
     program = mksquashfs.find()
-    chosen = compression.GZIP if mksquashfs.lacks_zstd(program) else compression.ZSTD
+    chosen = conversion.GZIP if mksquashfs.lacks_zstd(program) else conversion.ZSTD
     return LockedTools(
         mksquashfs=mksquashfs.version(program) if program else "", compressor=" ".join(chosen.options)
     )

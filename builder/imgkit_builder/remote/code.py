@@ -21,7 +21,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import code as code_delta
 from imgkit_builder.job.code import CodeFolder
 from imgkit_builder.remote.store import Store
-from imgkit_builder.sif.options import Options
+from imgkit_builder.sif.conversion import Options
 
 _SMALL_BYTES = 100_000
 """Code that is smaller goes as a whole: one overlay less at the start of the job."""

@@ -10,7 +10,7 @@ from typing import Any
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import image
-from imgkit_builder.sif.conversion_job import ConversionJob
+from imgkit_builder.sif.conversion import ConversionJob
 from imgkit_builder.sif.image import SifImage, Superblock
 from imgkit_builder.sif.runtime import RuntimeTool, exec_arguments, isolation
 from imgkit_entrypoints import json_text

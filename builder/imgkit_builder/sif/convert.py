@@ -1,32 +1,64 @@
-"""Convert any source to a checked .sif at its final name: the order of the steps."""
+"""Convert any source to a checked .sif: choose the method, check the free space, run the steps in order."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
+from typing import Literal
 
 from imgkit_builder import __version__
-from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive import compressed, oci_folder
+from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.oci.config import ImageConfig
+from imgkit_builder.base.sizes import size_text
+from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.oci.platform import host_arch, runs_here
-from imgkit_builder.sif import check, coverage, export, image, locked, plan, runtime_build, space, stream
-from imgkit_builder.sif.conversion_job import Clock, ConversionJob
-from imgkit_builder.sif.image import ImgkitRecord, SifImage
-from imgkit_builder.sif.options import (
+from imgkit_builder.sif import (
+    check,
+    conversion,
+    coverage,
+    image,
+    locked,
+    mksquashfs,
+    runtime_build,
+    squashers,
+    stream,
+)
+from imgkit_builder.sif.conversion import (
+    PACKED_SHARE,
     Archive,
+    Clock,
+    Compression,
+    ConversionJob,
     Converted,
     EngineImage,
+    OciFolder,
     Options,
+    Piped,
     Registry,
     Source,
+    Squasher,
+    SquashOrder,
     name_of,
 )
-from imgkit_builder.sif.plan import Means, Way
-from imgkit_builder.sif.runtime import log_file
+from imgkit_builder.sif.image import ImgkitRecord, SifImage
+from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
+
+Way = Literal["stream", "export", "layers"]
+"""How the files travel; the record calls it the route."""
+
+_LAYOUT_SHARE = 3.3
+"""Peak of the temporary files per image byte where a runtime builds: layers, its copy, files and squashfs."""
+UNPACKED_FACTOR = 3.0
+"""Guessed ratio of a compressed archive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +85,14 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     """
     target = target.absolute()
     check_target(target, force=options.force)
-    means = plan.choose(source, options)
+    means = choose_method(source, options)
     known = _known_config(source)
     if known and (done := _up_to_date(target, known, means, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
         return done
-    means = plan.ready(means, options, report)
+    means = _prepared(means, options, report)
     base = tmp_base(target, options.tmpdir)
-    space.check(source, target, base, means)
+    _check_space(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:
         job = ConversionJob(
             tool=means.tool,
@@ -86,8 +118,8 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
             if _known_config(source) is None and (done := _up_to_date(target, found, means, job.options)):
                 return done
             _tell_arch(config, job.clock)
-            room = space.room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
-            stream.make(job, image_here, room_bytes=room)
+            room = room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
+            stream.write_layers(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
         made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes, origin_id=found.image_id)
     return _finish(job, made, target, means.way)
@@ -97,7 +129,7 @@ def _exported(job: ConversionJob, source: Source) -> _Made:
     assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
     config = locked.settled(source.config)
     _tell_arch(config, job.clock)
-    export.make(job, source)
+    stream.write_export(job, source)
     origin_id = source.config.image_id
     return _Made(name=source.name, config=config, layer_bytes=source.size_bytes, origin_id=origin_id)
 
@@ -248,3 +280,193 @@ def _tell_arch(config: ImageConfig, report: Reporter) -> None:
         report.note(
             f"the image is {config.arch}, this machine {host_arch()}: the .sif runs on {config.arch} only"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a conversion works with."""
+
+    way: Way
+    packing: Compression
+    squasher: Squasher | None
+    """None where a runtime builds."""
+    tool: RuntimeTool | None
+    """The runtime that builds, or else the one that tests the file, where there is one."""
+    notes: tuple[str, ...]
+    """Sentences for the user."""
+
+
+def choose_method(source: Source, options: Options) -> Means:
+    """The best way that works here.
+
+    Raises
+    ------
+    ToolMissing : nothing here squashes, and no runtime builds.
+    UsageError : the compression that was asked for is not possible.
+    """
+    if isinstance(source, Registry):
+        return _by_runtime(options, "")
+    try:
+        squasher = squashers.choose(options.helper)
+    except ToolMissing as error:
+        if options.direct:
+            raise
+        return _by_runtime(options, error.what)
+    way: Way = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
+    exported = "the engine's export goes straight into the .sif; --from layers: its layers do"
+    packing = conversion.choose_compression(None, options.compression, lacks_zstd=squasher.lacks_zstd)
+    notes = (exported if way == "export" else "", squasher.note, packing.note)
+    return Means(
+        way=way,
+        packing=packing,
+        squasher=squasher,
+        tool=runtime_if_any(options.runtime) if options.test else None,
+        notes=tuple(filter(None, notes)),
+    )
+
+
+def _prepared(means: Means, options: Options, report: Reporter) -> Means:
+    """Tell `means`, and get what they need, or else those of the runtime, if there is one."""
+    for note in means.notes:
+        report.note(note)
+    if means.squasher is None:
+        return means
+    try:
+        means.squasher.prepare(report)
+    except ImgkitError as error:
+        try:
+            other = _by_runtime(options, f"{means.squasher}: {error.what}")
+        except ImgkitError:
+            raise error from None
+        for note in other.notes:
+            report.note(note)
+        return other
+    return means
+
+
+def _by_runtime(options: Options, obstacle: str) -> Means:
+    """The runtime builds; `obstacle` says what keeps imgkit from it, empty where only a runtime can."""
+    why = f"the runtime builds the .sif from the image's layers (slower): {obstacle}" if obstacle else ""
+    try:
+        builder = find_runtime(options.runtime, module_hint=options.module_hint)
+    except ToolMissing as error:
+        if not obstacle:
+            raise
+        more = f"or without a runtime: {squashers.INSTALL}"
+        raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
+    lacks = mksquashfs.lacks_zstd(mksquashfs.find())
+    packing = conversion.choose_compression(builder.capabilities, options.compression, lacks_zstd=lacks)
+    notes = tuple(filter(None, (why, packing.note)))
+    return Means(way="layers", packing=packing, squasher=None, tool=builder, notes=notes)
+
+
+def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
+    """What a conversion would run, for people; temporary names are placeholders.
+
+    Raises
+    ------
+    UsageError, ToolMissing : as in `choose`.
+    """
+    means = choose_method(source, options)
+    part = files.temporary_name(target, "TOKEN")
+    folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
+    lines = [f"# {note}" for note in means.notes]
+    if means.squasher is None:
+        assert means.tool is not None  # noqa: S101 - for the type checker: this way has one
+        words = runtime_build.source_words(means.tool, source)
+        lines.append(f"cd {folder}")
+        if not isinstance(source, Registry):
+            lines.append("# lay out the image as an OCI folder with uncompressed layers")
+        lines.append(
+            shlex.join(
+                [str(means.tool.path), *runtime_build.build_words(means.tool, means.packing, part, words)]
+            )
+        )
+    else:
+        squashed = means.squasher.shown(_order(part, folder, means.packing))
+        name = name_of(source)
+        if means.way == "export":
+            lines.append(f"docker export CONTAINER-OF-{name} | {squashed}")
+        else:
+            lines += [f"# merge the layers of {name} into one stream", f"... | {squashed}"]
+    lines.append("# add the record of the image, and digests of everything in the file")
+    return (*lines, f"mv {part} {target}")
+
+
+def _order(part: Path, folder: Path, packing: Compression) -> SquashOrder:
+    """An order that is only shown."""
+    return SquashOrder(
+        target=part,
+        offset=0,
+        created_s=epoch(""),
+        compression=packing,
+        folder=folder,
+        log=sys.stderr,
+        on_line=lambda _: None,
+        note=lambda _: None,
+    )
+
+
+def temporary_share(squasher: Squasher | None) -> float:
+    """Bytes of temporary files per byte of the image; None is a runtime that builds."""
+    return squasher.disk_share if squasher else _LAYOUT_SHARE
+
+
+def source_bytes(source: Source) -> int | None:
+    """Size of the uncompressed image, estimated if it is compressed; None if unknown."""
+    if isinstance(source, EngineImage):
+        return source.size_bytes
+    if isinstance(source, OciFolder):
+        return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
+    if isinstance(source, Archive):
+        size = source.path.stat().st_size
+        return size if compressed.kind(source.path) == "none" else int(size * UNPACKED_FACTOR)
+    if isinstance(source, Piped):
+        return _rest_of(source)
+    return None
+
+
+def _rest_of(source: Piped) -> int | None:
+    """Bytes that standard input still has where it is a file, as in ``imgkit sif - < X.tar``."""
+    try:
+        about = os.fstat(source.stream.fileno())
+    except (OSError, ValueError):
+        return None
+    return about.st_size if stat.S_ISREG(about.st_mode) else None
+
+
+def room_for_layers(image: StoredImage, target: Path, base: Path, squasher: Squasher | None) -> int:
+    """Bytes of `base` that plain layers may take; 0 where compressed ones would probably not fit."""
+    plain = image.stored_bytes + int(image.packed_bytes * (UNPACKED_FACTOR - 1))
+    share = temporary_share(squasher)
+    if base.stat().st_dev == target.parent.stat().st_dev:
+        share += PACKED_SHARE
+    room = disk_usage(base).free - int(plain * share)
+    return room if room >= image.packed_bytes * UNPACKED_FACTOR else 0
+
+
+def _check_space(source: Source, target: Path, base: Path, means: Means) -> None:
+    """Raise CheckFailed if the disk of `target`, or of `base` for temporary files, has too little space."""
+    size = source_bytes(source)
+    if size is None:
+        return
+    spool = size if means.squasher and stream.is_spooled(source, means.way) else 0
+    need_space(size, int(size * temporary_share(means.squasher)) + spool, target, base)
+
+
+def need_space(size: int, temporary: int, target: Path, base: Path) -> None:
+    """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
+    packed = int(size * PACKED_SHARE)
+    needs = {base: temporary}
+    if base.stat().st_dev == target.parent.stat().st_dev:
+        needs[base] += packed
+    else:
+        needs[target.parent] = packed
+    for folder, needed in needs.items():
+        free = disk_usage(folder).free
+        if free < needed:
+            raise CheckFailed(
+                f"{size_text(free)} are free, an image of {size_text(size)} needs {size_text(needed)}",
+                where=str(folder),
+                hint="--tmpdir DIR on a larger disk" if folder == base else "-o FILE.sif on a larger disk",
+            )

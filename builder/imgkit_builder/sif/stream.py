@@ -1,8 +1,17 @@
-"""Convert an archive or OCI folder in one stream: headers of all layers, then the bodies that show, once.
+"""The entries of an image on their way into the squashfs: from its layers, or from the engine's export.
 
-Nothing is unpacked and no runtime is needed. The first pass reads headers and decides which members show
-(`archive.merge`), while a thread compares every layer with its digest. The second pass sends them to
+Layers: nothing is unpacked and no runtime is needed. The first pass reads headers and decides which members
+show (`archive.layers`), while a thread compares every layer with its digest. The second pass sends them to
 mksquashfs, which writes into the .sif itself, behind the room for its header.
+
+Export (``--from daemon``): the stream is a container's file system, so imgkit corrects three things. It
+removes the files that a container has and an image lacks (``.dockerenv``, empty ``etc/hosts``, ...). It adds
+the runtime's own files (`entries`). It rewrites symlinks with a pax header, because mksquashfs 4.5.1 drops
+the leading ``/``, ``./`` and ``../`` of their targets. Docker creates its files even if the image has its
+own, so the stream lacks the image's content of those few; docs/sif.md lists what can differ from the layers.
+
+Every entry of both passes through `send`. A stage takes such an iterator and gives another: it may change,
+drop, add or observe entries. The last one adds the list of the packages.
 
 mksquashfs 4.5.1 loses a hard link before its target and the second of two equal names, and gives missing
 folders the current time. So each name is sent once, folders first, and a link directly after its file.
@@ -11,23 +20,43 @@ folders the current time. So each name is sent once, folders first, and a link d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from imgkit_builder.archive import compressed, stored
+from imgkit_builder.archive import compressed, stored, tar_entry
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.layer_spool import NoRoom, Spool
 from imgkit_builder.archive.merge import FolderEntry, LayerTree, Plan
 from imgkit_builder.archive.scan import scan
 from imgkit_builder.archive.stored import StoredImage
-from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, Member
-from imgkit_builder.archive.tarstream import TarStream
-from imgkit_builder.oci.config import epoch
-from imgkit_builder.sif import image_entry, limits, locked, own_files, passing, squash, write
-from imgkit_builder.sif.conversion_job import ConversionJob
-from imgkit_builder.sif.image_entry import ImageEntry
-from imgkit_builder.sif.options import Archive, EngineImage, OciFolder, Piped, Source, name_of
-from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.archive.tar_header import CAPABILITY, DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member
+from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_builder.inventory import spdx
+from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
+from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.sif import entries, locked, mksquashfs, squash
+from imgkit_builder.sif.conversion import (
+    Archive,
+    ConversionJob,
+    EngineImage,
+    OciFolder,
+    Piped,
+    Source,
+    name_of,
+)
+from imgkit_builder.sif.entries import ImageEntry, OwnFile, PassingStage
+from imgkit_builder.sif.image import frame, surround
+from imgkit_builder.sif.squash import Squash
+
+_MARK = ".dockerenv"
+_EMPTY_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
+_ENGINES_FOLDERS = frozenset({"dev/pts", "dev/shm"})
+_TOUCHED = frozenset({"dev", "etc", "proc", "sys", "dev/pts", "dev/shm"})
+"""Folders whose times the engine changes by making its files."""
+_MARK_WINDOW_S = 5
+
+_ABOVE = ("opt", BAKED)
+"""Folders above the document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +118,7 @@ def _plain(job: ConversionJob, source: Source) -> Iterator[Iterator[bytes]]:
             yield plain
 
 
-def make(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None:
+def write_layers(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None:
     """Write the .sif of `image` to the job's part file; its record is still to come.
 
     Compressed layers are unpacked once, in the workspace, if they fit in `room_bytes`; else twice.
@@ -100,16 +129,16 @@ def make(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None
     ToolMissing, ToolFailed : there is no mksquashfs that reads a tar, or it failed.
     """
     config = locked.settled(image.selected.config)
-    for name in own_files.skipped_variables(config):
+    for name in entries.skipped_variables(config):
         job.clock.note(f"the image sets the variable {name!r}, which no shell can set: left out")
     with _merged_layers(job, image, room_bytes) as merged:
         job.clock.stage("merge and squash")
-        around = write.frame(config)
+        around = frame(config)
         with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
             in_order = locked.epoch_s(config) is not None and not merged.image.packed_bytes
-            found = _in_order(merged, job) if in_order else _entries(merged, job)
-            passing.send(found, made, config, job.clock.note)
-    write.surround(job.work.part, around)
+            found = _in_order(merged, job) if in_order else _shown_entries(merged, job)
+            send(found, made, config, job.clock.note)
+    surround(job.work.part, around)
 
 
 @contextlib.contextmanager
@@ -136,11 +165,11 @@ def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> Merg
     image = scan(
         image,
         tree.add_layer,
-        threads=limits.gather().processors,
+        threads=mksquashfs.gather_limits().processors,
         unpack_limit_bytes=job.options.unpack_limit_bytes,
         spool=spool,
     )
-    own = [*own_files.own_files(config), *(one for one in own_files.if_missing() if not tree.has(one.path))]
+    own = [*entries.own_files(config), *(one for one in entries.if_missing() if not tree.has(one.path))]
     tree.add_layer(_member(one, epoch(config.created)) for one in own)
     return Merged(image=image, plan=tree.plan(), own=tuple(own), created_s=epoch(config.created))
 
@@ -164,7 +193,7 @@ def _member(file: OwnFile, mtime_s: int) -> Member:
     )
 
 
-def _entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
+def _shown_entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
     for path, folder in merged.plan.folders:
         yield _folder(path, folder or FolderEntry(mtime_s=merged.created_s))
     *layers, own = merged.plan.names
@@ -172,11 +201,11 @@ def _entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
     for layer, names in zip(merged.image.layers, layers, strict=True):
         with layer.open(bodies=True) as stream:
             for member, shown in _showing(stream, names):
-                yield image_entry.of_member(member, stream.content(), names=shown)
+                yield entries.of_member(member, stream.content(), names=shown)
                 job.clock.advance(before + stream.position, max(total, before + stream.position))
         before += layer.region.size_bytes
     for number, (path,) in own.items():
-        yield image_entry.of_own(merged.own[number], merged.created_s, path=path)
+        yield entries.of_own(merged.own[number], merged.created_s, path=path)
 
 
 def _in_order(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
@@ -188,14 +217,14 @@ def _in_order(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
         with layer.open(bodies=False) as stream:
             for member, shown in _showing(stream, names):
                 first, *others = sorted(shown, key=_walk)
-                found.append(image_entry.of_member(member, layer.content(member), names=(first,)))
+                found.append(entries.of_member(member, layer.content(member), names=(first,)))
                 found += (ImageEntry(names=(one,), kind=HARD_LINK, link=first) for one in others)
     for number, (path,) in own.items():
-        found.append(image_entry.of_own(merged.own[number], merged.created_s, path=path))
+        found.append(entries.of_own(merged.own[number], merged.created_s, path=path))
     total, done = sum(one.size_bytes for one in found), 0
     mine = [one for one in found if one.name in ours]
     found = [one for one in found if one.name not in ours]
-    # `export.entries` has imgkit's own behind all others.
+    # `exported_entries` has imgkit's own behind all others.
     for entry in (*sorted(found, key=lambda one: _walk(one.name)), *sorted(mine, key=lambda one: one.name)):
         yield entry
         job.clock.advance(done := done + entry.size_bytes, total)
@@ -230,3 +259,198 @@ def _showing(
             left -= 1
             if not left:
                 return
+
+
+def write_export(job: ConversionJob, source: EngineImage) -> None:
+    """Write the .sif of `source` to the job's part file; its record is still to come.
+
+    Raises
+    ------
+    ToolMissing, ToolFailed : no mksquashfs reads a tar, or it failed.
+    CheckFailed : the stream is damaged, or mksquashfs lost something.
+    """
+    config = locked.settled(source.config)
+    job.clock.stage("export and squash")
+    around = frame(config)
+    with (
+        squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made,
+        source.export() as chunks,
+    ):
+        found = exported_entries(
+            chunks,
+            entries.own_files(config),
+            entries.if_missing(),
+            epoch=epoch(config.created),
+            name=source.name,
+            limits=job.options.limits,
+            advance=lambda done: job.clock.advance(done, source.size_bytes),
+        )
+        send(found, made, config, job.clock.note)
+    surround(job.work.part, around)
+
+
+def exported_entries(
+    chunks: Iterator[bytes],
+    own: Sequence[OwnFile],
+    if_missing: Sequence[OwnFile] = (),
+    *,
+    epoch: int,
+    name: str = "docker export",
+    limits: TarLimits | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[ImageEntry]:
+    """The entries of an export stream, without the files that the engine adds.
+
+    `own` replaces what has its names, `if_missing` does not. `name` is that of the image, for messages.
+
+    Raises
+    ------
+    CheckFailed : the stream is damaged or cut short.
+    """
+    known = {one.path: one for one in own}
+    wanted = dict(known) | {one.path: one for one in if_missing}
+    mark_s: int | None = None
+    stream = TarStream(chunks, name=name, limits=limits)
+    for member in stream:
+        if member.name == _MARK:
+            mark_s = member.mtime_s
+        if not member.name or _is_engines(member, mark_s) or _is_replaced(member, known):
+            continue
+        if wanted.pop(member.name, None) and member.kind != DIRECTORY:
+            wanted = {path: one for path, one in wanted.items() if not path.startswith(f"{member.name}/")}
+        yield _exported_entry(member, stream, mark_s, epoch)
+        advance(stream.position)
+    stream.drain()
+    for path in sorted(wanted):
+        yield entries.of_own(wanted[path], epoch)
+
+
+def _near(member: Member, mark_s: int | None) -> bool:
+    """Whether its time is that of the container's mark, the first member of every docker export."""
+    return mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
+
+
+def _is_engines(member: Member, mark_s: int | None) -> bool:
+    """Whether the engine created it together with the container."""
+    if member.name == _MARK:
+        return True
+    if member.name in _EMPTY_FILES:
+        return member.kind == REGULAR and member.size_bytes == 0 and member.mode & 0o777 == 0o755
+    if member.name == "etc/mtab":
+        return member.kind == SYMLINK and member.link == "/proc/mounts" and _near(member, mark_s)
+    return member.name in _ENGINES_FOLDERS and member.kind == DIRECTORY and _near(member, mark_s)
+
+
+def _is_replaced(member: Member, own: dict[str, OwnFile]) -> bool:
+    """Whether it is where a file of `own` goes, or below: the image was made from a .sif, or hides one."""
+    path = member.name
+    while path:
+        here = own.get(path)
+        if here is not None and (
+            here.kind != DIRECTORY or (path == member.name and member.kind != DIRECTORY)
+        ):
+            return True
+        path = path.rpartition("/")[0]
+    return False
+
+
+def _exported_entry(member: Member, stream: TarStream, mark_s: int | None, epoch: int) -> ImageEntry:
+    if member.name in _TOUCHED and member.kind == DIRECTORY and _near(member, mark_s):
+        return entries.of_member(member, ()).changed(mtime_s=epoch)
+    # Its own header is the fastest, except where mksquashfs 4.5.1 misreads it, and where a map follows it.
+    plain = member.sparse is None and not (member.kind == SYMLINK and "linkpath" in member.pax)
+    header = member.extended + member.header if plain else b""
+    return entries.of_member(member, stream.content(), header=header)
+
+
+def stages(config: ImageConfig) -> tuple[PassingStage, ...]:
+    """What the entries of an image with this configuration pass through, in this order."""
+    epoch_s = locked.epoch_s(config)
+    normalised = () if epoch_s is None else (locked.normalising(epoch_s),)
+    return (*normalised, _adding_document(config))
+
+
+def send(
+    entries: Iterator[ImageEntry], made: Squash, config: ImageConfig, note: Callable[[str], None]
+) -> None:
+    """Write `entries` to `made`, as the stages for `config` leave them; `note` learns what is left out."""
+    for stage in stages(config):
+        entries = stage(entries)
+    bare = 0
+    for entry in entries:
+        others = entry.xattrs.keys() - {CAPABILITY}
+        bare += bool(others)
+        made.owners.update((entry.uid, entry.gid))
+        made.entry(entry.kind, _header(entry) if others else entry.header or _header(entry))
+        if entry.size_bytes:
+            made.content(entry.content, entry.size_bytes)
+        for name in entry.names[1:]:
+            made.entry(entry.kind, tar_entry.header(name, HARD_LINK, link=entry.name))
+    if bare:
+        note(f"{bare} files lose extended attributes: a .sif of imgkit holds capabilities only")
+
+
+def _header(entry: ImageEntry) -> bytes:
+    return tar_entry.header(
+        entry.name,
+        entry.kind,
+        mode=entry.mode,
+        uid=entry.uid,
+        gid=entry.gid,
+        mtime_s=entry.mtime_s,
+        size_bytes=entry.size_bytes,
+        link=entry.link,
+        device=entry.device,
+        xattrs=entry.xattrs,
+    )
+
+
+def _adding_document(config: ImageConfig) -> PassingStage:
+    """A stage that lets all entries pass, and adds `DOCUMENT` behind the last one.
+
+    An image whose /opt or /opt/imgkit is no folder gets none.
+    """
+
+    def pass_on(entries: Iterator[ImageEntry]) -> Iterator[ImageEntry]:
+        collector = InventoryCollector()
+        above: dict[str, bytes] = {}
+        for entry in entries:
+            if DOCUMENT in entry.names:
+                # The image was made from a .sif, and its list is that of another image.
+                if entry.kind == DIRECTORY:
+                    above[DOCUMENT] = DIRECTORY
+                elif names := tuple(one for one in entry.names if one != DOCUMENT):
+                    entry = entry.changed(names=names)
+                else:
+                    continue
+            if entry.name in _ABOVE:
+                above[entry.name] = entry.kind
+            yield observed(entry, collector)
+        if set(above.values()) <= {DIRECTORY} and DOCUMENT not in above:
+            created_s = epoch(config.created)
+            for folder in _ABOVE:
+                if folder not in above:
+                    yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
+            text = spdx.document(collector.inventory(arch=config.arch, created_s=created_s))
+            file = ImageEntry(names=(DOCUMENT,), kind=REGULAR, mode=0o644, mtime_s=created_s)
+            yield file.with_content(text.encode())
+
+    return pass_on
+
+
+def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
+    """`entry`; `collector` gets a copy where that is of interest, and no large one."""
+    if entry.kind == REGULAR:
+        wanted = [name for name in entry.names if collector.wants(name)]
+        if wanted and entry.size_bytes > min(collector.most_bytes(name) for name in wanted):
+            for name in wanted:
+                collector.add(name, None)
+        elif wanted:
+            data = entry.read()
+            for name in wanted:
+                collector.add(name, data)
+            return replace(entry, content=(data,))  # with its own header
+    elif entry.kind == HARD_LINK or entry.kind == SYMLINK:
+        for name in entry.names:
+            collector.add_link(name, entry.link, hard=entry.kind == HARD_LINK)
+    return entry

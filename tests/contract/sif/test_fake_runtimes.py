@@ -17,8 +17,8 @@ from typing import Any
 import bit_flips
 import pytest
 
-from imgkit_builder.sif import convert, coverage, image, runtime, space
-from imgkit_builder.sif.options import Archive, Converted, Options
+from imgkit_builder.sif import convert, coverage, image, runtime
+from imgkit_builder.sif.conversion import Archive, Converted, Options
 from imgkit_builder.sif.runtime import scratch_env
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
 
@@ -360,7 +360,7 @@ def test_no_space_refused_before_work(
 ) -> None:
     fake = install()
     usage = type("usage", (), {"free": 100_000})
-    monkeypatch.setattr(space, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(convert, "disk_usage", lambda _: usage)
     with pytest.raises(CheckFailed, match=r"100\.0 kB are free"):
         sif(archive, tmp_path)
     assert fake.calls("build") == []

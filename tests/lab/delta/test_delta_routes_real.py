@@ -19,8 +19,8 @@ from imgkit_builder.delta import tree
 from imgkit_builder.delta.make import make
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.sif.conversion import Archive, Options
 from imgkit_builder.sif.convert import convert
-from imgkit_builder.sif.options import Archive, Options
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("containerd")]
 

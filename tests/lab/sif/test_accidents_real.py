@@ -26,7 +26,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.recipe import sources as recipe_sources
 from imgkit_builder.sif import convert, image
-from imgkit_builder.sif.options import Archive, Options
+from imgkit_builder.sif.conversion import Archive, Options
 
 pytestmark = [
     pytest.mark.xdist_group("accidents"),

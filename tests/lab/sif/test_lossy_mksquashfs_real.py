@@ -11,7 +11,7 @@ from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif import convert
-from imgkit_builder.sif.options import Archive, Options
+from imgkit_builder.sif.conversion import Archive, Options
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 REAL = shutil.which("mksquashfs")

@@ -13,7 +13,7 @@ import pytest
 from labkit import public_folder
 
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.sif import owners, root_inode
+from imgkit_builder.sif import squash
 
 PROGRAM = shutil.which("mksquashfs")
 pytestmark = [
@@ -43,8 +43,8 @@ def squashed(folder: Path, user: int, data: bytes, *, sent: set[int]) -> tuple[P
     become = ("setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups")
     subprocess.run([*become, *words, *times], input=data, check=True)
     os.chown(path, 0, 0)
-    root_inode.set_root(path, 5, offset=4096)
-    return path, owners.remove_unused(path, sent, offset=4096)
+    squash.set_root(path, 5, offset=4096)
+    return path, squash.remove_unused(path, sent, offset=4096)
 
 
 @pytest.mark.parametrize("attributes", [False, True])

@@ -27,9 +27,9 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import tree as layer_tree
 from imgkit_builder.delta.source import mounted
 from imgkit_builder.sif import coverage, image
+from imgkit_builder.sif.conversion import Archive, OciFolder, Options
 from imgkit_builder.sif.convert import convert
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.options import Archive, OciFolder, Options
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("sif")]
 

@@ -22,7 +22,7 @@ from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import describe, whole
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import CopyStep, Recipe
-from imgkit_builder.sif.options import Archive
+from imgkit_builder.sif.conversion import Archive
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 BASE = Start(source=Archive(path=Path("/base.tar")), image=BaseImage(name="b:1", platform="linux/amd64"))

@@ -21,7 +21,7 @@ from imgkit_builder.delta.grafts import Graft
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tars import Tar
 from imgkit_builder.delta.tree import TreeEntry
-from imgkit_builder.sif import root_inode
+from imgkit_builder.sif import squash
 from imgkit_builder.sif.squash import Squash
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
@@ -314,7 +314,7 @@ def test_root_folder_is_roots_whoever_made_it(tmp_path: Path) -> None:
     words = ("mksquashfs", "-", target, "-tar", "-noappend", "-quiet", "-no-progress", "-noI")
     as_user = ("-root-uid", "1234", "-root-gid", "1234")
     subprocess.run((*words, *as_user), input=packed, check=True, capture_output=True)
-    assert root_inode.set_root(target, 77)
+    assert squash.set_root(target, 77)
     root = SquashfsLayer(target).root
     assert (root.uid, root.gid, root.mtime_s) == (0, 0, 77)
 

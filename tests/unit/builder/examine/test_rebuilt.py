@@ -19,7 +19,7 @@ from imgkit_builder.examine.rebuilt import DifferentEntry
 from imgkit_builder.recipe import describe, lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import Lock, LockedBase, LockedPlatform, LockRequest
-from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.sif.entries import OwnFile
 from imgkit_entrypoints.errors import UsageError
 
 DOCKERFILE = """\

@@ -17,7 +17,7 @@ from imgkit_builder.job import code
 from imgkit_builder.job.request import Request
 from imgkit_builder.remote import code as far_code
 from imgkit_builder.remote.store import Store
-from imgkit_builder.sif.options import Options
+from imgkit_builder.sif.conversion import Options
 
 pytestmark = pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools")
 

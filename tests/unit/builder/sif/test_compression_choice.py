@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.sif import compression, mksquashfs
-from imgkit_builder.sif.compression import Compression
-from imgkit_builder.sif.options import CompressionChoice
+from imgkit_builder.sif import conversion, mksquashfs
+from imgkit_builder.sif.conversion import Compression, CompressionChoice
 from imgkit_builder.sif.runtime import Capabilities
 from imgkit_entrypoints.errors import UsageError
 
@@ -26,7 +25,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Compression:
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
-    return compression.choose(capabilities, wanted, lacks_zstd=lacks)
+    return conversion.choose_compression(capabilities, wanted, lacks_zstd=lacks)
 
 
 FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd"
@@ -43,27 +42,27 @@ FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd
     ],
 )
 def test_kernel_release_understood(release: str, reads: bool) -> None:
-    assert compression.kernel_reads_zstd(release) is reads
+    assert conversion.kernel_reads_zstd(release) is reads
 
 
 def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
-    assert choose(NEW, "auto") == compression.ZSTD
-    assert choose(None, "auto") == compression.ZSTD
-    assert choose(NEW, "gzip") == compression.GZIP
+    assert choose(NEW, "auto") == conversion.ZSTD
+    assert choose(None, "auto") == conversion.ZSTD
+    assert choose(NEW, "gzip") == conversion.GZIP
 
 
 def test_gzip_without_zstd_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
-    assert choose(NEW, "auto") == compression.GZIP
+    assert choose(NEW, "auto") == conversion.GZIP
     with pytest.raises(UsageError, match="built without zstd"):
         choose(NEW, "zstd")
 
 
 def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
-    monkeypatch.setattr(compression, "kernel_reads_zstd", lambda: False)
-    assert choose(None, "auto") == compression.GZIP
+    monkeypatch.setattr(conversion, "kernel_reads_zstd", lambda: False)
+    assert choose(None, "auto") == conversion.GZIP
     with pytest.raises(UsageError, match="cannot mount zstd"):
         choose(None, "zstd")
 

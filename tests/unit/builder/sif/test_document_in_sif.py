@@ -8,8 +8,8 @@ import pytest
 from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import document
-from imgkit_builder.sif.image_entry import ImageEntry
+from imgkit_builder.sif import stream
+from imgkit_builder.sif.entries import ImageEntry
 
 CONFIG = ImageConfig(
     image_id="sha256:" + "0" * 64,
@@ -34,7 +34,7 @@ def file(*names: str, data: bytes = b"") -> ImageEntry:
 
 def passed(*entries: ImageEntry) -> list[tuple[ImageEntry, bytes]]:
     """What comes out, each with its content, which is read as it comes."""
-    found = document.adding(CONFIG)(iter(entries))
+    found = stream._adding_document(CONFIG)(iter(entries))
     return [(one, b"".join(map(bytes, one.content))) for one in found]
 
 
@@ -91,7 +91,7 @@ def test_large_file_is_not_read_early() -> None:
 
     read: list[int] = []
     large = ImageEntry(names=(METADATA,), kind=REGULAR, size_bytes=1 << 40, content=content())
-    found = document.adding(CONFIG)(iter((large,)))
+    found = stream._adding_document(CONFIG)(iter((large,)))
     assert next(found) is large
     assert read == []
     *_, (last, data) = [(one, b"".join(map(bytes, one.content))) for one in found]

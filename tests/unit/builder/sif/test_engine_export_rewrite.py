@@ -9,10 +9,10 @@ import pytest
 
 from imgkit_builder.archive.tarstream import END
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import passing
-from imgkit_builder.sif.export import entries
-from imgkit_builder.sif.own_files import OwnFile
+from imgkit_builder.sif import stream
+from imgkit_builder.sif.entries import OwnFile
 from imgkit_builder.sif.squash import Squash
+from imgkit_builder.sif.stream import exported_entries
 from imgkit_entrypoints.errors import CheckFailed
 
 CREATED_S = 1710892800
@@ -63,8 +63,8 @@ def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_F
     with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
         for info, data in members:
             tar.addfile(info, io.BytesIO(data))
-    found = entries(iter([buffer.getvalue()]), OWN, IF_MISSING, epoch=CREATED_S)
-    passing.send(found, Squash(sink=sink), CONFIG, print)
+    found = exported_entries(iter([buffer.getvalue()]), OWN, IF_MISSING, epoch=CREATED_S)
+    stream.send(found, Squash(sink=sink), CONFIG, print)
     sink.write(END)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
@@ -150,7 +150,7 @@ def test_cut_export_refused() -> None:
     info, data = member("file", data=b"x" * 5000)
     cut = info.tobuf() + data[:2000]
     with pytest.raises(CheckFailed, match="docker export: cut short"):
-        passing.send(entries(iter([cut]), (), epoch=0), Squash(sink=io.BytesIO()), CONFIG, print)
+        stream.send(exported_entries(iter([cut]), (), epoch=0), Squash(sink=io.BytesIO()), CONFIG, print)
 
 
 def test_what_hides_the_runtimes_files_gives_way() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.archive import tar_header, tarstream
-from imgkit_builder.sif import links
+from imgkit_builder.sif import runtime_build
 from imgkit_entrypoints.errors import CheckFailed
 
 Member = tuple[str, bytes, str]
@@ -36,7 +36,7 @@ def layer(path: Path, members: Sequence[Member], *, form: int = tarfile.GNU_FORM
 
 def checked(folder: Path, *layers: Sequence[Member]) -> None:
     files = [layer(folder / f"{number}.tar", one) for number, one in enumerate(layers)]
-    links.check(files, where="hostile:1")
+    runtime_build.refuse_links(files, where="hostile:1")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_cut_layer_refused(tmp_path: Path) -> None:
     path = layer(tmp_path / "layer.tar", [ETC])
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(CheckFailed, match="cut short"):
-        links.check([path], where="hostile:1")
+        runtime_build.refuse_links([path], where="hostile:1")
 
 
 def extended(kind: bytes, body: bytes) -> bytes:
@@ -118,7 +118,7 @@ def test_member_with_two_names_refused(tmp_path: Path) -> None:
     data = tarstream.pax_header({"path": b"harmless"}) + extended(b"L", b"etc\0") + plain
     (tmp_path / "layer.tar").write_bytes(data + tarstream.END)
     with pytest.raises(CheckFailed, match="two names"):
-        links.check([tmp_path / "layer.tar"], where="hostile:1")
+        runtime_build.refuse_links([tmp_path / "layer.tar"], where="hostile:1")
 
 
 def test_name_of_a_sparse_file_counts(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_name_of_a_sparse_file_counts(tmp_path: Path) -> None:
     data = tarstream.pax_header({"GNU.sparse.name": b"etc"}) + plain
     (tmp_path / "layer.tar").write_bytes(data + tarstream.END)
     with pytest.raises(CheckFailed, match="/etc in the image"):
-        links.check([tmp_path / "layer.tar"], where="hostile:1")
+        runtime_build.refuse_links([tmp_path / "layer.tar"], where="hostile:1")
 
 
 def test_prefix_in_a_gnu_header_refused(tmp_path: Path) -> None:
@@ -138,4 +138,4 @@ def test_prefix_in_a_gnu_header_refused(tmp_path: Path) -> None:
     header[148:156] = b"%06o\0 " % sum(header)
     (tmp_path / "layer.tar").write_bytes(bytes(header) + tarstream.END)
     with pytest.raises(CheckFailed, match="prefix"):
-        links.check([tmp_path / "layer.tar"], where="hostile:1")
+        runtime_build.refuse_links([tmp_path / "layer.tar"], where="hostile:1")

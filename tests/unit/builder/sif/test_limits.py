@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.sif.limits import Limits, gather
+from imgkit_builder.sif.mksquashfs import Limits, gather_limits
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_no_groups_no_limits(tmp_path: Path) -> None:
-    assert gather(tmp_path) == Limits(processors=64, memory_bytes=None)
+    assert gather_limits(tmp_path) == Limits(processors=64, memory_bytes=None)
 
 
 def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
             "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.max": "max",
         },
     )
-    limits = gather(root)
+    limits = gather_limits(root)
     assert limits == Limits(processors=4, memory_bytes=32 << 30)
     assert limits.mksquashfs_options() == ("-processors", "4", "-mem", "512M")
 
@@ -54,7 +54,7 @@ def test_v1_limits_read(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu,cpuacct/slurm/cpu.cfs_period_us": "100000",
         },
     )
-    assert gather(root) == Limits(processors=2, memory_bytes=4 << 30)
+    assert gather_limits(root) == Limits(processors=2, memory_bytes=4 << 30)
 
 
 def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu.max": "50000 100000",
         },
     )
-    assert gather(root) == Limits(processors=1, memory_bytes=2 << 30)
+    assert gather_limits(root) == Limits(processors=1, memory_bytes=2 << 30)
 
 
 @pytest.mark.parametrize("text", ["", "max", "-1 100000", "x y", "100 0", "1 2 3"])
 def test_odd_quota_is_no_limit(tmp_path: Path, text: str) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": text})
-    assert gather(root).processors == 64
+    assert gather_limits(root).processors == 64
 
 
 def test_machine_without_limits_keeps_memory_small() -> None:
@@ -89,4 +89,4 @@ def test_small_memory_has_a_floor() -> None:
 
 def test_affinity_counts_without_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
-    assert gather(tmp_path).processors == 2
+    assert gather_limits(tmp_path).processors == 2

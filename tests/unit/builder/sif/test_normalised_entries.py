@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.archive.tar_header import CHARACTER, DIRECTORY, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.sif import normalise
-from imgkit_builder.sif.image_entry import ImageEntry
+from imgkit_builder.sif import locked
+from imgkit_builder.sif.entries import ImageEntry
 
 EPOCH_S = 1_750_000_000
 DAY = EPOCH_S // 86400
@@ -29,7 +29,7 @@ def entry(
 
 
 def passed(*entries: ImageEntry) -> dict[str, ImageEntry]:
-    found = {one.name: one for one in normalise.stage(EPOCH_S)(iter(entries))}
+    found = {one.name: one for one in locked.normalising(EPOCH_S)(iter(entries))}
     return {name: one.with_content(content(one)) for name, one in found.items()}
 
 
@@ -110,7 +110,7 @@ def test_no_time_is_later_and_no_folder_has_its_own() -> None:
 
 def test_an_early_file_keeps_the_bytes_of_its_header() -> None:
     early = ImageEntry(names=("x",), kind=REGULAR, mtime_s=5, header=b"as it came")
-    assert next(normalise.stage(EPOCH_S)(iter([early]))).header == b"as it came"
+    assert next(locked.normalising(EPOCH_S)(iter([early]))).header == b"as it came"
 
 
 def test_passwords_were_not_changed_later() -> None:

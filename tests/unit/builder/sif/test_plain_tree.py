@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.sif.plain_tree import PlainTree
+from imgkit_builder.sif.squashers import PlainTree
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 

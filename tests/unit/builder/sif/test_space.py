@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.sif import compression, space
-from imgkit_builder.sif.options import Archive, Piped, Source
-from imgkit_builder.sif.plain_tree import OldMksquashfs
-from imgkit_builder.sif.plan import Means
-from imgkit_builder.sif.squash_ways import TarMksquashfs
-from imgkit_builder.sif.squasher import Squasher
+from imgkit_builder.sif import conversion, convert
+from imgkit_builder.sif.conversion import Archive, Piped, Source, Squasher
+from imgkit_builder.sif.convert import Means
+from imgkit_builder.sif.squashers import OldMksquashfs, TarMksquashfs
 from imgkit_entrypoints.errors import CheckFailed
 
 IMAGE_BYTES = 1_000_000
@@ -29,17 +27,17 @@ def check(source: Source, folder: Path, way: str) -> None:
     squasher = SQUASHERS[way]
     means = Means(
         way="stream" if squasher else "layers",
-        packing=compression.GZIP,
+        packing=conversion.GZIP,
         squasher=squasher,
         tool=None,
         notes=(),
     )
-    space.check(source, folder / "x.sif", folder, means)
+    convert._check_space(source, folder / "x.sif", folder, means)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
     usage: Any = type("usage", (), {"free": int(free_bytes)})
-    monkeypatch.setattr(space, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(convert, "disk_usage", lambda _: usage)
 
 
 @pytest.mark.parametrize(("way", "share"), [("new", 0.5), ("old", 2), ("runtime", 3.8)])

@@ -1,8 +1,12 @@
-"""Squash with an old mksquashfs (4.3 and 4.4), which reads no tar: through plain files, written once.
+"""The programs that write a squashfs from a tar: mksquashfs from 4.5 on, 4.3 and 4.4, and one in a container.
 
-An ordinary user cannot give files away or make devices. So the files lie there as the user's, and a pseudo
-file tells mksquashfs their owners and modes, and which devices there are. The tree is private, and no entry
-is written through a link: a folder counts only if it was made here.
+All of them receive one tar with every name once, folders first. What they write is compared with it
+afterwards (`squash`).
+
+mksquashfs 4.3 and 4.4 cannot read a tar, so the files are unpacked once. An ordinary user cannot give files
+away or make devices: the files are unpacked under the user's uid, and a pseudo-file definition states owners,
+modes and devices. The tree is private, and no entry is written through a link: a folder counts only if it was
+made here.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,10 +35,12 @@ from imgkit_builder.archive.tar_header import (
 from imgkit_builder.archive.tarstream import TarLimits, TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.sif import limits, mksquashfs
-from imgkit_builder.sif.squasher import PACKED_SHARE, SquashOrder, append
+from imgkit_builder.sif import mksquashfs
+from imgkit_builder.sif.conversion import PACKED_SHARE, Helper, Squasher, SquashOrder
 from imgkit_builder.sif.workspace import remove_tree
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
+
+INSTALL = "apt install squashfs-tools (4.5 or later)"
 
 _READ_BYTES = 1 << 20
 _MOST_TIME_S = (1 << 32) - 1
@@ -41,6 +48,116 @@ _SPECIAL = re.compile(rb'[\s\\"#]')
 _UNBOUNDED = TarLimits(entries=1 << 40, hole_bytes=1 << 62)
 """The layers that the tar is made from were within the user's limits."""
 _DEVICES = {CHARACTER: b"c", BLOCK: b"b"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TarMksquashfs:
+    """mksquashfs from 4.5 on, which reads a tar and writes into the .sif itself."""
+
+    program: Path
+    note: str = ""
+    disk_share: float = 0.0
+
+    def __str__(self) -> str:
+        return f"mksquashfs {mksquashfs.version(self.program)} at {self.program}"
+
+    @property
+    def lacks_zstd(self) -> str:
+        """Whether this build of it has zstd."""
+        return mksquashfs.lacks_zstd(self.program)
+
+    def prepare(self, report: Reporter) -> None:
+        """Nothing."""
+
+    def words(self, order: SquashOrder) -> list[str]:
+        """The program and its arguments."""
+        return [
+            *(str(self.program), "-", str(order.target), "-tar", "-noappend", "-quiet", "-no-progress"),
+            *order.compression.options,
+            *mksquashfs.gather_limits().mksquashfs_options(),
+            *(("-offset", str(order.offset)) if order.offset else ()),
+            *_root_options(order),
+        ]
+
+    def shown(self, order: SquashOrder) -> str:
+        """One program."""
+        return shlex.join(self.words(order))
+
+    @contextlib.contextmanager
+    def feed(self, order: SquashOrder) -> Iterator[IO[bytes]]:
+        """Feed it directly."""
+        words = self.words(order)
+        order.log.write(f"$ ... | {' '.join(words)}\n")
+        with mksquashfs.squashing(words, log=order.log, on_line=order.on_line) as sink:
+            yield sink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMksquashfs:
+    """mksquashfs in a container of an engine."""
+
+    helper: Helper
+    note: str
+    lacks_zstd: str = ""
+    disk_share: float = 0.0
+
+    def __str__(self) -> str:
+        return f"mksquashfs in a container of {self.helper}"
+
+    def prepare(self, report: Reporter) -> None:
+        """Make the image with mksquashfs."""
+        self.helper.prepare(report)
+
+    def words(self, order: SquashOrder) -> list[str]:
+        """The options of mksquashfs; processors and memory are the engine's matter."""
+        return [*order.compression.options, *_root_options(order)]
+
+    def shown(self, order: SquashOrder) -> str:
+        """The program in its container, and the copy."""
+        words = shlex.join(self.words(order))
+        return f"docker start -i HELPER   # mksquashfs - root.sqfs -tar {words}"
+
+    @contextlib.contextmanager
+    def feed(self, order: SquashOrder) -> Iterator[IO[bytes]]:
+        """Feed it through the engine, and receive its file."""
+        words = self.words(order)
+        order.log.write(f"$ ... | mksquashfs in a container of {self.helper}: {' '.join(words)}\n")
+
+        def judge(code: int, broken: bool, text: str) -> None:
+            mksquashfs.judge(code, text, broken=broken, log=order.log, on_line=order.on_line)
+
+        with self.helper.feed(words, order.target, order.offset, judge) as sink:
+            yield sink
+
+
+def _root_options(order: SquashOrder) -> tuple[str, ...]:
+    created_s = str(order.created_s)
+    return (
+        # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
+        *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
+        *("-root-time", created_s, "-mkfs-time", created_s),
+        # Uncompressed inodes, for root_inode.set_root; costs 0.3 % of size.
+        "-noI",
+    )
+
+
+def choose(find_helper: Callable[[], Helper | None] = lambda: None) -> Squasher:
+    """The first way that works on this machine, or else with the engine that `find_helper` finds.
+
+    Raises
+    ------
+    ToolMissing : none does.
+    """
+    if program := mksquashfs.tar_reader():
+        return TarMksquashfs(program=program)
+    why = mksquashfs.obstacle()
+    for old in mksquashfs.candidates():
+        if mksquashfs.knows(old, r"-pf\b"):
+            note = f"the files are written to disk once, and squashed from there (slower): {why}"
+            return OldMksquashfs(program=old, note=note)
+    if helper := find_helper():
+        return EngineMksquashfs(helper=helper, note=f"mksquashfs runs in a container of {helper}: {why}")
+    raise ToolMissing(why, hint=f"{INSTALL}, or a runtime that builds: --from layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +185,7 @@ class OldMksquashfs:
             *(str(self.program), str(order.folder / "tree"), str(output)),
             *("-pf", str(order.folder / "owners"), "-noappend", "-no-progress"),
             *order.compression.options,
-            *limits.gather().mksquashfs_options(),
+            *mksquashfs.gather_limits().mksquashfs_options(),
             # Uncompressed inodes, for root_inode.set_root.
             *("-noI", *options),
         ]
@@ -98,7 +215,7 @@ class OldMksquashfs:
         with mksquashfs.squashing(words, log=order.log, on_line=order.on_line, only_errors=True):
             pass
         remove_tree(root)
-        append(output, order.target, order.offset)
+        _append(output, order.target, order.offset)
         output.unlink()
 
 
@@ -166,7 +283,7 @@ class PlainTree:
         above, _, name = path.rpartition("/")
         if above not in self._folders or name in ("", ".", "..") or path in self._folders:
             raise CheckFailed(f"{path!r} comes twice, or before its folder", where="the merged layers")
-        if b"\n" in _raw(path):
+        if b"\n" in _raw_name(path):
             raise ToolFailed(
                 f"an old mksquashfs cannot store {path!r}, whose name has a line break",
                 hint="squashfs-tools 4.5 or later",
@@ -199,7 +316,7 @@ class PlainTree:
             place.mkdir(mode=0o700)
             self._folders[path] = time_s
         elif kind == SYMLINK:
-            place.symlink_to(os.fsdecode(_raw(member.link)))
+            place.symlink_to(os.fsdecode(_raw_name(member.link)))
             mode = 0o777
         elif kind == FIFO:
             os.mkfifo(place, 0o600)
@@ -228,7 +345,7 @@ class PlainTree:
     def pseudo_file(self) -> Iterator[bytes]:
         """The lines of the pseudo file."""
         for path, text in self._said.items():
-            yield b"%s %s\n" % (_quoted(path), text)
+            yield b"%s %s\n" % (_quoted_name(path), text)
 
     def _keep(self, member: Member, place: Path) -> None:
         """Set the extended attributes that this user may set."""
@@ -257,7 +374,7 @@ class PlainTree:
             yield f"{devices} devices get the current time"
 
     def _at(self, path: str) -> Path:
-        return self.root / os.fsdecode(_raw(path))
+        return self.root / os.fsdecode(_raw_name(path))
 
 
 def _attributes(path: Path) -> list[str]:
@@ -271,10 +388,39 @@ def _is_device(said: bytes) -> bool:
     return not said.startswith(b"m")
 
 
-def _raw(text: str) -> bytes:
+def _raw_name(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _quoted(path: str) -> bytes:
+def _quoted_name(path: str) -> bytes:
     """A name as a pseudo file has it."""
-    return _SPECIAL.sub(rb"\\\g<0>", _raw(path))
+    return _SPECIAL.sub(rb"\\\g<0>", _raw_name(path))
+
+
+def _append(source: Path, target: Path, offset: int) -> None:
+    """Copy the file `source` to byte `offset` of `target`, by the kernel where it can."""
+    with (
+        files.open_regular(source, buffering=0) as data,
+        files.open_own(target, os.O_RDWR | os.O_CREAT, "r+b") as out,
+    ):
+        size = os.fstat(data.fileno()).st_size
+        done = _copied_by_kernel(data.fileno(), out.fileno(), size, offset)
+        data.seek(done)
+        out.seek(offset + done)
+        shutil.copyfileobj(data, out, 1 << 20)
+
+
+def _copied_by_kernel(source: int, target: int, size: int, offset: int) -> int:
+    """Number of bytes that were copied; fewer than `size` where the kernel or the file systems cannot."""
+    done = 0
+    try:
+        while done < size:
+            step = os.copy_file_range(source, target, size - done, done, offset + done)
+            if not step:
+                break
+            done += step
+    except AttributeError:  # not Linux
+        return 0
+    except OSError:  # two file systems, or one without it; a full disk fails again
+        return done
+    return done

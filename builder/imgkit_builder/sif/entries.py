@@ -1,9 +1,10 @@
-"""The files that a runtime finds in ``/.singularity.d`` of every .sif, made from an image configuration.
+"""An entry of an image on its way into a squashfs, and the entries that a runtime expects in every .sif.
 
-Runtimes from Singularity 3.6 on bring their own actions. What they read in the image is their interface, seen
-in the public sources of Apptainer 1.4 and 1.5: the names in ``env``; ``env/99-base.sh``, directly after which
-they set the variables of the user; and in a runscript the line ``eval "set ${SINGULARITY_OCI_RUN}"``, which
-says that they can run it themselves where the image has no shell.
+Those are the files in ``/.singularity.d``, made from an image configuration. Runtimes from Singularity 3.6 on
+bring their own actions. What they read in the image is their interface, seen in the public sources of
+Apptainer 1.4 and 1.5: the names in ``env``; ``env/99-base.sh``, directly after which they set the user's
+variables; and in a runscript the line ``eval "set ${SINGULARITY_OCI_RUN}"``, which says that they can run it
+themselves where the image has no shell.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import datetime
 import json
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK, Member
 from imgkit_builder.oci.config import ImageConfig, epoch
 
 META = ".singularity.d"
@@ -27,6 +29,7 @@ ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
 """Script with the variables of the image's configuration; the runtimes write one, too."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SET = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
 # Not %A and %B: they depend on the locale.
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
@@ -63,6 +66,86 @@ SINGULARITY_OCI_RUN="-- "{evaluated_entrypoint}" $OCI_WORDS"
 eval "set ${{SINGULARITY_OCI_RUN}}"
 exec "$@"
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageEntry:
+    """A file, folder, link or device, and the names under which it shows."""
+
+    names: tuple[str, ...]
+    """Relative paths; all but the first become hard links to the first."""
+    kind: bytes
+    """Type flag of a tar. An engine's export has hard links as entries of their own, behind their target."""
+    mode: int = 0o755
+    uid: int = 0
+    gid: int = 0
+    mtime_s: int = 0
+    link: str = ""
+    """Target of a symlink or hard link."""
+    device: tuple[int, int] = (0, 0)
+    """Major and minor number."""
+    xattrs: Mapping[str, bytes] = field(default_factory=dict)
+    size_bytes: int = 0
+    """Size of a file; 0 for other kinds."""
+    content: Iterable[bytes | memoryview] = ()
+    """The bytes of a file. They can be read once: a stage that reads them gives a copy on."""
+    header: bytes = b""
+    """The tar's own blocks for it; empty: they are made from the values above."""
+
+    @property
+    def name(self) -> str:
+        """Its first path."""
+        return self.names[0]
+
+    def read(self) -> bytes:
+        """All of `content`, which is spent afterwards."""
+        return b"".join(map(bytes, self.content))
+
+    def changed(self, **values: Any) -> ImageEntry:
+        """The same with other `values`."""
+        return replace(self, header=b"", **values)
+
+    def with_content(self, data: bytes) -> ImageEntry:
+        """The same file with `data` as its content."""
+        return self.changed(content=(data,), size_bytes=len(data))
+
+
+PassingStage = Callable[[Iterator[ImageEntry]], Iterator[ImageEntry]]
+"""A function that changes, drops, adds or observes entries."""
+
+
+def of_member(
+    member: Member, content: Iterable[bytes | memoryview], *, names: tuple[str, ...] = (), header: bytes = b""
+) -> ImageEntry:
+    """The entry of a tar's member; `names` where they are others than its own."""
+    is_file = member.kind == REGULAR
+    return ImageEntry(
+        names=names or (member.name,),
+        kind=member.kind,
+        mode=member.mode,
+        uid=member.uid,
+        gid=member.gid,
+        mtime_s=member.mtime_s,
+        link=member.link,
+        device=member.device,
+        xattrs=member.xattrs,
+        size_bytes=member.content_bytes if is_file else 0,
+        content=content if is_file else (),
+        header=header,
+    )
+
+
+def of_own(file: OwnFile, mtime_s: int, *, path: str = "") -> ImageEntry:
+    """The entry of a file of imgkit's own; `path` is where links of the image lead."""
+    return ImageEntry(
+        names=(path or file.path,),
+        kind=file.kind,
+        mode=file.mode,
+        mtime_s=mtime_s,
+        link=file.link,
+        size_bytes=len(file.data),
+        content=(file.data,),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
