@@ -38,7 +38,7 @@ def write(folder: Path) -> None:
 
 
 def recipe_schema() -> Schema:
-    """The JSON Schema that ``imgkit schema`` prints."""
+    """The JSON Schema that ``imgkit check --schema`` prints."""
     from imgkit_builder.recipe.schema import to_json
 
     schema: Schema = json.loads(to_json())
@@ -127,7 +127,7 @@ def keys_page(schema: Schema) -> str:
     """Tables of every key that a recipe may hold: type, default and meaning."""
     parts = [
         "# Recipe keys",
-        "This page is generated from the JSON Schema that `imgkit schema` prints. "
+        "This page is generated from the JSON Schema that `imgkit check --schema` prints. "
         "[Recipes](../../recipes.md) explains the keys and shows all of them in one file.",
         "## Top level",
         _keys_table(schema, "", schema),

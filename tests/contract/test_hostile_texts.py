@@ -154,7 +154,7 @@ def test_recipe_and_lock_with_hostile_texts(
     for key in ("name", "description", "file"):
         Path("mine.json").write_text(json.dumps({**data, key: EVIL}))
         check("show", "mine.json")
-        check("job", "mine.json", "--", "dist-env", shows=key == "name")
+        check("submit", "--dry-run", "mine.json", "--", "dist-env", shows=key == "name")
     base = LockedBase(name=EVIL, digest=EVIL)
     part = LockedPlatform(
         platform="linux/amd64", source_date_epoch=1, request=LockRequest(base=EVIL, apt=(EVIL,)), base=base

@@ -1,6 +1,6 @@
-"""What ``imgkit job`` prints, byte by byte, and that shellcheck has nothing to say about it.
+"""What ``imgkit submit --dry-run`` prints, byte by byte, and that shellcheck has nothing to say about it.
 
-A case is two files in ``jobs/``: ``CASE.args``, the words after ``imgkit job`` as a shell reads them, and
+A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit submit`` as a shell reads them, and
 ``CASE.txt``, what is printed. After a wanted change: ``IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden``.
 """
 
@@ -22,7 +22,7 @@ CASES = sorted(path.stem for path in JOBS.glob("*.args"))
 
 
 def printed(case: str) -> str:
-    """What ``imgkit job`` prints in a folder with a blank in its name."""
+    """What ``imgkit submit --dry-run`` prints in a folder with a blank in its name."""
     from typer.testing import CliRunner
 
     words = shlex.split((JOBS / f"{case}.args").read_text(encoding="utf-8"))
@@ -31,8 +31,8 @@ def printed(case: str) -> str:
         if "--" in words
         else (words, [], [])
     )
-    argv = ["job", *before, "--directory", "/home/me/my run", *dashes, *command]
-    done = CliRunner().invoke(build_app(("job", "list")), argv, catch_exceptions=False)
+    argv = ["submit", "--dry-run", *before, "--directory", "/home/me/my run", *dashes, *command]
+    done = CliRunner().invoke(build_app(("submit", "list")), argv, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 

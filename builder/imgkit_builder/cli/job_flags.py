@@ -1,4 +1,4 @@
-"""The flags of ``imgkit job`` and ``submit`` as options: those of every job, then those of each system."""
+"""The flags of ``imgkit submit`` and ``run`` as options: those of every job, then those of each system."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class OptionsCommand(TyperCommand):
     They are collected when the verb is used: ``imgkit --help`` neither imports a system nor finds plug-ins.
     """
 
+    without: tuple[str, ...] = ()
+    """Fields whose flags the verb does not have."""
     _options: tuple[_FlagOption, ...] = ()
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
@@ -44,7 +46,12 @@ class OptionsCommand(TyperCommand):
             from imgkit_builder.job.flags import declared
 
             owners = dict.fromkeys(self.owners(quiet=ctx.resilient_parsing))
-            self._options = tuple(_option(owner, flag) for owner in owners for flag in declared(owner))
+            self._options = tuple(
+                _option(owner, flag)
+                for owner in owners
+                for flag in declared(owner)
+                if flag.field not in self.without
+            )
             at = sum(parameter.param_type_name == "argument" for parameter in self.params)
             self.params[at:at] = [option.parameter for option in self._options]
         return super().get_params(ctx)
@@ -86,6 +93,12 @@ class JobCommand(OptionsCommand):
         common = values.pop(Request)
         own = (owner(**fields) for owner, fields in values.items())
         return Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
+
+
+class RemoteJobCommand(JobCommand):
+    """`JobCommand` for jobs on a remote: imgkit chooses their image and their folder."""
+
+    without = ("image", "delta", "archive", "build", "base_from", "interactive", "directory")
 
 
 def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:

@@ -1,4 +1,4 @@
-"""``imgkit job``, ``submit``, ``status``, ``logs`` and ``cancel``: run an image on N nodes."""
+"""``imgkit submit``, ``status``, ``logs`` and ``cancel``: run an image on N nodes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from imgkit_builder.cli.common import complete_names, show
 from imgkit_builder.cli.conversion import helper, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
+from imgkit_builder.cli.project import (
+    CONFIRM,
+    confirm_values,
+    project_here,
+    values_data,
+    values_table,
+)
 from imgkit_builder.cli.remote import connected, follow
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
     from imgkit_builder.project.measured import SlowNow
     from imgkit_builder.project.toml_file import ProjectFile
 
-COMMAND_CLASSES = {"job": JobCommand, "submit": JobCommand}
-"""Verbs whose flags are not all in their signature."""
+COMMAND_CLASSES = {"submit": JobCommand}
+"""The verb whose flags are not all in its signature."""
 
 SCHEMA = 1
 
@@ -42,85 +47,71 @@ RECIPE: str = typer.Argument(
 )
 
 
-def verb_job(
-    flags: typer.Context,
-    recipe: str = RECIPE,
-    command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
-    explain: bool = typer.Option(
-        False, "--explain", help="Print each value with what decided it: a flag, a file's line or a default."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-) -> None:
-    """Print exactly what would be submitted to run COMMAND on N nodes.
-
-    Values come from the recipe's system section; flags override them. Requests
-    that the system cannot satisfy fail now, not in the queue.
-
-    \b
-    Examples:
-      imgkit job mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-bench
-      imgkit job mn5 -A bsc98 --qos acc_debug --time 1h --interactive
-      imgkit job mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
-      imgkit job rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
-      imgkit job olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
-      imgkit job lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
-      imgkit job lambda --hosts 10.0.0.1,10.0.0.2 --ssh -- dist-hello
-      imgkit job --explain
-    """
-    asked = _asked(recipe, flags, command)
-    code = None if explain else read_code(asked.request, as_json=as_json)
-    job, script = _made(asked, code)
-    if explain:
-        explained(job, asked.given, asked.project, as_json=as_json)
-        return
-    _show(job, script, as_json=as_json)
-
-
 def verb_submit(
     flags: typer.Context,
     recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
     require_signature: Path | None = REQUIRE_SIGNATURE,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print it and submit nothing, like imgkit job."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Print exactly what would be submitted, then exit."
+    ),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
+    ),
     confirm: str = CONFIRM,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Submit the output of ``imgkit job``, and print the job's id.
+    """Submit a job that runs COMMAND on N nodes, and print its id.
 
-    Without a scheduler the run takes place here, and its exit code is that of
-    this command.
+    Values come from the recipe's system section; flags override them. Requests
+    that the system cannot satisfy fail now, not in the queue. Without a scheduler
+    the run takes place here, and its exit code is that of this command.
 
     \b
     Examples:
       imgkit submit mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-pi
-      imgkit submit cpu --nproc 2 -- dist-train --steps 100
-      imgkit submit mine.sif --nodes 2 --time 1h -- dist-bench
+      imgkit submit mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
+      imgkit submit mn5 -A bsc98 --qos acc_debug --time 1h --interactive
+      imgkit submit mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
       imgkit submit mine.sif --time 1h --require-signature trusted.asc -- dist-bench
-      imgkit submit lambda --hosts node1,node2 --ssh -- dist-bench
+      imgkit submit rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
+      imgkit submit olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
+      imgkit submit lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
+      imgkit submit lambda --hosts 10.0.0.1,10.0.0.2 --ssh -- dist-hello
+      imgkit submit cpu --nproc 2 -- dist-train --steps 100
     """
     from imgkit_builder.base import process
-    from imgkit_builder.job import check, submit
+    from imgkit_builder.job import submit
     from imgkit_builder.recipe import targets
+    from imgkit_builder.sif.conversion import Options
 
-    asked = _asked(recipe, flags, command)
-    code = read_code(asked.request, as_json=as_json)
-    job, script = _made(asked, code)
+    if verbose and not dry_run:
+        raise UsageError(
+            "--verbose needs --dry-run", where="--verbose", hint="imgkit submit --dry-run -v ..."
+        )
+    given = _given(recipe, flags, command)
+    code = read_code(given.request, as_json=as_json)
+    prepared = submit.prepare(given.recipe, given.request, code)
+    job, script = prepared.job, prepared.script
+    for warning in job.warnings:
+        terminal.err(f"imgkit: {warning}")
     if dry_run:
-        _show(job, script, as_json=as_json)
+        _show(job, script, given, values=verbose, as_json=as_json)
         return
     recipes = [job.recipe, *([targets.find(job.request.build)] if job.request.build else [])]
-    confirm_values(asked.project, recipes, confirm, stated=asked.project is not None)
-    check.before_submission(job)
+    confirm_values(given.project, recipes, confirm, stated=given.project is not None)
+    submit.before_submission(job)
     if require_signature is not None:
-        require_signatures(require_signature, *check.signed_files(job))
+        require_signatures(require_signature, *submit.signed_files(job))
     if code is not None:
-        _write_code(code, Path(job.code_files[-1]), as_json=as_json)
+        with terminable(), reporter(as_json=as_json) as report:
+            submit.write_code(prepared, Options(helper=helper()), report)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:
         terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=job.directory)
-    record = submit.submit(job, script)
+    record = submit.send(job, script)
     # Printed before anything else can fail: the job exists now.
     if record.answer is None:
         show({**_described(job, script), "id": record.id}, record.id, as_json=as_json)
@@ -237,11 +228,11 @@ def verb_cancel(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _JobWords:
-    """The words and flags of the command line, and the imgkit.toml that fills what is missing."""
+class _GivenJob:
+    """What the command line asks for, and the imgkit.toml that fills what is missing."""
 
     recipe: str
-    given: Request
+    flags: Request
     """The flags alone."""
     project: ProjectFile | None
     """None where a recipe was named: the file then does not count."""
@@ -251,12 +242,12 @@ class _JobWords:
         """The flags, over the file."""
         from imgkit_builder.project import origins
 
-        return origins.under(self.given, self.project)
+        return origins.under(self.flags, self.project)
 
 
-def _asked(recipe: str, flags: typer.Context, command: list[str] | None) -> _JobWords:
-    words = (*(command or ()), *flags.meta[COMMAND])
-    given = dataclasses.replace(flags.obj, command=words)
+def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _GivenJob:
+    argv = (*(command or ()), *flags.meta[COMMAND])
+    request = dataclasses.replace(flags.obj, command=argv)
     project = None if recipe else project_here()
     if not recipe and not (project and project.recipe):
         raise UsageError(
@@ -264,52 +255,20 @@ def _asked(recipe: str, flags: typer.Context, command: list[str] | None) -> _Job
             where="RECIPE",
             hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )
-    return _JobWords(recipe=recipe or (project.recipe if project else ""), given=given, project=project)
+    return _GivenJob(recipe=recipe or (project.recipe if project else ""), flags=request, project=project)
 
 
-def _write_code(code: CodeFolder, file: Path, *, as_json: bool) -> None:
-    """Write the delta of the code where the job looks for it, unless an earlier job of it has done so."""
-    from imgkit_builder.delta import code as code_delta
-    from imgkit_builder.sif.conversion import Options
+def _show(job: Job, script: Script, given: _GivenJob, *, values: bool, as_json: bool) -> None:
+    """Print `script` on stdout; `values` adds each value and its source, on stderr or to the JSON object."""
+    from imgkit_builder.project import origins
 
-    if file.is_file():
-        return
-    file.parent.mkdir(exist_ok=True)
-    with terminable(), reporter(as_json=as_json) as report:
-        code_delta.write(code.tree, file, Options(helper=helper()), report)
-
-
-def _made(asked: _JobWords, code: CodeFolder | None) -> tuple[Job, Script]:
-    from imgkit_builder.job import baked, contents, systems
-    from imgkit_builder.job import code as code_of
-    from imgkit_builder.job.resolve import resolve
-    from imgkit_builder.recipe import targets
-    from imgkit_builder.sif import image
-
-    file = Path(asked.recipe)
-    if image.is_sif(file):
-        target, default = baked.target(file), str(file.absolute())
-    else:
-        target, default = targets.find(asked.recipe), ""
-    request = asked.request
-    job = resolve(target, dataclasses.replace(request, image=request.image or default))
-    sif = Path(job.image) if image.is_sif(Path(job.image)) else None
-    if not request.making:
-        code_of.refuse_unused_bind(job, sif)
-    if code is not None:
-        code_of.refuse_unused(code, target, sif, job.overlay)
-        code_of.refuse_shadowed(code, job)
-        job = contents.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
-    for warning in job.warnings:
-        terminal.err(f"imgkit: {warning}")
-    return job, systems.named(job.system).script(job)
-
-
-def _show(job: Job, script: Script, *, as_json: bool) -> None:
+    rows = origins.of_job(job, given.flags, given.project) if values else ()
     if as_json:
-        show(_described(job, script), as_json=True)
-    else:
-        terminal.document(script.text)
+        data = _described(job, script)
+        show({**data, "values": values_data(rows)} if values else data, as_json=True)
+        return
+    terminal.err(*values_table(rows))
+    terminal.document(script.text)
 
 
 def _described(job: Job, script: Script) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,7 +14,6 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import Job, Request
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
@@ -83,34 +82,23 @@ def confirm_values(
         terminal.err(f"imgkit: this cannot be remembered ({error.filename}: {error.strerror})")
 
 
-def explained(
-    job: Job,
-    given: Request,
-    project: ProjectFile | None,
-    *,
-    first: Sequence[ValueSource] = (),
-    without: Sequence[str] = (),
-    as_json: bool,
-) -> None:
-    """Print each value of `job` and what decided it."""
-    from imgkit_builder.project import origins
+def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
+    """Lines with name, value and source of each of `rows`."""
+    return columns([(one.name, one.value or "-", one.source) for one in rows], most=60)
 
-    rows = [*first, *(one for one in origins.of_job(job, given, project) if one.name not in without)]
-    table = [(one.name, one.value or "-", one.source) for one in rows]
-    data = {
-        "schema": SCHEMA,
-        "values": [
-            {
-                "name": one.name,
-                "value": one.value,
-                "source": one.source,
-                "file": str(one.position.file) if one.position else None,
-                "line": one.position.line if one.position else None,
-            }
-            for one in rows
-        ],
-    }
-    show(data, *columns(table, most=60), as_json=as_json)
+
+def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
+    """The JSON form of `rows`."""
+    return [
+        {
+            "name": one.name,
+            "value": one.value,
+            "source": one.source,
+            "file": str(one.position.file) if one.position else None,
+            "line": one.position.line if one.position else None,
+        }
+        for one in rows
+    ]
 
 
 def verb_init(
@@ -163,7 +151,7 @@ def verb_init(
     left = [
         *([] if remote else ["imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"]),
         *(f"{key} in imgkit.toml, which {parent.name} needs" for key in new_folder.missing(wanted, parent)),
-        f"{'' if folder == Path() else f'cd {folder}; '}imgkit run --plan; imgkit run",
+        f"{'' if folder == Path() else f'cd {folder}; '}imgkit run --dry-run; imgkit run",
     ]
     lines = [*(f"wrote  {path}" for path in made), *(f"next   {one}" for one in left)]
     data = {"schema": SCHEMA, "files": [str(path) for path in made], "remote": remote, "recipe": recipe}

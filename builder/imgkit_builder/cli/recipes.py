@@ -1,4 +1,4 @@
-"""Verbs for recipes: list, show, check, schema."""
+"""Verbs for recipes: list, show, check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imgkit_builder.cli.common import (
     warning_lines,
 )
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.show import FileFacts
@@ -135,10 +135,13 @@ def _is_image(name: str) -> bool:
 
 def verb_check(
     files: list[str] = typer.Argument(
-        ..., metavar="FILE...", autocompletion=complete_names, help="Files or names of recipes."
+        None, metavar="FILE...", autocompletion=complete_names, help="Files or names of recipes."
     ),
     strict: bool = typer.Option(
         False, "--strict", help="Also list what a recipe does on this machine; a warning fails: exit code 1."
+    ),
+    schema: bool = typer.Option(
+        False, "--schema", help="Print the JSON Schema of recipe files, for editors, then exit."
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
@@ -153,13 +156,20 @@ def verb_check(
       imgkit check mine.yaml
       imgkit check stranger.yaml --strict
       imgkit check mine.yaml --json
+      imgkit check --schema > recipe.schema.json
+      # first line of a recipe, for editors with a YAML language server:
+      # yaml-language-server: $schema=recipe.schema.json
     """
+    if schema:
+        _print_schema(files)
+        return
+    if not files:
+        raise UsageError("no recipe was named", where="FILE", hint="imgkit check FILE...")
     if as_json:
         _check_as_json(files, strict=strict)
         return
     from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe.problems import RecipeErrors
-    from imgkit_entrypoints.errors import UsageError
 
     failed: list[UsageError] = []
     warned = False
@@ -190,6 +200,14 @@ def verb_check(
         raise typer.Exit(EXIT_NO)
 
 
+def _print_schema(files: list[str]) -> None:
+    from imgkit_builder.recipe import schema
+
+    if files:
+        raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
+    terminal.document(schema.to_json() + "\n")
+
+
 def _host_effects(recipe: Recipe) -> tuple[Problem, ...]:
     from imgkit_builder.recipe import host_effects
 
@@ -200,7 +218,6 @@ def _check_as_json(files: list[str], *, strict: bool) -> None:
     from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.problems import RecipeErrors
-    from imgkit_entrypoints.errors import UsageError
 
     rows: list[dict[str, Any]] = []
     for file in files:
@@ -221,17 +238,3 @@ def _check_as_json(files: list[str], *, strict: bool) -> None:
     show({"schema": 1, "passed": passed, "recipes": rows}, as_json=True)
     if not passed:
         raise typer.Exit(EXIT_USAGE if any(row["problems"] for row in rows) else EXIT_NO)
-
-
-def verb_schema() -> None:
-    """Print the JSON Schema of recipe files, for editors.
-
-    \b
-    Examples:
-      imgkit schema > recipe.schema.json
-      # first line of a recipe, for editors with a YAML language server:
-      # yaml-language-server: $schema=recipe.schema.json
-    """
-    from imgkit_builder.recipe import schema
-
-    terminal.document(schema.to_json() + "\n")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from imgkit_builder.cli.common import JSON, complete_names, show, stem
-from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
+from imgkit_builder.cli.job_flags import COMMAND, RemoteJobCommand, read_code
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import CONFIRM, confirm_values, explained, project_here
+from imgkit_builder.cli.project import CONFIRM, confirm_values, project_here, values_data, values_table
 from imgkit_builder.cli.remote import connected, follow, may_ask
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
@@ -26,9 +26,11 @@ _WATCH_S = 30
 _RECIPE_FILES = (".yaml", ".yml", ".json")
 _EARLY = "/imgkit"
 """Stands for the folder on the remote before imgkit has looked there."""
+_UNKNOWN_HERE = ("image", "directory")
+"""Values that depend on that folder."""
 
 
-COMMAND_CLASSES = {"run": JobCommand}
+COMMAND_CLASSES = {"run": RemoteJobCommand}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,8 @@ def verb_run(
     whole: bool = typer.Option(
         False, "--whole", help="Send a whole .sif also where a delta over an older one would do."
     ),
-    plan_only: bool = typer.Option(
-        False, "--plan", help="Print each value with what decided it, and do nothing."
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Show every resolved value and its source, then exit."
     ),
     confirm: str = CONFIRM,
     as_json: bool = typer.Option(
@@ -90,7 +92,7 @@ def verb_run(
     \b
     Examples:
       imgkit run
-      imgkit run --plan
+      imgkit run --dry-run
       imgkit run mn5 --on mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-train
       imgkit run --on mn5 --time 10m -- dist-hello
       imgkit run --on mn5 --time 10m --code . -- dist-run /workspace/train.py
@@ -98,9 +100,9 @@ def verb_run(
       imgkit run mine.tar --on mn5 --time 10m -- dist-bench
     """
     from imgkit_builder.cli import bring
-    from imgkit_builder.job import check, systems
     from imgkit_builder.job import code as code_of
-    from imgkit_builder.job.submit import need_id
+    from imgkit_builder.job import submit as submission
+    from imgkit_builder.job import systems
     from imgkit_builder.project import origins
     from imgkit_builder.remote import config, connection, jobs
 
@@ -110,18 +112,20 @@ def verb_run(
     plan = _planned(recipe, given, project, remote.recipe)
     jobs.refuse_runtime(plan.target, plan.request)
     early = _resolved(plan, _EARLY, "image.sif")
-    if plan_only:
+    if dry_run:
         first = (
             origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
             origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
         )
-        explained(early, given, project, first=first, without=("image", "directory"), as_json=as_json)
+        of_job = (one for one in origins.of_job(early, given, project) if one.name not in _UNKNOWN_HERE)
+        rows = [*first, *of_job]
+        show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
         return
     stated = not recipe and bool(project and project.recipe)
     confirm_values(project, [plan.target], confirm, stated=stated)
     script = systems.named(early.system).script(early)
     jobs.refuse_script(early, script)
-    check.check_environment(early)
+    submission.check_environment(early)
     code = read_code(plan.request, as_json=as_json)
     if code is not None:
         code_of.refuse_unused(code, plan.target, None if plan.recipe or plan.archive else plan.sif)
@@ -147,7 +151,7 @@ def verb_run(
         record = jobs.submit(far, job, systems.named(job.system).script(job))
         record = dataclasses.replace(record, image_id=placed.image_id)
     _kept(record)
-    need_id(record)
+    submission.need_id(record)
     if as_json:
         data = {
             "schema": SCHEMA,
@@ -207,25 +211,6 @@ def _planned(recipe: str, given: Request, project: ProjectFile | None, default: 
             "no recipe was given, and the remote has none",
             where="RECIPE",
             hint="imgkit run RECIPE --on NAME ...",
-        )
-    for name, flag in (
-        ("image", "--image"),
-        ("delta", "--delta"),
-        ("archive", "--sif"),
-        ("build", "--build"),
-        ("interactive", "--interactive"),
-    ):
-        if getattr(request, name):
-            raise UsageError(
-                f"{flag} has no meaning for a run on a remote",
-                where=flag,
-                hint="name the recipe or the .sif as the first word",
-            )
-    if request.directory != Path():
-        raise UsageError(
-            "a run on a remote takes place in the remote's folder",
-            where="--directory",
-            hint="imgkit remote add NAME USER@HOST:DIR --replace",
         )
     file = Path(word)
     if image.is_sif(file):

@@ -37,7 +37,7 @@ def target(path: Path) -> Target:
         raise CheckFailed(
             f"it does not say which system it is for: {error}",
             where=str(path),
-            hint=f"name the recipe: imgkit job RECIPE --image {path} ...",
+            hint=f"name the recipe: imgkit submit RECIPE --image {path} ...",
         ) from error
     platforms = (f"linux/{sif.arch}",)
     return checked(

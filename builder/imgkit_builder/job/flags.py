@@ -1,4 +1,4 @@
-"""Flags of ``imgkit job``, declared as fields of frozen dataclasses.
+"""Flags of ``imgkit submit``, declared as fields of frozen dataclasses.
 
 `Request` declares the flags of every job, and each system has a class for its own. ``cli/job_flags.py`` turns
 them into options.
@@ -42,7 +42,7 @@ def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple
     ----------
     default : also decides whether the flag was given.
     names : the flag's words; default: ``--`` and the field's name.
-    help : one line of ``imgkit job --help``.
+    help : one line of ``imgkit submit --help``.
     metavar : the value's name in ``--help``.
     choices : the values that the flag takes; default: those of the field's Literal type.
     """

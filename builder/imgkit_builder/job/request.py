@@ -23,7 +23,7 @@ Flags = TypeVar("Flags")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The flags of ``imgkit job``; None and empty mean "as in the recipe"."""
+    """The flags of ``imgkit submit``; None and empty mean "as in the recipe"."""
 
     command: tuple[str, ...] = ()
     """``dist-...`` with its arguments."""

@@ -136,7 +136,9 @@ def _command(request: Request) -> tuple[str, ...]:
         if request.interactive:
             return ()
         raise UsageError(
-            "no command was given", where="COMMAND", hint="imgkit job RECIPE -- dist-bench; or --interactive"
+            "no command was given",
+            where="COMMAND",
+            hint="imgkit submit RECIPE -- dist-bench; or --interactive",
         )
     if any("\n" in word or "\0" in word for word in command):
         raise UsageError("a word of the command holds a line break", where="COMMAND", hint="put it in a file")

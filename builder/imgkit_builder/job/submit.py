@@ -1,21 +1,39 @@
-"""Submit a script, and keep a record to follow the job by its id."""
+"""Prepare a job, check it, submit it, and keep a record by which its id is enough to follow it.
+
+`submit` does all of it and prints nothing. A command line calls the steps one by one, because it asks people
+between them. Only `send`, `write_code` and `keep` have an effect.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import glob
 import json
+import os
 import secrets
 import shlex
 from collections.abc import Generator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files, process
-from imgkit_builder.job import fields, systems
-from imgkit_builder.job.request import CodeRecord, Job, Script, SubmittedJob
+from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.job import baked, contents, fields, systems
+from imgkit_builder.job import code as code_of
+from imgkit_builder.job.code import CodeFolder
+from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.recipe import targets
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.rollcall import secret
+
+if TYPE_CHECKING:
+    from imgkit_builder.sif.conversion import Options
 
 SCHEMA = 1
 _DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
@@ -23,7 +41,205 @@ _KEPT = 1000
 """Characters of an answer without an id that the record keeps."""
 
 
-def submit(job: Job, script: Script) -> SubmittedJob:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJob:
+    """A job whose script is written, before anything is submitted."""
+
+    job: Job
+    script: Script
+    code: CodeFolder | None = None
+    """The code over the image; None if there is none."""
+
+
+def submit(
+    recipe: str | Path, request: Request, *, options: Options | None = None, report: Reporter | None = None
+) -> SubmittedJob:
+    """Prepare, check and submit a job, and save its record.
+
+    Parameters
+    ----------
+    recipe : as for `prepare`.
+    options : how the delta of the request's code is written.
+    report : receives progress and warnings; default: nothing is reported.
+
+    Raises
+    ------
+    UsageError : the system cannot satisfy the request, or has no scheduler.
+    ToolMissing : the scheduler's command is not on PATH.
+    ToolFailed : the scheduler refused; quotes its message. Or it printed no job id.
+    """
+    report = report or Silent()
+    code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
+    prepared = prepare(recipe, request, code)
+    if prepared.script.foreground:
+        raise UsageError(
+            f"{prepared.job.recipe.name} has no scheduler: the run would take place in this process",
+            where="system.scheduler",
+            hint=f"imgkit submit {recipe} ...",
+        )
+    for warning in prepared.job.warnings:
+        report.note(warning)
+    before_submission(prepared.job)
+    write_code(prepared, options, report)
+    record = send(prepared.job, prepared.script)
+    try:
+        keep(record)
+    except OSError as error:  # the job runs all the same
+        report.note(f"the record of the job {record.id} cannot be saved: {error.filename}: {error.strerror}")
+    return need_id(record)
+
+
+def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None) -> PreparedJob:
+    """The job that `request` becomes, and its script; nothing is written or run.
+
+    Parameters
+    ----------
+    recipe : a shipped name, a recipe's file or its JSON, or a .sif to run on its own system.
+    code : the code of the request, which `job.code.read` has read.
+
+    Raises
+    ------
+    UsageError : a value that the system cannot satisfy.
+    """
+    from imgkit_builder.sif import image
+
+    file = Path(recipe)
+    if image.is_sif(file):
+        target, default = baked.target(file), str(file.absolute())
+    else:
+        target, default = targets.find(recipe), ""
+    job = resolve(target, dataclasses.replace(request, image=request.image or default))
+    sif = Path(job.image) if image.is_sif(Path(job.image)) else None
+    if not request.making:
+        code_of.refuse_unused_bind(job, sif)
+    if code is not None:
+        code_of.refuse_unused(code, target, sif, job.overlay)
+        code_of.refuse_shadowed(code, job)
+        job = contents.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
+    return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
+
+
+def before_submission(job: Job) -> None:
+    """Check the image and the folder before anything waits in a queue.
+
+    Raises
+    ------
+    UsageError : the image does not exist, or is for other nodes.
+    """
+    if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
+        raise UsageError(f"no folder {job.directory}", where="--directory")
+    check_environment(job)
+    systems.named(job.system).before_submission(job)
+    if job.request.archive is not None:
+        if not job.request.archive.is_file():
+            raise UsageError(f"no file {job.request.archive}", where="--sif", hint="imgkit save makes one")
+    elif job.request.build:
+        _check_build(job.request)
+    elif job.run_by == "singularity":
+        _check_sif(job)
+    elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
+        # It is not run: a login node can have another processor than the nodes it was made on.
+        raise UsageError(
+            f"no virtual environment {job.image}",
+            where="--image",
+            hint=f"on a node: python3 -m venv {job.image}",
+        )
+
+
+def check_environment(job: Job) -> None:
+    """Raise UsageError for variables that the job takes from here, and that are not set."""
+    for name in job.names if job.run_by != "kubernetes" else ():
+        if name not in os.environ:
+            raise UsageError(
+                f"{name} is not set here", where="--env", hint=f"export {name}=..., or --env-file FILE"
+            )
+        if "\n" in os.environ[name]:
+            raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")
+    if job.env_file and os.path.lexists(job.env_file):  # it may be on the nodes alone
+        os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
+
+
+def signed_files(job: Job) -> tuple[Path, ...]:
+    """The files that can carry a signature which imgkit checks: the .sif and its delta, or the archive.
+
+    Raises
+    ------
+    UsageError : the job runs something else.
+    """
+    if job.request.archive is not None:
+        return (job.request.archive,)
+    if job.request.build or job.run_by != "singularity" or Path(job.image).is_dir():
+        does = f"builds {job.image}" if job.request.build else f"runs {job.image or 'no image'}"
+        raise UsageError(
+            f"imgkit checks the signatures of .sif files, and this job {does}",
+            where="--require-signature",
+            hint="for an image in a registry: cosign, or an admission policy of the cluster",
+        )
+    return (Path(job.image), *([Path(job.overlay)] if job.overlay else []))
+
+
+def _check_build(request: Request) -> None:
+    """Read the recipe and look for the base here, before the job waits for a node."""
+    from imgkit_builder.recipe import whole
+
+    whole.find(request.build)
+    if request.base_from is not None and not request.base_from.exists():
+        raise UsageError(
+            f"no file {request.base_from}",
+            where="--base-from",
+            hint="an archive or a .sif of the base where the nodes see it; singularity pull makes one",
+        )
+
+
+def _check_delta(job: Job, delta: Delta) -> None:
+    if not Path(job.overlay).is_file():
+        raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, beside the .sif")
+    found = descriptor.stack(Path(job.image)).base
+    if found != delta.base:
+        raise UsageError(
+            f"{job.overlay} lies over {delta.base}, but {job.image} is {found}",
+            where="--delta",
+            hint=f"imgkit delta {job.recipe.name} --base {Path(job.image).name}, for this .sif",
+        )
+
+
+def _check_sif(job: Job) -> None:
+    from imgkit_builder.sif import image
+
+    path = Path(job.image)
+    if not path.exists():
+        raise UsageError(
+            f"no image {path}", where="--image", hint=f"imgkit sif {job.recipe.name}, or --image PATH"
+        )
+    if path.is_dir():
+        return  # a sandbox: singularity runs it too
+    if job.delta is not None:
+        _check_delta(job, job.delta)
+    arch = image.read(path).arch
+    wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
+    if arch not in wanted:
+        raise UsageError(
+            f"the image is for {arch}, but the nodes are {' or '.join(sorted(wanted))}",
+            where=str(path),
+            hint=f"imgkit build {job.recipe.name} --platform {min(wanted)}, then imgkit sif",
+        )
+
+
+def write_code(prepared: PreparedJob, options: Options | None, report: Reporter) -> None:
+    """Write the delta of the code where the job looks for it, unless an earlier job has done so."""
+    if prepared.code is None:
+        return
+    from imgkit_builder.delta import code as code_delta
+    from imgkit_builder.sif.conversion import Options
+
+    file = Path(prepared.job.code_files[-1])
+    if file.is_file():
+        return
+    file.parent.mkdir(exist_ok=True)
+    code_delta.write(prepared.code.tree, file, options or Options(), report)
+
+
+def send(job: Job, script: Script) -> SubmittedJob:
     """Submit `script`; returns the record to follow it by.
 
     Raises
@@ -32,7 +248,8 @@ def submit(job: Job, script: Script) -> SubmittedJob:
     ToolFailed : the scheduler refused; quotes its message.
     """
     process.need(
-        script.submit[0], "run this on a login node of the system, or copy the output of imgkit job there"
+        script.submit[0],
+        "run this on a login node of the system, or copy the output of imgkit submit --dry-run there",
     )
     image_id = _image_id(job)
     output = process.through(

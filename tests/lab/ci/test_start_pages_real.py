@@ -75,7 +75,7 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     metrics = (folder / "first/metrics.jsonl").read_text()
     shell(train, folder)  # typed again: it goes on from the last snapshot, which is the end
     assert (folder / "first/metrics.jsonl").read_text() == metrics
-    assert "docker run" in shell(take(lines, "imgkit job cpu"), folder)
+    assert "docker run" in shell(take(lines, "imgkit submit cpu"), folder)
     assert "docker" in shell(take(lines, "imgkit doctor cpu"), folder)
     assert lines == []
 
@@ -94,7 +94,7 @@ def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
     shell(take(lines, "imgkit delta"), folder)
     assert (folder / "mine.imgdelta").stat().st_size < 64 * 1024
     assert "lr 1e-3" in shell(take(lines, "singularity exec --overlay"), folder)
-    job = shell(take(lines, "imgkit submit").replace("imgkit submit", "imgkit job"), folder)
+    job = shell(take(lines, "imgkit submit").replace("imgkit submit", "imgkit submit --dry-run"), folder)
     assert "mine.imgdelta:ro" in job
     assert lines == []
 
@@ -112,7 +112,7 @@ def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPat
     take(lines, "imgkit remote check mn5")
     assert "imgkit.toml" in shell(take(lines, "imgkit init"), folder)
     mine = folder / take(lines, "cd ").removeprefix("cd ")
-    plan = shell(take(lines, "imgkit run --plan"), mine)
+    plan = shell(take(lines, "imgkit run --dry-run"), mine)
     assert re.search(r"^account +bsc98 +imgkit.toml:\d+$", plan, re.MULTILINE)
     hello = take(lines, "imgkit run -- ").replace(" -- ", " --plan -- ")
     assert re.search(r"^command +dist-hello +--$", shell(hello, mine), re.MULTILINE)
@@ -152,7 +152,7 @@ def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
         typed(take(lines, "imgkit remote check mn5"), folder)
         typed(take(lines, "imgkit init"), folder)
         mine = folder / take(lines, "cd ").removeprefix("cd ")
-        typed(take(lines, "imgkit run --plan"), mine)
+        typed(take(lines, "imgkit run --dry-run"), mine)
         assert "all_reduce of ones: 2" in typed(take(lines, "imgkit run -- dist-hello"), mine, *one)
         trained = typed(take(lines, "imgkit run"), mine, *one)
         assert "step 2000/2000" in trained
@@ -173,9 +173,9 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
     assert "rsync" in shell(take(lines, "imgkit save mn5"), folder)
     shell(take(lines, "imgkit verify mn5.tar"), folder)
     shell(take(lines, "imgkit sif mn5.tar"), folder)
-    convert = take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit job")
+    convert = take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit submit --dry-run")
     assert "mn5.tar" in shell(convert, folder)
-    assert "--nodes=2" in shell(take(lines, "imgkit job mn5"), folder)
+    assert "--nodes=2" in shell(take(lines, "imgkit submit mn5"), folder)
     cluster = Cluster(state=Path(f"/tmp/imgkit-start-cluster-{os.getpid()}"))
     env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
 
@@ -191,7 +191,9 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
         log = folder / f"mn5-{job}.out"
         until(lambda: not cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
         assert "all_reduce of ones: 4" in log.read_text()
-        assert "--" in shell(take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit job"), folder)
+        assert "--" in shell(
+            take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit submit --dry-run"), folder
+        )
         job = typed(take(lines, "imgkit submit mn5"))
         assert job in typed(take(lines, "imgkit status").replace("4711", job))
         take(lines, "imgkit logs")  # it follows until Ctrl-C: tests/lab/job

@@ -156,7 +156,9 @@ def test_archive_becomes_a_sif_without_docker(pyz: Path, saved: Path, tmp_path: 
     assert {name for name, verdict in found.items() if verdict != "ok"} == {"signature"}
     assert {"header", "root partition", "manifest"} <= found.keys()
     asked = ("--directory", "/gpfs/me", "-A", "bsc98", "--qos", "acc_debug", "--time", "1h", "--", "dist-pi")
-    by_name, by_file = (bare(OLDEST, pyz, "job", one, "--image", target, *asked) for one in ("mn5", target))
+    by_name, by_file = (
+        bare(OLDEST, pyz, "submit", "--dry-run", one, "--image", target, *asked) for one in ("mn5", target)
+    )
     assert by_name.stdout == by_file.stdout != "", by_file.stderr
     tested = bare(OLDEST, pyz, "test", target, "--json", **env)
     checks = {check["name"]: check for check in json.loads(tested.stdout)["checks"]}

@@ -384,7 +384,7 @@ def test_overlay_without_the_group_is_refused(lab: Lab, replaced: Pair) -> None:
         done = imgkit(*words, folder=lab.folder)
         assert done.returncode == 1
         assert "group" in done.stdout + done.stderr
-    job = ("job", "cpu", "--runtime", "singularity", "--image", broken, "--", "dist-env")
+    job = ("submit", "cpu", "--dry-run", "--runtime", "singularity", "--image", broken, "--", "dist-env")
     assert imgkit(*job, folder=lab.folder).returncode == 1
 
 
@@ -394,7 +394,7 @@ def test_commands_refuse_where_the_delta_is_not(lab: Lab, replaced: Pair, user: 
     done = imgkit(*job, *delta, folder=lab.folder)
     assert (done.returncode, "placement" in done.stdout) == (0, True), done.stderr
     # The same job, and a runtime that passes over the delta: the words without --overlay.
-    script = output(sys.executable, "-m", "imgkit_builder", "job", *job[1:], *delta)
+    script = output(sys.executable, "-m", "imgkit_builder", *job, "--dry-run", *delta)
     silent = script.replace(f"--overlay {replaced.delta}:ro", "").replace("\\\n", "")
     done = run("sh", "-c", silent)
     assert done.returncode == 5

@@ -189,7 +189,6 @@ def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
     [
         ("verify", "canary.sif"),
         ("show", "canary.sif"),
-        ("job", "canary.sif", "-A", "x", "--qos", "acc_debug", "--time", "10m", "--", "dist-train"),
         (
             "submit",
             "canary.sif",
@@ -204,7 +203,8 @@ def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
             "dist-train",
         ),
         (
-            "job",
+            "submit",
+            "--dry-run",
             "mn5",
             "--image",
             "canary.sif",

@@ -183,7 +183,9 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
 
 
 def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
-    printed = cluster.on("login", *cluster.job("job", "--ssh", command=("dist-hello",), nproc=1)).stdout
+    printed = cluster.on(
+        "login", *cluster.job("submit", "--dry-run", "--ssh", command=("dist-hello",), nproc=1)
+    ).stdout
     lines = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ssh ")]
     assert len(lines) == 2
     done = cluster.on("login", "bash", "-c", f"{lines[1]} & {lines[0]}; wait")

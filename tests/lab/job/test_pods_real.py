@@ -1,4 +1,4 @@
-"""Pods, for real: what ``imgkit job rcp`` writes, started on nodes as the operators start it.
+"""Pods, for real: what ``imgkit submit rcp`` writes, started on nodes as the operators start it.
 
 An operator gives each pod the document's command and variables, and variables of its own (envvar.go and
 elastic.go in kubeflow/training-operator pkg/controller.v1/pytorch; Trainer v2's torch plugin). Pods share no
@@ -119,10 +119,10 @@ def pods(nodes: Pods) -> Pods:
 
 
 def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, str]]:
-    """Command and variables of each pod, as ``imgkit job rcp`` writes them in the form `kind`."""
+    """Command and variables of each pod, as ``imgkit submit rcp`` writes them in the form `kind`."""
     before, command = words[: words.index("--")], words[words.index("--") :]
     asked = ("--format", kind, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
-    job = json.loads(output(*IMGKIT, "job", "rcp", "--json", *asked, *command))
+    job = json.loads(output(*IMGKIT, "submit", "--dry-run", "rcp", "--json", *asked, *command))
     if kind == "runai":
         submit = job["submit"]
         given = [submit[index + 1] for index, word in enumerate(submit) if word == "-e"]

@@ -124,7 +124,7 @@ def _asked(job: Job) -> _Asked:
                 f"{flag} cannot be part of a {pods.format_of(job)}",
                 where="--option",
                 hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
-                "the output of imgkit job",
+                "the output of imgkit submit --dry-run",
             )
         into[name] = text
     return _Asked(annotations=annotations, resources=resources, large_shm=large_shm)

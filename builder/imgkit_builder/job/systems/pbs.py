@@ -170,7 +170,7 @@ def _interactive(job: Job) -> Script:
         raise UsageError(
             f"PBS takes no command for an interactive job, but {job.command[0]} was given",
             where="--interactive",
-            hint="imgkit job ... > job.sh without --interactive, then `bash job.sh` in the job's shell",
+            hint="without --interactive: imgkit submit --dry-run ... > job.sh; in the job's shell: bash job.sh",
         )
     words = ("qsub", "-I", *_asked(job))
     comments = (
@@ -178,7 +178,7 @@ def _interactive(job: Job) -> Script:
         *(f"#   module load {name}" for name in container.modules(job)),
         *(f"#   {text}" for text in container.exports(job)),
         *(f"#   {text}" for text in line(container.shell(job)).split("\n")),
-        "# A command on all nodes: bash job.sh, with what imgkit job prints without --interactive as job.sh.",
+        "# On all nodes: imgkit submit --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)
 

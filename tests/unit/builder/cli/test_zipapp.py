@@ -85,7 +85,7 @@ def test_foreign_packages_are_not_imported(pyz: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["mn5", "olivia-eap-pbsdsh", "rcp", "lambda-ssh", "cpu"])
 def test_job_is_that_of_an_installed_imgkit(pyz: Path, case: str) -> None:
     words = shlex.split((JOBS / f"{case}.args").read_text())
-    done = bare(pyz, "job", "--directory", "/home/me/my run", *words)
+    done = bare(pyz, "submit", "--dry-run", "--directory", "/home/me/my run", *words)
     assert done.stdout == (JOBS / f"{case}.txt").read_text(), done.stderr
 
 
@@ -94,11 +94,11 @@ def test_recipe_of_ones_own_comes_as_json(pyz: Path, tmp_path: Path) -> None:
     recipe.write_text("extends: mn5\nsystem: {node: {gpus: 2}, runtime: {binds: [/gpfs]}}\n")
     json = tmp_path / "mine.json"
     json.write_text(output("show", recipe, "--json"))
-    job = bare(pyz, "job", str(json), *asked, "--", "dist-bench")
-    assert job.stdout == output("job", recipe, *asked, "--", "dist-bench"), job.stderr
+    job = bare(pyz, "submit", "--dry-run", str(json), *asked, "--", "dist-bench")
+    assert job.stdout == output("submit", "--dry-run", recipe, *asked, "--", "dist-bench"), job.stderr
     assert "--gres=gpu:2" in job.stdout
     assert bare(pyz, "show", str(json)).stdout == output("show", recipe)
-    refused = bare(pyz, "job", str(json), *asked, "--gpus", "4", "--", "dist-bench")
+    refused = bare(pyz, "submit", "--dry-run", str(json), *asked, "--gpus", "4", "--", "dist-bench")
     assert refused.returncode == 2
     assert "mine.yaml:2: --gpus 4, but a node has 2" in refused.stderr
 
@@ -106,12 +106,25 @@ def test_recipe_of_ones_own_comes_as_json(pyz: Path, tmp_path: Path) -> None:
 def test_own_template_is_filled(pyz: Path, tmp_path: Path) -> None:
     (tmp_path / "slurm.sh.j2").write_text("{% include 'modules.sh.j2' %}\n# {{ job.recipe.system.title }}\n")
     asked = ("-A", "bsc98", "--qos", "acc_debug", "--time", "1h", "--templates", str(tmp_path))
-    done = bare(pyz, "job", "mn5", *asked, "--", "dist-bench")
+    done = bare(pyz, "submit", "--dry-run", "mn5", *asked, "--", "dist-bench")
     assert done.stdout.endswith("module load singularity\n# MareNostrum 5 ACC\n"), done.stderr
 
 
 def test_conversion_job_starts_this_tool(pyz: Path) -> None:
-    done = bare(pyz, "job", "mn5", "-A", "bsc98", "--qos", "gp_debug", "--time", "1h", "--sif", "/x/mn5.tar")
+    done = bare(
+        pyz,
+        "submit",
+        "--dry-run",
+        "mn5",
+        "-A",
+        "bsc98",
+        "--qos",
+        "gp_debug",
+        "--time",
+        "1h",
+        "--sif",
+        "/x/mn5.tar",
+    )
     assert f"exec {shlex.quote(sys.executable)} {pyz} sif /x/mn5.tar" in done.stdout.replace(" \\\n    ", " ")
 
 
@@ -126,8 +139,10 @@ def test_kubeflow_job_is_json_without_yaml(pyz: Path) -> None:
         "--",
         "dist-bench",
     )
-    done = bare(pyz, "job", "rcp", *asked)
-    assert yaml.safe_load(done.stdout) == yaml.safe_load(output("job", "rcp", *asked)), done.stderr
+    done = bare(pyz, "submit", "--dry-run", "rcp", *asked)
+    assert yaml.safe_load(done.stdout) == yaml.safe_load(output("submit", "--dry-run", "rcp", *asked)), (
+        done.stderr
+    )
 
 
 def test_submission_needs_the_scheduler(pyz: Path, tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def job_lines(page: Path) -> list[str]:
-    """The `imgkit job` and `imgkit submit` commands of a page; one with ` ... ` is not a whole command."""
+    """The `imgkit submit` commands of a page; one with ` ... ` is not a whole command."""
     return [
         part.strip()
         for line in page.read_text(encoding="utf-8").splitlines()
         if line.startswith("    imgkit ") and " ... " not in line
         for part in re.split(r"&&|>", line.partition(" #")[0])
-        if re.match(r"\s*imgkit (?:submit|job) ", part)
+        if re.match(r"\s*imgkit submit ", part)
     ]
 
 
@@ -50,7 +50,9 @@ def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
     for option in ("--delta", "--require-signature"):  # files of the example: tests/lab makes real ones
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
-    done = CliRunner().invoke(build_app(("job", "list")), ["job", *words], catch_exceptions=False)
+    done = CliRunner().invoke(
+        build_app(("submit", "list")), ["submit", "--dry-run", *words], catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import check, fields
+from imgkit_builder.job import fields, submit
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
@@ -163,13 +163,13 @@ PODMAN = "    kind: docker\n    command: podman-hpc\n"
 ELSEWHERE = {"qos": "", "account": ""}
 
 
-@pytest.mark.parametrize("verb", ["job", "submit"])
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
 def test_container_without_slurm_s_variables_is_refused(
-    tmp_path: Path, verb: str, call: Callable[..., tuple[int, str, str]]
+    tmp_path: Path, flags: tuple[str, ...], call: Callable[..., tuple[int, str, str]]
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(RUNTIME.format("mn5") + PODMAN)
-    words = (verb, str(file), "-A", "a1", "--qos", "acc_debug", "--time", "5m", "--nodes", "2")
+    words = ("submit", str(file), *flags, "-A", "a1", "--qos", "acc_debug", "--time", "5m", "--nodes", "2")
     code, out, told = call(*words, "--", "dist-hello")
     assert (code, out) == (2, "")
     assert "mine.yaml:4: docker cannot be used on MareNostrum 5 ACC: podman-hpc does not pass slurm's" in told
@@ -287,12 +287,12 @@ def test_submission_without_the_variable_or_with_an_open_file_is_refused(
 ) -> None:
     here = {"directory": tmp_path, "qos": "acc_debug" if recipe == "mn5" else ""}
     with pytest.raises(UsageError, match="HF_TOKEN is not set here"):
-        check.before_submission(job(recipe, env=("HF_TOKEN",), **here))
+        submit.before_submission(job(recipe, env=("HF_TOKEN",), **here))
     monkeypatch.setenv("HF_TOKEN", "a\nb")
     with pytest.raises(UsageError, match="holds a line break"):
-        check.before_submission(job(recipe, env=("HF_TOKEN",), **here))
+        submit.before_submission(job(recipe, env=("HF_TOKEN",), **here))
     (tmp_path / "tokens").write_text("HF_TOKEN=x")
     (tmp_path / "tokens").chmod(0o644)
     with pytest.raises(UsageError, match="other users have access") as caught:
-        check.before_submission(job(recipe, env_file=Path("tokens"), **here))
+        submit.before_submission(job(recipe, env_file=Path("tokens"), **here))
     assert str(caught.value.hint) == f"chmod 600 {tmp_path}/tokens"

@@ -49,8 +49,21 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     """``start(LAUNCHER, LAUNCHER, LAUNCHER)``: the script of a job of 2+1 nodes with these launchers."""
     where = ("--directory", str(tmp_path), "--nodes", "2+1", "--stop-before", "0")
-    words = ("job", "mn5", "-A", "a", "--qos", "q", "--time", "10m", *where, "--", "dist-hello")
-    done = CliRunner().invoke(build_app(("job", "list")), words, catch_exceptions=False)
+    words = (
+        "submit",
+        "--dry-run",
+        "mn5",
+        "-A",
+        "a",
+        "--qos",
+        "q",
+        "--time",
+        "10m",
+        *where,
+        "--",
+        "dist-hello",
+    )
+    done = CliRunner().invoke(build_app(("submit", "list")), words, catch_exceptions=False)
     (tmp_path / "job").write_text(f"module() {{ :; }}\nexport -f module\n{done.stdout}")
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")

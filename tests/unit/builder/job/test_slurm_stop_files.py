@@ -52,7 +52,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         "--",
         "dist-hello",
     )
-    done = CliRunner().invoke(build_app(("job", "list")), ["job", *words], catch_exceptions=False)
+    done = CliRunner().invoke(
+        build_app(("submit", "list")), ["submit", "--dry-run", *words], catch_exceptions=False
+    )
     (tmp_path / "job.text").write_text(done.stdout)
     (tmp_path / "job").write_text(MODULE)
     (tmp_path / "scontrol").write_text(f'{STUB}echo "$@" >> {tmp_path}/requeues\n')

@@ -91,7 +91,7 @@ JOB = ("./mine.yaml", "--nodes", "2", "--lane", "fast", "--time", "10m", "--", "
 
 
 def test_job_of_a_plugin_is_printed(work: Path, example_installed: Path) -> None:
-    done = imgkit(work, example_installed, "job", *JOB)
+    done = imgkit(work, example_installed, "submit", "--dry-run", *JOB)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.replace(" \\\n   ", "").splitlines() == [
         "#!/bin/bash",
@@ -104,7 +104,7 @@ def test_job_of_a_plugin_is_printed(work: Path, example_installed: Path) -> None
 
 
 def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed: Path) -> None:
-    printed = imgkit(work, example_installed, "job", *JOB).stdout
+    printed = imgkit(work, example_installed, "submit", "--dry-run", *JOB).stdout
     done = imgkit(work, example_installed, "submit", *JOB)
     assert (done.returncode, done.stdout) == (0, "job-7\n")
     assert (work / "submitted.sh").read_text() == printed
@@ -117,7 +117,7 @@ def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed
 
 def test_node_finds_its_place_by_the_host_list(work: Path, example_installed: Path) -> None:
     job = ("./mine.yaml", "--nodes", "2", "--runtime", "host", "--", "dist-env", "--json")
-    script = imgkit(work, example_installed, "job", *job).stdout
+    script = imgkit(work, example_installed, "submit", "--dry-run", *job).stdout
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": path, "FAKEQ_HOSTS": f"another,{socket.gethostname()}"}
     done = subprocess.run(
@@ -135,27 +135,30 @@ def test_node_finds_its_place_by_the_host_list(work: Path, example_installed: Pa
 
 def test_flags_of_a_plugin_are_in_the_help(work: Path, example_installed: Path) -> None:
     assert re.search(
-        r"--lane NAME +fakeq: lane of the queue", imgkit(work, example_installed, "job", "-h").stdout
+        r"--lane NAME +fakeq: lane of the queue",
+        imgkit(work, example_installed, "submit", "--dry-run", "-h").stdout,
     )
-    assert "--lane" not in imgkit(work, work, "job", "-h").stdout
+    assert "--lane" not in imgkit(work, work, "submit", "--dry-run", "-h").stdout
 
 
 def test_flag_of_another_system_is_a_warning(work: Path, example_installed: Path) -> None:
-    done = imgkit(work, example_installed, "job", "cpu", "--lane", "fast", "--", "dist-pi")
+    done = imgkit(work, example_installed, "submit", "--dry-run", "cpu", "--lane", "fast", "--", "dist-pi")
     assert done.returncode == 0
     assert "--lane is not used: " in done.stderr
-    done = imgkit(work, example_installed, "job", "./mine.yaml", "-A", "me", "--", "dist-pi")
+    done = imgkit(work, example_installed, "submit", "--dry-run", "./mine.yaml", "-A", "me", "--", "dist-pi")
     assert "--account is not used: The fake (fakeq) has no such flag" in done.stderr
 
 
 def test_value_that_no_directive_holds_is_refused(work: Path, example_installed: Path) -> None:
-    done = imgkit(work, example_installed, "job", "./mine.yaml", "--lane", "a b", "--", "dist-pi")
+    done = imgkit(
+        work, example_installed, "submit", "--dry-run", "./mine.yaml", "--lane", "a b", "--", "dist-pi"
+    )
     assert done.returncode == 2
     assert "'a b' cannot stand in a directive" in done.stderr
 
 
 def test_plugin_is_a_word_of_the_schema(work: Path, example_installed: Path) -> None:
-    words = json.loads(imgkit(work, example_installed, "schema").stdout)
+    words = json.loads(imgkit(work, example_installed, "check", "--schema").stdout)
     assert words["$defs"]["SystemFacts"]["properties"]["scheduler"]["enum"][-1] == "fakeq"
 
 
@@ -236,12 +239,15 @@ def refused(work: Path) -> ToolFailed:
 
 def test_broken_plugin_gives_no_traceback(work: Path, tmp_path: Path) -> None:
     broken = plugin(tmp_path / "broken", "import no_such_module\n")
-    done = imgkit(work, broken, "job", "./mine.yaml", "--", "dist-pi")
+    done = imgkit(work, broken, "submit", "--dry-run", "./mine.yaml", "--", "dist-pi")
     assert done.returncode == 4
     assert "fakeq-dist 1.0: the plug-in for the system 'fakeq' cannot be loaded" in done.stderr
     assert "Traceback" not in done.stderr
-    done = imgkit(work, broken, "job", "cpu", "--", "dist-pi")
-    assert (done.returncode, done.stdout) == (0, imgkit(work, work, "job", "cpu", "--", "dist-pi").stdout)
+    done = imgkit(work, broken, "submit", "--dry-run", "cpu", "--", "dist-pi")
+    assert (done.returncode, done.stdout) == (
+        0,
+        imgkit(work, work, "submit", "--dry-run", "cpu", "--", "dist-pi").stdout,
+    )
     assert "pip uninstall fakeq-dist" in done.stderr
     done = imgkit(work, broken, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -29,7 +29,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
     code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "2:4")
     assert code == 0
-    assert "next   cd My Folder; imgkit run --plan; imgkit run" in out
+    assert "next   cd My Folder; imgkit run --dry-run; imgkit run" in out
     folder = Path("My Folder")
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "my-folder.yaml"])
     assert load(folder.absolute() / "my-folder.yaml").system.title == "MareNostrum 5 ACC"
@@ -40,7 +40,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     own = targets.find(found.recipe)
     assert confirm.of_job(found, [own], stated=True).is_known  # its author needs no question
     monkeypatch.chdir(folder)
-    code, out, _ = call("run", "--plan", "--json")
+    code, out, _ = call("run", "--dry-run", "--json")
     assert code == 0
     rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
     assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "2:4", "00:30:00")

@@ -1,4 +1,4 @@
-"""``imgkit list``, ``show``, ``check`` and ``schema`` as a user runs them."""
+"""``imgkit list``, ``show`` and ``check`` as a user runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from imgkit_recipes import recipe_names
 
 Write = Callable[..., Path]
 
-MAIN = "import sys; from imgkit_builder.cli.app import main; main(('list', 'show', 'check', 'schema'))"
+MAIN = "import sys; from imgkit_builder.cli.app import main; main(('list', 'show', 'check'))"
 
 
 def imgkit(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -103,7 +103,17 @@ def test_tagged_name_is_taken_for_an_image() -> None:
 
 
 def test_schema_is_one_json_object() -> None:
-    assert json.loads(imgkit("schema").stdout)["title"] == "imgkit recipe"
+    assert json.loads(imgkit("check", "--schema").stdout)["title"] == "imgkit recipe"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--schema", "mn5"), "--schema takes no FILE"), ((), "no recipe was named")],
+)
+def test_check_refuses_what_it_cannot_mean(words: tuple[str, ...], message: str) -> None:
+    done = imgkit("check", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
 
 
 STRANGERS = """

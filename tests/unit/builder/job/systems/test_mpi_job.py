@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import check
+from imgkit_builder.job import submit
 from imgkit_builder.job.request import Job, Request, Script
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.mpi import SYSTEM as mpi
@@ -189,7 +189,7 @@ def test_what_mpirun_cannot_do_is_refused(change: dict[str, Any], what: str) -> 
 def test_own_host_must_be_the_first(tmp_path: Path) -> None:
     here = changed(HELLO, hosts=("192.0.2.1", "127.0.0.1"), directory=tmp_path)
     with pytest.raises(UsageError, match=r"mpirun gives rank 0 to its own host") as caught:
-        check.before_submission(job(here))
+        submit.before_submission(job(here))
     assert "--hosts 127.0.0.1,192.0.2.1" in (caught.value.hint or "")
-    check.before_submission(job(changed(here, ssh=True)))
-    check.before_submission(job(changed(here, hosts=("127.0.0.1", "192.0.2.1"))))
+    submit.before_submission(job(changed(here, ssh=True)))
+    submit.before_submission(job(changed(here, hosts=("127.0.0.1", "192.0.2.1"))))

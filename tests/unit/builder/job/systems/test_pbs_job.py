@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imgkit_builder.job import check
+from imgkit_builder.job import submit
 from imgkit_builder.job.request import Job, Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pbs import SYSTEM as pbs
@@ -191,7 +191,7 @@ def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
     assert "module load cuda/12.6\n" in script
     assert "export FI_CXI_RDZV_EAGER_SIZE=0\n" in script
     with pytest.raises(UsageError, match="no virtual environment"):
-        check.before_submission(job(directory=tmp_path, **request))
+        submit.before_submission(job(directory=tmp_path, **request))
 
 
 def test_interactive_job_says_how_to_go_on() -> None:
