@@ -170,7 +170,7 @@ def _interactive(job: Job) -> Script:
         raise UsageError(
             f"PBS takes no command for an interactive job, but {job.command[0]} was given",
             where="--interactive",
-            hint="without --interactive: imgkit submit --dry-run ... > job.sh; in the job's shell: bash job.sh",
+            hint="imgkit submit --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
         )
     words = ("qsub", "-I", *_asked(job))
     comments = (
