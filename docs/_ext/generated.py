@@ -47,7 +47,7 @@ def recipe_schema() -> Schema:
 
 def bench_schema() -> Schema:
     """The JSON Schema that ``dist-bench schema`` prints."""
-    from imgkit_entrypoints.apps.bench.record import json_schema
+    from imgkit_entrypoints.apps.bench import json_schema
 
     return json_schema.made()
 

@@ -56,7 +56,7 @@ from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, runtime_build, table
 from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
-from imgkit_entrypoints.apps.bench.record import reader as bench_reader
+from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train import config_file
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError

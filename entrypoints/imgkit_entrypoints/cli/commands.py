@@ -62,7 +62,7 @@ COMMANDS: tuple[Command, ...] = (
         options="imgkit_entrypoints.apps.bench.options",
         verbs={
             "report": "imgkit_entrypoints.apps.bench.report.command",
-            "schema": "imgkit_entrypoints.apps.bench.record.json_schema",
+            "schema": "imgkit_entrypoints.apps.bench.json_schema",
         },
         series="imgkit_entrypoints.apps.bench.compare",
     ),

@@ -23,20 +23,19 @@ from pathlib import Path
 import torch
 
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import options, sizes
-from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, groups, timing
-from imgkit_entrypoints.apps.bench.measure.collectives import Collective
-from imgkit_entrypoints.apps.bench.measure.groups import RankGroup
-from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
-from imgkit_entrypoints.apps.bench.measure.operations import allocated, launch
-from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
+from imgkit_entrypoints.apps.bench import collectives, machine, measurement, options, sizes, verify
+from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.machine import RankGroup
+from imgkit_entrypoints.apps.bench.measurement import ROTATED_BYTES, Measurer
+from imgkit_entrypoints.apps.bench.operations import allocated, launch
+from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.run.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import interval
 
 LAUNCHES = 8
-DTYPE = dtypes.named("fp32")
+DTYPE = verify.dtype_named("fp32")
 
 
 def cpu_s() -> float:
@@ -69,18 +68,18 @@ def status(name: str) -> int:
 
 
 def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) -> None:
-    """`timing.batch` against a bare loop, in pairs, the order changing."""
+    """`measurement.time_batch` against a bare loop, in pairs, the order changing."""
     op = collectives.named("all_reduce")
     count = size_bytes // DTYPE.item_bytes
     (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
     run, tensor = launch(op, count, buffers, group), buffers.input
 
     def bare() -> None:
-        timing.meet(here)
+        measurement.meet(here)
         for _ in range(LAUNCHES):
             torch.distributed.all_reduce(tensor)
 
-    sides = {"bare": bare, "dist-bench": lambda: timing.batch(run, LAUNCHES, here)}
+    sides = {"bare": bare, "dist-bench": lambda: measurement.time_batch(run, LAUNCHES, here)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for turn in range(-2, rounds):
         for name in sides if turn % 2 else reversed(sides):
@@ -133,7 +132,7 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
 def worker(rounds: int, size_bytes: int) -> None:
     """One rank; rank 0 prints."""
     with ranks.opened() as here:
-        (group,) = groups.joined("world", groups.locations(here), here)
+        (group,) = machine.join_groups("world", machine.locate_ranks(here), here)
         processor_time(here, group, rounds, size_bytes)
         memory(here, group, size_bytes)
 

@@ -17,9 +17,9 @@ import jsonschema
 import pytest
 from labkit import AS_ROOT, Cluster, Done, cluster_marks, in_image
 
-from imgkit_entrypoints.apps.bench.measure.collectives import EVERY, named
-from imgkit_entrypoints.apps.bench.record import json_schema, reader
-from imgkit_entrypoints.apps.bench.record.values import BenchRun
+from imgkit_entrypoints.apps.bench import json_schema, record
+from imgkit_entrypoints.apps.bench.collectives import EVERY, named
+from imgkit_entrypoints.apps.bench.record import BenchRun
 
 BENCH = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-bench", "--device", "cpu")
 TORCHRUN = (
@@ -31,7 +31,7 @@ TORCHRUN = (
 def loaded(file: Path) -> BenchRun:
     """Load a saved run, and validate it against the published schema too."""
     jsonschema.validate(json.loads(file.read_text()), json_schema.made())
-    return reader.load(file)
+    return record.load(file)
 
 
 def inside(standin: str, folder: Path, *words: str, given: str = "") -> Done:

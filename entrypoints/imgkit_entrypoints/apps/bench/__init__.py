@@ -1,13 +1,10 @@
 """dist-bench: measure, verify and judge collectives. The command line, saved files and reports need no torch.
 
-The sub-rooms, from the top down; each imports only from those below it:
+A run, from the top down: ``sweep`` (all collectives and sizes in order) with ``setup`` and ``outcome``;
+``measurement`` (one collective at one size, timed twice), ``collectives`` (the record of each collective) and
+``verify`` (its expected values); ``record`` (the saved file) and ``verdict`` (the figures in sentences).
 
-* the app itself: ``sweep`` (one run) with ``setup`` and ``outcome``, ``soak`` (``--for``), ``compare``
-  (``--compare``), ``baseline`` (``--baseline``), ``table`` (the printed lines), ``options``;
-* ``report``: saved runs as a page;
-* ``record``: the saved file;
-* ``judge``: the meaning of the figures, in sentences;
-* ``measure``: run, time and verify; read the node's counters and NCCL's log.
-
-``arms``, ``requirement``, ``sizes`` and ``sighup`` import no sub-room.
+Other modes: ``soak`` (``--for``), ``compute`` (``--compute``, ``--overlap``), ``matrix`` (``--matrix``),
+``compare`` (``--compare``, which starts several runs), ``baseline`` (``--baseline``) and ``report`` (saved
+runs as a page; it uses ``record`` only).
 """

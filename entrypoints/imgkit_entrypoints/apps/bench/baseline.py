@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.judge.percentiles import Spread, spread
-from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result
+from imgkit_entrypoints.apps.bench.record import BenchRun, Result, Spread, spread
 from imgkit_entrypoints.errors import UsageError
 
 LEAST_TIMES = 6

@@ -15,10 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import fabric, facts, terminal
-from imgkit_entrypoints.apps.bench import arms, options, sizes
-from imgkit_entrypoints.apps.bench.measure import port_counters
-from imgkit_entrypoints.apps.bench.record import reader, writer
-from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result
+from imgkit_entrypoints.apps.bench import node_state, options, record, sizes
+from imgkit_entrypoints.apps.bench.record import BenchRun, Result
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 from imgkit_entrypoints.launch.request import LaunchOptions, Series
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -39,7 +37,7 @@ def run(series: Series) -> int:
     _refuse_place(wanted.compare, series.place, series.asked.request.device, series.env)
     head = series.place.node_rank == 0
     if head and wanted.save:
-        writer.writable(Path(wanted.save))
+        record.writable(Path(wanted.save))
     found = _Comparison(wanted.compare, series.command, wanted.rounds)
     plain = _without("--save", _without("--compare", series.words))
     code = 0
@@ -50,10 +48,10 @@ def run(series: Series) -> int:
             if head:
                 series.say(f"--compare: {name}, round {1 + turn // 2} of {wanted.rounds}")
             code = series.launch(
-                (*plain, *(("--save", str(file)) if head else ())), {**whole, **arms.ARMS[name].env}
+                (*plain, *(("--save", str(file)) if head else ())), {**whole, **options.ARMS[name].env}
             )
             if head and file.exists():
-                for problem in found.take(name, reader.load(file)):
+                for problem in found.take(name, record.load(file)):
                     series.say(problem)
             if code:
                 break
@@ -116,7 +114,7 @@ def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapp
             hint="start dist-bench once on every node, without --direct, --nnodes MIN:MAX and N+S",
         )
     host, system = facts.gather(env=env), facts.system_facts(env=env)
-    for arm in (arms.ARMS[name] for name in names):
+    for arm in (options.ARMS[name] for name in names):
         if arm.device == "cuda" and (device == "cpu" or not host.gpus):
             why = "--device cpu" if device == "cpu" else f"no GPU is visible: {host.gpus_source}"
             raise UsageError(
@@ -141,7 +139,7 @@ def carrier(found: BenchRun) -> tuple[str, str]:
     """The transport that carried the data ("RDMA", "sockets" or "" if unsure), and the evidence in words."""
     networks = [word for word in found.transport if word.startswith(("network ", "via NET/"))]
     by_log = {"sockets" if "socket" in word.lower() else "RDMA" for word in networks}
-    rdma = sum(count for name, count in found.carried.items() if port_counters.is_rdma(name))
+    rdma = sum(count for name, count in found.carried.items() if node_state.is_rdma(name))
     by_ports = {"RDMA" if 2 * rdma > sum(found.carried.values()) else "sockets"} if found.seen else set()
     log = ", ".join(networks) or "no network (it is not read if NCCL_DEBUG is set)"
     counted = ", ".join(f"{sizes.decimal(count)} through {name}" for name, count in found.carried.items())
@@ -166,14 +164,14 @@ class _Comparison:
         self.runs[name].append(found)
         used, evidence = carrier(found)
         self.proofs[name] = evidence
-        wanted = arms.ARMS[name].carrier
+        wanted = options.ARMS[name].carrier
         if used == wanted or not found.complete:
             return []
         how = f"it used {used}" if used else "nothing proves that it did"
         self.unproven.append(f"NOT PROVEN: the arm {name} must use {wanted}, but {how}: {evidence}")
         return self.unproven[-1:]
 
-    def joined(self, name: str) -> writer.Record | None:
+    def joined(self, name: str) -> record.Record | None:
         """All rounds of an arm as one run; None before its first round."""
         runs = self.runs[name]
         if not runs:
@@ -184,7 +182,7 @@ class _Comparison:
             by_key.setdefault(one.key, []).append(one)
         rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences below are of the last round"
         sentences = [f"{name}: {rounds}; {self.proofs[name]}.", *last.sentences]
-        return writer.Record(
+        return record.Record(
             started=runs[0].started,
             command=self.words,
             world=last.world,
@@ -266,7 +264,7 @@ def _joined(found: Sequence[Result]) -> Result:
     times = [time_us / 1e6 for one in found for time_us in one.times_us]
     mean = sum(one.time_us * one.iterations for one in found) / iterations / 1e6
     checked = [one.wrong for one in found if one.wrong is not None]
-    return writer.result(
+    return record.new_result(
         first.op,
         first.busbw_GBps / first.algbw_GBps,
         sorted(times)[(len(times) - 1) // 2] if times else mean,

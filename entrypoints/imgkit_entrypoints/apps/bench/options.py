@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from imgkit_entrypoints.apps.bench import sizes
-from imgkit_entrypoints.apps.bench.arms import arms
-from imgkit_entrypoints.apps.bench.measure import collectives, dtypes
-from imgkit_entrypoints.apps.bench.requirement import Requirement, requirement
+from imgkit_entrypoints.apps.bench import collectives, sizes, verify
 from imgkit_entrypoints.arguments import Need, duration, natural, positive, refuse_unused
 
 GROUPS = ("world", "node", "rail")
@@ -109,7 +107,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--size", type=sizes.size, metavar="SIZE", help="measure only this size")
     group.add_argument(
         "--dtype",
-        choices=[item.name for item in dtypes.DTYPES],
+        choices=[item.name for item in verify.DTYPES],
         default="fp32",
         help="element type (default: fp32)",
     )
@@ -219,14 +217,14 @@ def _compared(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--require",
-        type=requirement,
+        type=parse_requirement,
         metavar="LEAST",
         help="80%% of the line rate, or GBps of busbw: exit with 1 if the largest size of an operation, or a "
         "link of --matrix, is slower",
     )
     group.add_argument(
         "--compare",
-        type=arms,
+        type=parse_arms,
         metavar="A,B",
         help="rdma,tcp: run both in turn in one job, prove which network each used, print their ratio",
     )
@@ -377,3 +375,61 @@ def _share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1: 0.05 is 5 %")
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way through the network."""
+
+    carrier: str
+    """The transport that must have carried the arm's data: "RDMA" or "sockets"."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cuda"
+    """The only device type whose backend offers this choice."""
+
+
+ARMS: Mapping[str, Arm] = {
+    "rdma": Arm(carrier="RDMA"),
+    # The launcher's fabric plan follows this variable: no verbs, and the interfaces that carry the data.
+    "tcp": Arm(carrier="sockets", env={"NCCL_NET": "Socket"}),
+}
+
+
+def parse_arms(text: str) -> tuple[str, str]:
+    """The two names of ``--compare A,B``.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError : they are not two known arms.
+    """
+    names = text.split(",")
+    if len(names) != 2 or names[0] == names[1] or not set(names) <= set(ARMS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two of {', '.join(ARMS)}, as in rdma,tcp")
+    return names[0], names[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """The least bandwidth of the largest size: a percentage of the line rate, or a bus bandwidth."""
+
+    percent: float | None = None
+    GBps: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.percent:g} %" if self.percent is not None else f"{self.GBps:g} GBps"
+
+
+def parse_requirement(text: str) -> Requirement:
+    """Parse ``80%`` of the line rate, or ``300`` or ``300GBps`` of busbw.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError : the text is neither.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|GBps)?", text.strip())
+    if not found or not (value := float(found[1])):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a percentage of the line rate (80%) nor a busbw in GBps (300): "
+            "1 GBps is 1e9 bytes per second, so 300 Gbps are 37.5 GBps"
+        )
+    return Requirement(percent=value) if found[2] == "%" else Requirement(GBps=value)

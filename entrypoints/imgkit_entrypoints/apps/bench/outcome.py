@@ -6,20 +6,21 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints import json_text, terminal
-from imgkit_entrypoints.apps.bench import baseline, sizes, table
-from imgkit_entrypoints.apps.bench.judge import failures, slow_links, stragglers, timeline, transport, verdict
-from imgkit_entrypoints.apps.bench.measure import matrix
-from imgkit_entrypoints.apps.bench.measure.collectives import Collective
-from imgkit_entrypoints.apps.bench.measure.measurement import Measurement
-from imgkit_entrypoints.apps.bench.measure.nccl_log import NcclChoice
-from imgkit_entrypoints.apps.bench.measure.node_conditions import NodeConditions
-from imgkit_entrypoints.apps.bench.measure.overlap import OverlapTimes
-from imgkit_entrypoints.apps.bench.record import reader, writer
-from imgkit_entrypoints.apps.bench.setup import RunSetup
+from imgkit_entrypoints.apps.bench import baseline, matrix, nccl_log, record, sizes, soak, verdict
+from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.compute import OverlapTimes
+from imgkit_entrypoints.apps.bench.nccl_log import NcclChoice
+from imgkit_entrypoints.apps.bench.node_state import NodeConditions
+from imgkit_entrypoints.apps.bench.record import Result, World
+from imgkit_entrypoints.apps.bench.verify import Dtype
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.apps.bench.measurement import Measurement
+    from imgkit_entrypoints.apps.bench.setup import RunSetup
 
 
 class Outcome:
@@ -28,12 +29,12 @@ class Outcome:
     def __init__(self, setup: RunSetup) -> None:
         self._setup = setup
         self.record = setup.new_record()
-        self.late: tuple[stragglers.Late, ...] = ()
+        self.late: tuple[verdict.Straggler, ...] = ()
         self.nccl_choices: dict[str, NcclChoice] = {}
         self.conditions: tuple[NodeConditions, ...] = ()
         self._largest: dict[str, verdict.Largest] = {}
         self._rails: list[matrix.Matrix] = []
-        self._moments: list[timeline.Moment] = []
+        self._moments: list[soak.Moment] = []
         self._overlaps: list[OverlapTimes] = []
         self._wrong = 0
         self._remarks: list[str] = []
@@ -59,7 +60,7 @@ class Outcome:
             "variant": setup.variant(op),
         }
         batch_s = sum(measured.batches)
-        batched = writer.result(
+        batched = record.new_result(
             op.name,
             factor,
             batch_s / measured.counts.total,
@@ -69,7 +70,7 @@ class Outcome:
             **common,
         )
         seconds = batched.median_us / 1e6
-        single = writer.result(
+        single = record.new_result(
             op.name,
             factor,
             sorted(measured.times)[(len(measured.times) - 1) // 2],
@@ -89,7 +90,7 @@ class Outcome:
             ports=measured.nodes,
             times=(*(before.times if before else ()), (measured.size_bytes, seconds)),
         )
-        self.print(table.line(batched, single))
+        self.print(result_row(batched, single))
         self._add_wrong(measured)
         self.save()
 
@@ -99,14 +100,14 @@ class Outcome:
         self._rails.append(measured)
         self.print(*matrix.table(measured, self._setup.hosts, size_bytes, rail))
 
-    def add_moment(self, op: Collective, moment: timeline.Moment, found: Sequence[Measurement]) -> None:
+    def add_moment(self, op: Collective, moment: soak.Moment, found: Sequence[Measurement]) -> None:
         """Take in one part of a long run: print it, and save what there is."""
         setup = self._setup
         self._moments.append(moment)
-        self.print(timeline.line(moment))
+        self.print(soak.line(moment))
         mine = [one for one in self._moments if one.op == op.name]
         checked = [one.wrong for one in mine if one.wrong is not None]
-        result = writer.result(
+        result = record.new_result(
             op.name,
             op.factor(setup.group.size),
             statistics.fmean(one.median_us for one in mine) / 1e6,
@@ -133,7 +134,7 @@ class Outcome:
 
     def judge_timeline(self) -> None:
         """Print what the timeline shows."""
-        for sentence in timeline.sentences(self._moments):
+        for sentence in soak.sentences(self._moments):
             self.remark(sentence)
 
     def add_overlap(self, found: OverlapTimes) -> None:
@@ -154,7 +155,7 @@ class Outcome:
 
     def judge_matrix(self) -> None:
         """Print the slow nodes, rails and links."""
-        for sentence in slow_links.sentences(self._rails, self._setup.hosts):
+        for sentence in matrix.sentences(self._rails, self._setup.hosts):
             self.remark(sentence)
 
     def save(self, *, ended: bool = False) -> None:
@@ -170,11 +171,11 @@ class Outcome:
         """Print the verdict and save the run; returns the exit code."""
         for sentence in self._judge()["sentences"]:
             self.print(sentence)
-        reasons = [*failures.wrong_values(self._wrong)]
+        reasons = [*verdict.wrong_values(self._wrong)]
         if self.record.complete and self._setup.here.rank == 0:  # only its node's line rate counts
             reasons += [*self._slower_than_baseline(), *self._missed()]
         if reasons:
-            self.remark(failures.line(reasons))
+            self.remark(verdict.failed_line(reasons))
         self.save(ended=True)
         return 0 if self.record.complete and not reasons else EXIT_NO
 
@@ -182,10 +183,10 @@ class Outcome:
         """Yield what is slow, and what misses ``--require``."""
         asked, hosts = self._setup.options.require, self._setup.hosts
         if self._setup.options.matrix:
-            yield from failures.slow_parts(self._rails, hosts)
-            yield from failures.slow_exchanges(asked, self._rails, hosts)
+            yield from verdict.slow_parts(self._rails, hosts)
+            yield from verdict.slow_exchanges(asked, self._rails, hosts)
         else:
-            yield from failures.missed(asked, list(self._largest.values()), self._context())
+            yield from verdict.missed(asked, list(self._largest.values()), self._context())
 
     def _context(self) -> verdict.RunContext:
         setup = self._setup
@@ -198,7 +199,7 @@ class Outcome:
             fabric=setup.machine.fabric,
             line_rate_Gbps=self.record.line_rate_Gbps,
             late_from_s=setup.late_from_s,
-            carried_by=transport.sentences(self.record.transport),
+            carried_by=nccl_log.sentences(self.record.transport),
             decided=self.nccl_choices,
             conditions=self.conditions,
             communicators=setup.options.communicators,
@@ -223,7 +224,7 @@ class Outcome:
         if saved is None:
             return
         try:
-            new = reader.parse(json_text.parse(self.record.to_json()), "this run")
+            new = record.parse(json_text.parse(self.record.to_json()), "this run")
             compared = baseline.compare(new, saved, self._setup.options.tolerance)
         except UsageError as error:
             self.remark(f"NOT COMPARED: {error}")
@@ -233,3 +234,43 @@ class Outcome:
             self.remark(f"baseline: {sentence}")
         if compared.regressions:
             yield f"{len(compared.regressions)} of {len(compared.changes)} sizes are slower than --baseline"
+
+
+HEADER = (
+    f"{'size':>32}  {'batches: median, slowest rank':^61}  {'each iteration, after a barrier':^39}",
+    f"{'bytes':>12} {'x1024':>9} {'x1000':>9}  {'n':>5} {'us':>11} {'band %':>9} {'algbw GBps':>10} "
+    f"{'busbw GBps':>10} {'Gbps':>9}  {'n':>5} {'p50 us':>11} {'p95':>9} {'p99':>9} {'cv %':>5} {'wrong':>7}",
+)
+
+
+def title(op: Collective, dtype: Dtype, world: World, group: str, ranks: int, variant: str) -> str:
+    """The line above the table: the collective, its variant, the ranks and the unit."""
+    number = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
+    kind = f"{op.name} {dtype.torch}{' sum' if op.sums and not op.variant else ''}, {number}, {world.backend}"
+    if group != "world":
+        kind += f", {world.ranks // ranks} groups of {ranks} at once ({group})"
+    if variant:
+        kind += f"; {variant}"
+    return (
+        f"{kind}, {world.nodes} nodes; 1 GBps = 1e9 B/s" if world.nodes > 1 else f"{kind}; 1 GBps = 1e9 B/s"
+    )
+
+
+def result_row(batched: Result, single: Result) -> str:
+    """The row of one size, with both timings."""
+    size, wrong = batched.size_bytes, single.wrong
+    return (
+        f"{size:12} {sizes.binary(size):>9} {sizes.decimal(size):>9}  {batched.iterations:5} "
+        f"{batched.median_us:11.1f} {band(batched):>9} {batched.median_algbw_GBps:10.3f} "
+        f"{batched.median_busbw_GBps:10.3f} {8 * batched.median_busbw_GBps:9.2f}  "
+        f"{single.iterations:5} {single.p50_us or 0:11.1f} {single.p95_us or 0:9.1f} "
+        f"{single.p99_us or 0:9.1f} {100 * (single.cv or 0):5.0f} "
+        f"{'-' if wrong is None else wrong:>7}"
+    )
+
+
+def band(one: Result) -> str:
+    """The spread of the batches around their median, in percent: ``-3 +12``."""
+    found = one.spread_us
+    low, high = (100 * (value / found.median - 1) for value in (found.low, found.high))
+    return f"{low:.0f} {high:+.0f}".replace("-0 ", "0 ")

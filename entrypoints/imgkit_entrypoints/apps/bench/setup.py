@@ -14,13 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from imgkit_entrypoints.apps.bench.judge import stragglers
-from imgkit_entrypoints.apps.bench.measure import collectives, dtypes, groups, memory, timing
-from imgkit_entrypoints.apps.bench.measure.measurement import ROTATED_BYTES, Measurer
-from imgkit_entrypoints.apps.bench.measure.verify import ExpectedValues, Noise
+from imgkit_entrypoints.apps.bench import collectives, measurement, record, verdict, verify
+from imgkit_entrypoints.apps.bench.machine import (
+    SHARE_ROTATED,
+    Machine,
+    RankGroup,
+    RankLocation,
+    first_ranks,
+    free_memory_bytes,
+    group_members,
+    join_groups,
+    locate_ranks,
+    read_machine,
+)
+from imgkit_entrypoints.apps.bench.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
-from imgkit_entrypoints.apps.bench.record import machine, reader, writer
-from imgkit_entrypoints.apps.bench.record.values import BenchRun, World
+from imgkit_entrypoints.apps.bench.record import BenchRun, World
+from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
@@ -33,14 +43,14 @@ class RunSetup:
 
     options: BenchOptions
     here: Ranks
-    locations: tuple[groups.RankLocation, ...]
+    locations: tuple[RankLocation, ...]
     hosts: tuple[str, ...]
     """Name of each node."""
     speaks: bool
     """True on one rank per node, which reads the node's files."""
     measurer: Measurer
     world: World
-    machine: machine.Machine
+    machine: Machine
     baseline: BenchRun | None
     """The run of ``--baseline``; only rank 0 has it."""
     free_bytes: float
@@ -51,12 +61,12 @@ class RunSetup:
     """The ranks that represent the nodes, once for each matrix of ``--matrix``."""
 
     @property
-    def group(self) -> groups.RankGroup:
+    def group(self) -> RankGroup:
         """The ranks that run a collective together with this one."""
         return self.measurer.group
 
     @property
-    def dtype(self) -> dtypes.Dtype:
+    def dtype(self) -> verify.Dtype:
         """The element type."""
         return self.measurer.dtype
 
@@ -76,9 +86,9 @@ class RunSetup:
         parts = (op.variant, f"{many} communicators at once" if many > 1 else "")
         return ", ".join(part for part in parts if part)
 
-    def new_record(self) -> writer.Record:
+    def new_record(self) -> record.Record:
         """A record without results, started now."""
-        return writer.Record(
+        return record.Record(
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             command=tuple(
                 shlex.split(os.environ.get(WHOLE_COMMAND) or shlex.join(("dist-bench", *sys.argv[1:])))
@@ -97,17 +107,17 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
     UsageError : on all ranks: the groups differ in size, there is no line rate for the percentage of
         ``--require``, or rank 0 cannot use the files of ``--save`` and ``--baseline``.
     """
-    locations = groups.locations(here)
-    joined = groups.joined(options.group, locations, here, options.communicators)
-    dtype = dtypes.named(options.dtype)
+    locations = locate_ranks(here)
+    joined = join_groups(options.group, locations, here, options.communicators)
+    dtype = verify.dtype_named(options.dtype)
     nodes = 1 + max(one.node for one in locations)
     hosts = tuple(next(one.host for one in locations if one.node == node) for node in range(nodes))
     speaks = here.rank == min(one.rank for one in locations if one.node == locations[here.rank].node)
     ranks_per_node = -(-here.world_size // nodes)
-    found = machine.machine(os.environ, nodes, ranks_per_node, _software(here))
+    found = read_machine(os.environ, nodes, ranks_per_node, _software(here))
     free_bytes = _least_free_bytes(here, ranks_per_node)
     shared = ranks_per_node > found.cpus
-    rails = groups.members("rail", locations, "--matrix rails") if options.matrix == "rails" else ()
+    rails = group_members("rail", locations, "--matrix rails") if options.matrix == "rails" else ()
     return RunSetup(
         options=options,
         here=here,
@@ -125,7 +135,7 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
             counting=nodes > 1 and speaks,
             nodes=nodes,
             noise=Noise(dtype, here.device),
-            rotated_bytes=int(min(ROTATED_BYTES[here.device.type], memory.ROTATED * free_bytes)),
+            rotated_bytes=int(min(ROTATED_BYTES[here.device.type], SHARE_ROTATED * free_bytes)),
         ),
         world=World(
             ranks=here.world_size,
@@ -138,13 +148,13 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
         machine=found,
         baseline=_usable(options, here, nodes, options.line_rate_Gbps or found.line_rate_Gbps),
         free_bytes=free_bytes,
-        late_from_s=stragglers.LEAST_SHARED_S if shared else stragglers.LEAST_S,
-        rails=rails or (tuple(groups.first_ranks(locations)),),
+        late_from_s=verdict.LATE_FROM_SHARED_S if shared else verdict.LATE_FROM_S,
+        rails=rails or (tuple(first_ranks(locations)),),
     )
 
 
 def _least_free_bytes(here: Ranks, ranks_per_node: int) -> float:
-    free = memory.free_bytes(here, ranks_per_node)
+    free = free_memory_bytes(here, ranks_per_node)
     least = torch.tensor([float("inf") if free is None else float(free)], device=here.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return float(least.item())
@@ -158,12 +168,12 @@ def _usable(options: BenchOptions, here: Ranks, nodes: int, line_rate_Gbps: floa
         try:
             _require_line_rate(options, nodes, line_rate_Gbps)
             if options.save:
-                writer.writable(Path(options.save))
+                record.writable(Path(options.save))
             if options.baseline:
-                baseline = reader.load(Path(options.baseline))
+                baseline = record.load(Path(options.baseline))
         except ImgkitError as error:
             problem = error
-    if timing.agreed(lambda: (float(problem is not None),), 1, here)[0]:
+    if measurement.agreed(lambda: (float(problem is not None),), 1, here)[0]:
         raise problem or UsageError("rank 0 cannot use --save, --baseline or --require; it says why")
     return baseline
 

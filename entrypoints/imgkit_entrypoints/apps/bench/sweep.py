@@ -11,17 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.apps.bench import sizes, soak, table
-from imgkit_entrypoints.apps.bench.judge import stragglers
-from imgkit_entrypoints.apps.bench.measure import compute, matrix, memory, nccl_log, node_conditions, overlap
-from imgkit_entrypoints.apps.bench.measure.collectives import Collective
-from imgkit_entrypoints.apps.bench.measure.counts import Counts
-from imgkit_entrypoints.apps.bench.measure.measurement import OutOfMemory
-from imgkit_entrypoints.apps.bench.measure.one_size import Stopped
+from imgkit_entrypoints.apps.bench import (
+    compute,
+    machine,
+    matrix,
+    nccl_log,
+    node_state,
+    outcome,
+    sizes,
+    soak,
+    verdict,
+)
+from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.measurement import OutOfMemory, Stopped
 from imgkit_entrypoints.apps.bench.options import MOST_BYTES
 from imgkit_entrypoints.apps.bench.outcome import Outcome
 from imgkit_entrypoints.apps.bench.setup import RunSetup, set_up
 from imgkit_entrypoints.apps.bench.sighup import HangupThread
+from imgkit_entrypoints.apps.bench.sizes import Counts
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import Reader, root_of
 
@@ -73,7 +80,7 @@ class Sweep:
 
     def _measure(self) -> None:
         setup = self._setup
-        self._outcome.late = stragglers.late(self._measurer.waits(), setup.late_from_s)
+        self._outcome.late = verdict.stragglers(self._measurer.waits(), setup.late_from_s)
         if setup.options.compute:
             self._measure_devices()
             self._outcome.record.complete = True
@@ -93,7 +100,7 @@ class Sweep:
     def _title(self, op: Collective) -> str:
         setup = self._setup
         group, variant = setup.options.group, setup.variant(op)
-        return table.title(op, setup.dtype, setup.world, group, setup.group.size, variant)
+        return outcome.title(op, setup.dtype, setup.world, group, setup.group.size, variant)
 
     def _soak(self, total_s: float) -> None:
         """Measure the largest size of each collective in turn until the time is over."""
@@ -112,12 +119,12 @@ class Sweep:
         if refused := self._refused(op, planned[0]):
             self._outcome.remark(f"{op.name}: {setup.world.backend} does not support it: {refused}")
             return True
-        self._outcome.print(*table.HEADER)
+        self._outcome.print(*outcome.HEADER)
         before: Counts | None = None
         for place, asked in enumerate(planned):
             began = time.monotonic()
             try:
-                if self._measurer.needed_bytes(op, asked) > memory.AT_MOST * setup.free_bytes:
+                if self._measurer.needed_bytes(op, asked) > machine.SHARE_AT_MOST * setup.free_bytes:
                     raise OutOfMemory
                 measured = self._measurer.measure(op, asked, before)
             except OutOfMemory:
@@ -132,7 +139,7 @@ class Sweep:
             self._progress(op, planned, place, time.monotonic() - began)
         self._note_nccl_choice(op, planned[-1])
         if setup.options.overlap:
-            self._outcome.add_overlap(overlap.measure(self._measurer, op, planned[-1]))
+            self._outcome.add_overlap(compute.measure_overlap(self._measurer, op, planned[-1]))
         return True
 
     def _sizes(self, op: Collective) -> list[int]:
@@ -141,7 +148,7 @@ class Sweep:
         most = options.most_bytes
         if most is None:
             most = MOST_BYTES.get(self._setup.world.backend, MOST_BYTES["gloo"])
-            room = memory.BY_DEFAULT * self._setup.free_bytes
+            room = machine.SHARE_BY_DEFAULT * self._setup.free_bytes
             while most > options.least_bytes and self._measurer.needed_bytes(op, most) > room:
                 most //= 2
         swept = sizes.swept(options.least_bytes, max(most, options.least_bytes), options.factor)
@@ -163,7 +170,7 @@ class Sweep:
 
     def _measure_devices(self) -> None:
         """Measure every rank's device, all at once; a collective call."""
-        mine = compute.measure(self._here, self._setup.options.seconds)
+        mine = compute.measure_device(self._here, self._setup.options.seconds)
         places = zip(self._setup.locations, self._here.gather(mine, compute.DeviceSpeed), strict=True)
         self._outcome.print(f"{'rank':>6} {'matmul TFLOP/s':>15} {'memory GB/s':>12}  node")
         for place, speed in places:
@@ -176,7 +183,7 @@ class Sweep:
             self._outcome.remark("--matrix compares links between nodes. Start it on three or more nodes.")
             return
         most = matrix.MOST_BYTES.get(setup.world.backend, matrix.MOST_BYTES["gloo"])
-        asked = min(setup.options.most_bytes or most, int(memory.BY_DEFAULT * setup.free_bytes / 2))
+        asked = min(setup.options.most_bytes or most, int(machine.SHARE_BY_DEFAULT * setup.free_bytes / 2))
         size_bytes = max(1, asked // setup.dtype.item_bytes) * setup.dtype.item_bytes
         for players in setup.rails:
             measured = matrix.measure(self._measurer, size_bytes, players)
@@ -192,22 +199,22 @@ class Sweep:
             if choice := nccl_log.decided(self._log, begin):
                 self._outcome.nccl_choices[op.name] = choice
 
-    def _condition(self) -> node_conditions.Condition | None:
+    def _condition(self) -> node_state.Condition | None:
         """This node's condition, on one of its ranks."""
         if not self._setup.speaks:
             return None
         gpus = self._here.device.type == "cuda"
-        return node_conditions.read(Reader(root=root_of(os.environ)), gpus=gpus)
+        return node_state.read_condition(Reader(root=root_of(os.environ)), gpus=gpus)
 
-    def _look_back(self, before: node_conditions.Condition | None) -> None:
+    def _look_back(self, before: node_state.Condition | None) -> None:
         """Collect all ranks' NCCL logs, and the nodes' conditions before and now; a collective call."""
         now, node = self._condition(), None
         if before and now:
             host = self._setup.locations[self._here.rank].host
-            node = node_conditions.NodeConditions(host=host, before=before, after=now)
+            node = node_state.NodeConditions(host=host, before=before, after=now)
         transports = self._here.gather(sorted(nccl_log.found(self._log)), list[str])
         self._outcome.record.transport = tuple(sorted({word for words in transports for word in words}))
-        conditions = self._here.gather(node, node_conditions.NodeConditions | None)
+        conditions = self._here.gather(node, node_state.NodeConditions | None)
         self._outcome.conditions = tuple(one for one in conditions if one is not None)
 
     def _progress(self, op: Collective, planned: Sequence[int], place: int, took_s: float) -> None:

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import options, setup
-from imgkit_entrypoints.apps.bench.measure import compute, matrix, timing
-from imgkit_entrypoints.apps.bench.measure.measurement import PROBE_BYTES
+from imgkit_entrypoints.apps.bench import compute, matrix, measurement, options, setup
+from imgkit_entrypoints.apps.bench.measurement import PROBE_BYTES
 from imgkit_entrypoints.doctor import clock
 from imgkit_entrypoints.doctor.node import examine
 from imgkit_entrypoints.facts import storage
@@ -63,7 +62,7 @@ def _alone(order: Measure) -> Measured:
         for device in devices or [here.device]:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # its events belong to the current device
-            speeds.append(compute.measure(replace(here, device=device), SECONDS[order.mode]))
+            speeds.append(compute.measure_device(replace(here, device=device), SECONDS[order.mode]))
     figures = {
         "matmul": min(speed.matmul_TFLOPs for speed in speeds),
         "memory": min(speed.memory_GBps for speed in speeds),
@@ -109,7 +108,7 @@ def _all(order: Measure) -> Measured:
         whole = setup.set_up(_options(order, "--iters", str(SUMS[order.mode])), here)
         op = whole.collective("all_reduce")
         found = whole.measurer.measure(op, EXCHANGED_BYTES[here.device.type])
-        timing.meet(here)
+        measurement.meet(here)
         now_s = time.time()
         note = clock.remark(now_s, here.gather(now_s, float))
     once_s = statistics.median(found.batches) / found.counts.launches

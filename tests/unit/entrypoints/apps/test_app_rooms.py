@@ -12,10 +12,7 @@ import imgkit_entrypoints
 APPS = Path(imgkit_entrypoints.__file__).parent / "apps"
 PREFIX = "imgkit_entrypoints.apps."
 BELOW = {
-    "bench/report": {"bench/record"},
-    "bench/record": {"bench/judge", "bench/measure"},
-    "bench/judge": {"bench/measure"},
-    "bench/measure": set[str](),
+    "bench/report": set[str](),
     "train/state": {"train/data"},
     "train/report": {"train/data"},
     "train/data": set[str](),

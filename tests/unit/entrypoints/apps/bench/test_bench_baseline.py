@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench import baseline
-from imgkit_entrypoints.apps.bench.judge import percentiles
-from imgkit_entrypoints.apps.bench.record.values import BenchRun, Result, World
+from imgkit_entrypoints.apps.bench import baseline, record
+from imgkit_entrypoints.apps.bench.record import BenchRun, Result, World
 from imgkit_entrypoints.errors import UsageError
 
 TIMES = st.lists(st.floats(1.0, 1e6), min_size=6, max_size=40)
@@ -93,12 +92,12 @@ def test_more_tolerance_finds_no_more(now: list[float], then: list[float], one: 
 @given(TIMES.flatmap(lambda times: st.tuples(st.just(times), st.permutations(times))))
 def test_order_of_iterations_does_not_matter(both: tuple[list[float], list[float]]) -> None:
     times, shuffled = both
-    assert percentiles.spread(times) == percentiles.spread(shuffled)
+    assert record.spread(times) == record.spread(shuffled)
 
 
 @given(TIMES)
 def test_spread_holds_all_but_two_tenths(times: list[float]) -> None:
-    spread = percentiles.spread(times)
+    spread = record.spread(times)
     assert min(times) <= spread.low <= spread.median <= spread.high <= max(times)
     outside = [time for time in times if not spread.low <= time <= spread.high]
     assert len(outside) <= len(times) / 5

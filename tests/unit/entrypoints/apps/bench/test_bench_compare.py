@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints.apps.bench import arms, compare, options
-from imgkit_entrypoints.apps.bench.measure import nccl_log
-from imgkit_entrypoints.apps.bench.record import reader, values, writer
+from imgkit_entrypoints.apps.bench import compare, nccl_log, options, record
 from imgkit_entrypoints.cli import options as launch_options
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.request import Series
@@ -73,16 +71,18 @@ class FakeLauncher:
             one = {"size_bytes": size, "dtype": "fp32", "group": "world"}
             batches = [seconds] * 5
             results.append(
-                writer.result("all_reduce", 1.75, seconds, iterations=10, wrong=None, batches=batches, **one)  # type: ignore[arg-type]
+                record.new_result(
+                    "all_reduce", 1.75, seconds, iterations=10, wrong=None, batches=batches, **one
+                )  # type: ignore[arg-type]
             )
             times = [seconds, seconds * 2, seconds * 3]
             results.append(
-                writer.result("all_reduce", 1.75, seconds, iterations=3, wrong=0, times=times, **one)  # type: ignore[arg-type]
+                record.new_result("all_reduce", 1.75, seconds, iterations=3, wrong=0, times=times, **one)  # type: ignore[arg-type]
             )
-        made = writer.Record(
+        made = record.Record(
             started="2026-11-21T15:00:00+00:00",
             command=("dist-bench",),
-            world=values.World(
+            world=record.World(
                 ranks=8, nodes=2, ranks_per_node=4, hosts=("n1", "n2"), backend="nccl", device="cuda"
             ),
             fingerprint={"nccl": "2.20.5"},
@@ -181,14 +181,14 @@ def test_other_nodes_start_the_same_and_save_nothing(machine: dict[str, str]) ->
 
 def test_rounds_of_an_arm_become_one_file(machine: dict[str, str], tmp_path: Path) -> None:
     series(machine, FakeLauncher(*IN_TURN), *RDMA_TCP, "--save", str(tmp_path / "run.json"))
-    found = reader.load(tmp_path / "run.rdma.json")
+    found = record.load(tmp_path / "run.rdma.json")
     assert (found.arm, found.complete) == ("rdma", True)
     assert found.command == ("dist-bench", *RDMA_TCP, "--save", str(tmp_path / "run.json"))
     batched, single = found.results[:2]
     assert (batched.iterations, len(batched.batches_us)) == (20, 10)
     assert batched.algbw_GBps == pytest.approx(4 / 1.05)  # the mean of both rounds' times
     assert len(single.times_us) == 6
-    assert reader.load(tmp_path / "run.tcp.json").transport == (
+    assert record.load(tmp_path / "run.tcp.json").transport == (
         "network Socket",
         "via NET/Socket without GDRDMA",
     )
@@ -218,7 +218,7 @@ def test_arm_without_evidence_is_an_error(
 def test_log_and_ports_that_disagree_prove_nothing() -> None:
     launcher = FakeLauncher("IB")
     text = launcher.saved("IB", 1.0, 0).replace("mlx5_0:1", "eth0")
-    assert compare.carrier(reader.parse(json.loads(text), "a"))[0] == ""
+    assert compare.carrier(record.parse(json.loads(text), "a"))[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_log_and_ports_that_disagree_prove_nothing() -> None:
 )
 def test_carrier_is_told_by_log_and_ports(network: str, carrier: str) -> None:
     launcher = FakeLauncher(network)
-    found = reader.parse(json.loads(launcher.saved(network, 1.0, 0)), "a")
+    found = record.parse(json.loads(launcher.saved(network, 1.0, 0)), "a")
     assert compare.carrier(found)[0] == carrier
 
 
@@ -238,13 +238,13 @@ def test_failed_arm_ends_the_comparison(
     assert series(machine, launcher, *RDMA_TCP, "--save", str(tmp_path / "run.json")) == 7
     assert len(launcher.started) == 3
     assert "INCOMPLETE: not all rounds" in capsys.readouterr().out
-    assert not reader.load(tmp_path / "run.rdma.json").complete
+    assert not record.load(tmp_path / "run.rdma.json").complete
 
 
 @pytest.mark.parametrize("text", ["rdma", "rdma,rdma", "rdma,ipoib", "rdma,tcp,rdma", ""])
 def test_other_arms_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not two of rdma, tcp"):
-        arms.arms(text)
+        options.parse_arms(text)
 
 
 @pytest.mark.parametrize(

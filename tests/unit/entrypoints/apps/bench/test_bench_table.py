@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from imgkit_entrypoints.apps.bench import table
-from imgkit_entrypoints.apps.bench.record import writer
-from imgkit_entrypoints.apps.bench.record.values import Result
+from imgkit_entrypoints.apps.bench import outcome, record
+from imgkit_entrypoints.apps.bench.record import Result
 
 
 def result(batches_us: Sequence[float] = (), times_us: Sequence[float] = ()) -> Result:
-    return writer.result(
+    return record.new_result(
         "all_reduce",
         1.0,
         1e-3,
@@ -31,11 +30,11 @@ def result(batches_us: Sequence[float] = (), times_us: Sequence[float] = ()) -> 
     [((90, 100, 100, 100, 300), "-10 +200"), ((100,) * 5, "0 +0")],
 )
 def test_band_is_told_in_percent(batches_us: tuple[float, ...], band: str) -> None:
-    assert table.band(result(batches_us)) == band
+    assert outcome.band(result(batches_us)) == band
 
 
 def test_row_has_a_column_for_each_head() -> None:
-    head = table.HEADER[1]
-    row = table.line(result((90, 100, 100, 100, 300)), result(times_us=(100, 200)))
+    head = outcome.HEADER[1]
+    row = outcome.result_row(result((90, 100, 100, 100, 300)), result(times_us=(100, 200)))
     assert len(row) == len(head)
     assert row.split()[4:7] == ["100.0", "-10", "+200"]

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench.record import reader
-from imgkit_entrypoints.apps.bench.record.values import BenchRun
-from imgkit_entrypoints.apps.bench.report import chart, command, content, page, reference
+from imgkit_entrypoints.apps.bench import record
+from imgkit_entrypoints.apps.bench.record import BenchRun
+from imgkit_entrypoints.apps.bench.report import chart, command, content, reference
 from imgkit_entrypoints.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -92,7 +92,7 @@ def keep(tmp_path: Path) -> Keep:
 
 def parsed(*results: Saved, **changed: object) -> BenchRun:
     where = str(changed.pop("where", "run.json"))
-    return reader.parse(saved(*results, **changed), where)
+    return record.parse(saved(*results, **changed), where)
 
 
 def drawing(*runs: BenchRun, tables: tuple[str, ...] = ()) -> ET.Element:
@@ -117,7 +117,7 @@ def rows(*runs: BenchRun) -> list[tuple[str, ...]]:
 
 
 def test_whole_file_becomes_values(keep: Keep) -> None:
-    run = reader.load(keep("run", saved(result(timing="iteration"))))
+    run = record.load(keep("run", saved(result(timing="iteration"))))
     assert (run.world.ranks, run.world.hosts) == (8, ("node1", "node2"))
     assert run.fingerprint["cpus_per_rank"] == "20"
     assert run.results[0].times_us == pytest.approx((104.8576, 314.5728))
@@ -199,14 +199,14 @@ def test_one_size_twice_is_refused() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"schema": NaN}', "\ufeff{}"])
 def test_broken_json_is_refused(keep: Keep, text: str) -> None:
     with pytest.raises(UsageError, match="not valid JSON"):
-        reader.load(keep("broken", text=text))
+        record.load(keep("broken", text=text))
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\x80\x04")
     for name, said in (("", "directory"), ("none.json", "No such file"), ("binary.json", "not valid JSON")):
         with pytest.raises(UsageError, match=said):
-            reader.load(tmp_path / name)
+            record.load(tmp_path / name)
 
 
 def test_documentation_names_every_field() -> None:
@@ -369,7 +369,7 @@ def test_phone_gets_unscaled_text() -> None:
         assert float(root.get("width", "")) <= 390 - 2 * 20
         places = [float(text.get("x", "")) for text in root.iter(f"{SVG}text")]
         assert all(0 <= place <= chart.NARROW.width for place in places)
-    assert page.html(built).count('class="phone"') == page.html(built).count('class="desk"') == 3
+    assert command.html(built).count('class="phone"') == command.html(built).count('class="desk"') == 3
 
 
 def test_one_rank_has_nothing_to_draw() -> None:
@@ -399,7 +399,7 @@ def test_differing_fingerprints_are_marked() -> None:
 
 
 def test_wrong_values_and_broken_ends_are_told() -> None:
-    told = page.markdown(content.build([parsed(result(wrong=7), complete=False)], []))
+    told = command.markdown(content.build([parsed(result(wrong=7), complete=False)], []))
     assert "7 WRONG elements" in told
     assert "INCOMPLETE" in told
 
@@ -419,7 +419,7 @@ def test_checked_values_are_told(results: list[Saved], said: str) -> None:
 
 def test_no_finished_size_is_refused() -> None:
     with pytest.raises(UsageError, match="no run finished a size"):
-        content.build([reader.parse(saved() | {"results": []}, "run.json")], [])
+        content.build([record.parse(saved() | {"results": []}, "run.json")], [])
 
 
 @given(
@@ -462,7 +462,7 @@ EVIL = "</svg><script>alert(1)</script><img src=x onerror=y>\"'&\x1b[31m\ud800|`
 
 def test_page_loads_and_runs_nothing() -> None:
     tags = Tags()
-    tags.feed(page.html(content.build([parsed()], [reference.find("rcp")])))
+    tags.feed(command.html(content.build([parsed()], [reference.find("rcp")])))
     assert not tags.names & {"script", "link", "img", "iframe", "object", "base"}
     assert not tags.loads
 
@@ -510,11 +510,11 @@ def test_any_file_is_reported_or_refused(path: tuple[Any, ...], value: object) -
         place = place[step]
     place[path[-1]] = value
     try:
-        built = content.build([reader.parse(data, "run.json")], [reference.find("mn5")])
+        built = content.build([record.parse(data, "run.json")], [reference.find("mn5")])
     except UsageError:
         return
-    page.html(built).encode()
-    page.markdown(built).encode()
+    command.html(built).encode()
+    command.markdown(built).encode()
     ET.fromstring(chart.document([one.chart for one in built.sections]))  # noqa: S314 - our own
 
 

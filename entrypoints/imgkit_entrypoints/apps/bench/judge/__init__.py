@@ -1,4 +1,0 @@
-"""The meaning of the measured figures, in plain sentences. Pure functions; uses only ``measure``.
-
-``verdict`` puts together the sentences of all others.
-"""
