@@ -24,10 +24,9 @@ import torch
 
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import collectives, machine, measurement, options, sizes, verify
-from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.collectives import Collective, allocated, launch
 from imgkit_entrypoints.apps.bench.machine import RankGroup
 from imgkit_entrypoints.apps.bench.measurement import ROTATED_BYTES, Measurer
-from imgkit_entrypoints.apps.bench.operations import allocated, launch
 from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.run.ranks import Ranks
 

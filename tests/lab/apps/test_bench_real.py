@@ -68,7 +68,7 @@ os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.
 import torch.distributed as dist
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import options, setup
-from imgkit_entrypoints.apps.bench.measure import collectives
+from imgkit_entrypoints.apps.bench import collectives
 right, seen = dist.all_reduce, []
 def all_reduce(tensor, *args, async_op=False, **kwargs):
     if tensor.numel() == 1024 and not async_op:

@@ -66,7 +66,7 @@ def measure(measurer: Measurer, size_bytes: int, players: Sequence[int]) -> Matr
         if mine:
             one, other = (players[node] for node in mine[0])
             peer = other if here.rank == one else one
-            # Receive first, as operations._ring does: with gloo, the directions would otherwise take turns.
+            # Receive first, as collectives._ring does: with gloo, the directions would otherwise take turns.
             both = [dist.P2POp(dist.irecv, made, peer), dist.P2POp(dist.isend, given, peer)]
         play = _player(both)
         play()  # the first exchange sets up the connection

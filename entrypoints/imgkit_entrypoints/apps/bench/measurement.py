@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench import node_state
-from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.collectives import Collective, Lane, Slot, prepared, rotating
 from imgkit_entrypoints.apps.bench.machine import RankGroup
-from imgkit_entrypoints.apps.bench.operations import Lane, Slot, prepared, rotating
 from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.apps.bench.sizes import Counts, planned
 from imgkit_entrypoints.apps.bench.verify import Dtype, ExpectedValues, Noise, WrongElement
@@ -29,7 +28,7 @@ from imgkit_entrypoints.facts import Reader, root_of
 from imgkit_entrypoints.launch import stop_protocol
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.bench.operations import Launch
+    from imgkit_entrypoints.apps.bench.collectives import Launch
     from imgkit_entrypoints.run.ranks import Ranks
 
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -266,7 +265,7 @@ class OneSize:
                     self._verify(self._expected, lane, turn, number)
 
     def _verify(self, expected: ExpectedValues, lane: Lane, turn: int, number: int) -> None:
-        result = self._op.result(lane.count, lane.group.size, lane.group.rank)
+        result = self._op.result(self._op.shape(lane.count, lane.group.size, lane.group.rank))
         count, what = expected.wrong(lane.buffers.output, result, number)
         self.wrong += count
         if what and self.first is None:

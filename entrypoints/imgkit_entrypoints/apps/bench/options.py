@@ -252,7 +252,7 @@ _MODES: Mapping[str, tuple[str, ...]] = {
 _OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "--redop": tuple(one.name for one in collectives.COLLECTIVES if one.sums),
     "--out-of-place": tuple(one.name for one in collectives.COLLECTIVES if not one.separate),
-    "--skew": ("alltoallv",),
+    "--skew": (collectives.SKEWED,),
 }
 """Options -> the operations that have that variant."""
 _NEEDS: Mapping[str, tuple[str, Callable[[argparse.Namespace], object]]] = {

@@ -78,7 +78,7 @@ class RunSetup:
     def collective(self, name: str) -> collectives.Collective:
         """The collective with this name, in the variant that was asked for."""
         asked = self.options
-        return collectives.asked(name, redop=asked.redop, out_of_place=asked.out_of_place, skew=asked.skew)
+        return collectives.variant(name, redop=asked.redop, out_of_place=asked.out_of_place, skew=asked.skew)
 
     def variant(self, op: collectives.Collective) -> str:
         """What differs from the plain run of `op`, in words; empty for the plain one."""

@@ -46,13 +46,12 @@ def run(
             answers = (now - part_began >= part_s, now - began >= total_s)
             over, done = map(bool, measurement.agreed(lambda: answers, 2, measurer.here))  # noqa: B023 - called at once
             over = over or done
-        factor = op.factor(measurer.group.size)
-        take(op, _moment(op, factor, found, time.monotonic() - began), found)
+        take(op, _moment(op, measurer.group.size, found, time.monotonic() - began), found)
         if done:
             return
 
 
-def _moment(op: Collective, factor: float, found: Sequence[Measurement], at_s: float) -> Moment:
+def _moment(op: Collective, ranks: int, found: Sequence[Measurement], at_s: float) -> Moment:
     times = spread([took / one.counts.launches for one in found for took in one.batches])
     checked = [one.wrong for one in found if one.wrong is not None]
     return Moment(
@@ -63,7 +62,7 @@ def _moment(op: Collective, factor: float, found: Sequence[Measurement], at_s: f
         low_us=times.low * 1e6,
         median_us=times.median * 1e6,
         high_us=times.high * 1e6,
-        busbw_GBps=factor * found[0].size_bytes / times.median / 1e9,
+        busbw_GBps=op.busbw_GBps(found[0].size_bytes, times.median, ranks),
         wrong=sum(checked) if checked else None,
     )
 

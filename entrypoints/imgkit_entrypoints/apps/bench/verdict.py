@@ -222,7 +222,7 @@ def _share(crossed: Traffic, context: RunContext) -> list[str]:
     text += f": {shown} of the line rate of {context.line_rate_Gbps:g} Gbps."
     sentences = [text]
     best = crossed.best_percent or 0.0
-    if crossed.op in ("all_reduce", "all_gather", "reduce_scatter", "alltoall") and best < 100 * SLOW:
+    if collectives.named(crossed.op).fills_network and best < 100 * SLOW:
         sentences.append(
             f"That is {_part(best)} of this fabric's line rate. Run dist-doctor to see why, or "
             "dist-bench --matrix to find a slow link."

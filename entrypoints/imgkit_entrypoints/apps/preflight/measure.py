@@ -112,7 +112,7 @@ def _all(order: Measure) -> Measured:
         now_s = time.time()
         note = clock.remark(now_s, here.gather(now_s, float))
     once_s = statistics.median(found.batches) / found.counts.launches
-    rate = op.factor(here.world_size) * found.size_bytes / once_s / 1e9
+    rate = op.busbw_GBps(found.size_bytes, once_s, here.world_size)
     wrong = (f"{found.wrong} wrong elements in all_reduce",) if found.wrong else ()
     return Measured(
         stage=order.stage,
