@@ -182,7 +182,7 @@ def _attempts(
 
 def _measured(mode: str, around: Surroundings, shared: RunFolder | None) -> tuple[int, ...]:
     """Measure all nodes; return the numbers of those that the run leaves out."""
-    from imgkit_entrypoints.launch.preflight.run import Needs, preflight  # a start without it is sooner
+    from imgkit_entrypoints.launch.preflight.run import Needs, preflight
 
     place = around.roll.place
     needs = Needs(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.sizes import LEAST_BATCHES
-from imgkit_entrypoints.launch.preflight import stages
+from imgkit_entrypoints.launch.preflight import verdict
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.apps.bench.measurement import Measurer
@@ -29,7 +29,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 def rounds(nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The pairs of every round; with an odd number of nodes, one rests in each round."""
-    return tuple(stages.pairs(nodes, turn) for turn in range(nodes + nodes % 2 - 1))
+    return tuple(verdict.pairs(nodes, turn) for turn in range(nodes + nodes % 2 - 1))
 
 
 def table(matrix: Matrix, hosts: Sequence[str], size_bytes: int, rail: int | None = None) -> list[str]:

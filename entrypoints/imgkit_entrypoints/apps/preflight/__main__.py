@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 
-from imgkit_entrypoints.launch.preflight.worker import STORE
+from imgkit_entrypoints.launch.preflight.run import STORE
 from imgkit_entrypoints.rollcall import messages, reader
 from imgkit_entrypoints.rollcall.messages import Measure, Measured
 

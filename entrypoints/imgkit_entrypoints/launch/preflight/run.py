@@ -1,12 +1,14 @@
-"""One node's way through the preflight; the head leads all nodes through the stages and judges them.
+"""One node's part in the preflight; the head leads all nodes through the stages and judges them.
 
-Each node has one measuring process. A node whose process hangs is out at the stage's limit, and the others
-go on. On the head, a second process serves the store in which they meet. It measures nothing, and hangs with
-none of them.
+Each node has one measuring process, below a guard of its own: it hangs or dies without the node agent. A
+node whose process hangs is out at the stage's limit, and the others go on. On the head, a second process
+serves the store in which they meet. It measures nothing, and hangs with none of them.
 """
 
 from __future__ import annotations
 
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +16,21 @@ from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, NoPlan
-from imgkit_entrypoints.launch.preflight import stages
-from imgkit_entrypoints.launch.preflight.judge import Judgement, NodeFigures, PairFigures, better, judge
-from imgkit_entrypoints.launch.preflight.report import Report
-from imgkit_entrypoints.launch.preflight.stages import Stage
-from imgkit_entrypoints.launch.preflight.worker import STORE, MeasuringProcess
+from imgkit_entrypoints.launch.guarded import GuardedCommand
+from imgkit_entrypoints.launch.preflight import verdict
+from imgkit_entrypoints.launch.preflight.verdict import (
+    Judgement,
+    NodeFigures,
+    PairFigures,
+    Report,
+    Stage,
+    better,
+    judge,
+)
 from imgkit_entrypoints.launch.signals import CollectedSignals
-from imgkit_entrypoints.rollcall.messages import Judged, Lost, Measure, Measured, Refused, StopAsked
+from imgkit_entrypoints.rollcall import reader, session
+from imgkit_entrypoints.rollcall.link import Link
+from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
 
 ANSWER_S = 2.0
@@ -134,13 +144,13 @@ class _Leading:
         try:
             if len(seats) > 1:
                 self.store.start()
-            self._measure(stages.stage(0, seats))
+            self._measure(verdict.stage(0, seats))
             seats = [rank for rank in seats if rank not in self._out()]
             number, suspects = 1, {node.rank for node in self._judged().outliers}
-            while stage := stages.stage(number, seats, absent=self._out(), suspects=suspects):
+            while stage := verdict.stage(number, seats, absent=self._out(), suspects=suspects):
                 if stage.kind == "all":  # those with which the run may start
                     condemned = {node.rank for node in self._judged().condemned}
-                    stage = stages.stage(number, seats, absent=self._out() | condemned)
+                    stage = verdict.stage(number, seats, absent=self._out() | condemned)
                 self._measure(stage)
                 number += 1
         finally:
@@ -215,7 +225,7 @@ class _Leading:
         self._take(stage)
 
     def _store_is_served(self) -> bool:
-        end = time.monotonic() + stages.ALONE_S
+        end = time.monotonic() + verdict.ALONE_S
         while not self.port and self.store.sources and time.monotonic() < end:
             self._turn(-1)
         return self.port > 0
@@ -264,3 +274,107 @@ class _Leading:
         """Name of a node, if possible the scheduler's: it stands in the words that exclude the node."""
         named = self.roll.place.hosts[rank : rank + 1]
         return named[0] if named else self.roll.host(rank)
+
+
+STORE = "store"
+"""The word for a process that serves the store in which the others meet, and the figure of its port."""
+
+
+class MeasuringProcess:
+    """One process that measures stage after stage. One that hangs is ended, and the next stage has a new one.
+
+    Parameters
+    ----------
+    words : arguments of the process after its socket.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+        *,
+        open_files: int,
+        words: tuple[str, ...] = (),
+    ) -> None:
+        self._env, self._say, self._open_files, self._words = env, say, open_files, words
+        self._child: GuardedCommand | None = None
+        self._link: Link[FromNode] | None = None
+        self._ended: list[GuardedCommand] = []
+        self._order: Measure | None = None
+        self._deadline = 0.0
+
+    @property
+    def sources(self) -> list[Readable]:
+        """Descriptors to wait for."""
+        return [one for one in (self._child, self._link) if one is not None]
+
+    def start(self) -> None:
+        """Start the process if there is none."""
+        if self._child is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = (str(theirs.fileno()), *self._words)
+            self._child = GuardedCommand(
+                (sys.executable or "python3", "-I", "-m", "imgkit_entrypoints.apps.preflight", *words),
+                self._env,
+                self._say,
+                speaks_for_all=False,
+                open_files=self._open_files,
+                inherited=(theirs.fileno(),),
+            )
+        self._child.__enter__()
+        self._link = Link(ours, reader.from_node)
+
+    def begin(self, order: Measure) -> None:
+        """Have the process measure; `answer` has the result later."""
+        self.start()
+        assert self._link is not None  # noqa: S101 - start has made it
+        self._order, self._deadline = order, time.monotonic() + order.limit_s
+        self._link.send(order)
+
+    def answer(self) -> Measured | None:
+        """Return what the process has measured, or why it has not; None: nothing yet."""
+        if self._child is None or self._link is None:
+            return None
+        for message in self._link.receive():
+            if isinstance(message, Measured) and (self._order is None or message.stage == self._order.stage):
+                return self._done(message)
+        running = self._child.read()
+        if self._order is None:
+            return None
+        stage = self._order.stage
+        if not running or self._child.code is not None or self._link.why:
+            code = self._child.code
+            why = "its measuring process ended" + ("" if code is None else f" with exit code {code}")
+            self._end()
+            return self._done(Measured(stage=stage, error=why))
+        if time.monotonic() >= self._deadline:
+            why = f"its measuring process hangs: no answer within {self._order.limit_s} s"
+            self._end()
+            return self._done(Measured(stage=stage, error=why, mute=True))
+        return None
+
+    def close(self) -> None:
+        """End the process, and wait until nothing of it is left."""
+        self._end()
+        for child in self._ended:
+            while child.read():
+                session.wait([child], 1.0)
+            child.__exit__(None, None, None)
+            child.wait()
+        self._ended.clear()
+
+    def _done(self, found: Measured) -> Measured:
+        self._order = None
+        if found.error:
+            self._end()  # after an error it may hold a broken process group
+        return found
+
+    def _end(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._child is not None:
+            self._child.send("kill")
+            self._ended.append(self._child)
+        self._child = self._link = None

@@ -15,9 +15,8 @@ from rollcall_nodes import close, meet, placement
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, NoPlan
-from imgkit_entrypoints.launch.preflight import run, stages
-from imgkit_entrypoints.launch.preflight.run import Needs
-from imgkit_entrypoints.launch.preflight.worker import STORE
+from imgkit_entrypoints.launch.preflight import run, verdict
+from imgkit_entrypoints.launch.preflight.run import STORE, Needs
 from imgkit_entrypoints.launch.signals import CollectedSignals
 from imgkit_entrypoints.rollcall import session
 from imgkit_entrypoints.rollcall.messages import Measure, Measured
@@ -171,7 +170,7 @@ def test_without_spare_all_nodes_refuse(signals: CollectedSignals, tmp_path: Pat
 def test_frozen_launcher_does_not_end_the_preflight(
     signals: CollectedSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "START_S", 1)
+    monkeypatch.setattr(verdict, "START_S", 1)
     monkeypatch.setattr(run, "ANSWER_S", 0.0)
     found = preflight(4, signals, spares=1, absent=(3,))
     assert [one.left_out for one in found] == [(3,)] * 3

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from imgkit_entrypoints.launch.preflight import stages
-from imgkit_entrypoints.launch.preflight.stages import Stage
+from imgkit_entrypoints.launch.preflight import verdict
+from imgkit_entrypoints.launch.preflight.verdict import Stage
 
 
 def all_stages(nodes: int, *, absent: tuple[int, ...] = (), suspects: tuple[int, ...] = ()) -> list[Stage]:
     found = (
-        stages.stage(number, range(nodes), absent=absent, suspects=suspects) for number in itertools.count()
+        verdict.stage(number, range(nodes), absent=absent, suspects=suspects) for number in itertools.count()
     )
     return [one for one in itertools.takewhile(lambda one: one is not None, found) if one]
 
@@ -26,7 +26,7 @@ def partners(found: list[Stage], node: int) -> list[int]:
 
 @pytest.mark.parametrize("nodes", range(2, 20))
 def test_all_rounds_together_pair_everybody_once(nodes: int) -> None:
-    rounds = [stages.pairs(nodes, turn) for turn in range(nodes + nodes % 2 - 1)]
+    rounds = [verdict.pairs(nodes, turn) for turn in range(nodes + nodes % 2 - 1)]
     met = [pair for pairs in rounds for pair in pairs]
     assert sorted(met) == list(itertools.combinations(range(nodes), 2))
     for pairs in rounds:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from imgkit_entrypoints.launch.preflight.judge import Judgement, NodeFigures, PairFigures, judge
-from imgkit_entrypoints.launch.preflight.report import Report
+from imgkit_entrypoints.launch.preflight.verdict import Judgement, NodeFigures, PairFigures, Report, judge
 
 
 def judged(
