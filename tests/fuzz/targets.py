@@ -61,7 +61,7 @@ from imgkit_entrypoints.apps.train import config_file
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import goodput, nccl_ras
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Wanted
 from imgkit_entrypoints.system import SystemFacts
@@ -372,9 +372,9 @@ def _bench_records() -> list[bytes]:
 
 def _snapshot(data: bytes, folder: Path) -> None:
     (folder / "weights.pt").write_bytes(b"x")
-    (folder / snapshot_files.MANIFEST).write_bytes(data)
-    if snapshot_files.problem(folder) is None:
-        snapshot_files.step_of(folder)
+    (folder / disk.MANIFEST).write_bytes(data)
+    if disk.problem(folder) is None:
+        disk.step_of(folder)
 
 
 # ---- recipes and what belongs to them

@@ -39,7 +39,7 @@ REASONS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
     "entrypoints/imgkit_entrypoints/facts/saved_tree.py": "tests write trees by it",
     "entrypoints/imgkit_entrypoints/facts/rdma.py": "opens a device, and makes nothing",
-    "entrypoints/imgkit_entrypoints/run/snapshot_files.py": "O_EXCL, in a folder of mkdir",
+    "entrypoints/imgkit_entrypoints/run/disk.py": "O_EXCL, in a folder of mkdir",
 }
 """Module -> why it may write without `files`."""
 
@@ -210,7 +210,7 @@ READERS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
     "entrypoints/imgkit_entrypoints/rollcall/ports.py": KERNEL,
     "entrypoints/imgkit_entrypoints/rollcall/secret.py": "standard input, and a file by stricter rules",
-    "entrypoints/imgkit_entrypoints/run/snapshot_files.py": "a folder",
+    "entrypoints/imgkit_entrypoints/run/disk.py": "a folder",
 }
 """Module -> why it may open a file without `files`."""
 

@@ -16,14 +16,14 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import random_state, resumable, snapshots
+from imgkit_entrypoints.run import checkpoints, random_state, resumable
 from imgkit_entrypoints.run.tracked import Tracked
 
 
 def rehearsed(batch: Any, times: int, loader: Any, tracked: Tracked) -> Iterator[Any]:
     """Yield `batch` so often, and undo what the loop's body did with it."""
     more = {"": resumable.generators(loader)}
-    drawn, before = random_state.current(more), snapshots.on_host(tracked.of_a_step(loader))
+    drawn, before = random_state.current(more), checkpoints.on_host(tracked.of_a_step(loader))
     for _ in range(times):
         yield copy.deepcopy(batch)
     tracked.load(before, "the state before the first step")

@@ -19,22 +19,14 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.hang_watch import Pulse
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
-from imgkit_entrypoints.run import (
-    ending,
-    folder_lock,
-    random_state,
-    ranks,
-    rehearsal,
-    stop_requests,
-)
-from imgkit_entrypoints.run.agreement import AddedNumbers
-from imgkit_entrypoints.run.kept_state import KeptState
-from imgkit_entrypoints.run.number_log import NumberLog
+from imgkit_entrypoints.run import disk, random_state, ranks, rehearsal, stepping, stop_requests
+from imgkit_entrypoints.run.agreement import AddedNumbers, NumberLog
+from imgkit_entrypoints.run.checkpoints import CheckpointWriter, FoundCheckpoint
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.rehearsal import DdpModels
-from imgkit_entrypoints.run.snapshots import FoundSnapshot, SnapshotWriter
-from imgkit_entrypoints.run.stepping import Stepping, Updates
+from imgkit_entrypoints.run.stepping import RunState, Stepping
 from imgkit_entrypoints.run.stop_requests import StopRequests
+from imgkit_entrypoints.run.tracked import Updates
 
 WAIT_TOLD_S = 30.0
 """Time after which a rank that waits for the others at the end of its loop says so."""
@@ -67,13 +59,13 @@ class Run:
             own.refuse_stopped()
         self._lock: BinaryIO | None = None
         if self._rank == 0:
-            self._lock = folder_lock.hold(kept, say, env) if kept else None
+            self._lock = disk.lock(kept, say, env) if kept else None
             if own:
                 own.clear()
         self._requests = StopRequests(env, own if self._rank == 0 else None, until)
         node = env.get("IMGKIT_STOP_DIR")
         notes = ProgressNotes(node, self._rank)
-        self._state = KeptState(kept, keep, notes, say)
+        self._state = RunState(kept, keep, notes, say)
         self._place = self._state.place
         self._stepping = Stepping(self._place, kept, Pulse(node, self._rank), notes, say)
         self._updates = Updates(self._state.tracked, self._tell)
@@ -134,7 +126,7 @@ class Run:
         try:
             if kind is None and here is not None:
                 self._break_off()
-                ending.finish(self._state, self._stepping, here, self._tell)
+                stepping.finish(self._state, self._stepping, here, self._tell)
         finally:
             self._requests.deaf()
             self._updates.close()
@@ -193,7 +185,7 @@ class Run:
         self.connect(here)
         return here
 
-    def find(self, where: str | Path | None = None) -> FoundSnapshot | None:
+    def find(self, where: str | Path | None = None) -> FoundCheckpoint | None:
         """Find the newest whole snapshot, for a program that needs it before its objects exist.
 
         `tensors("NAME.pt")` of the result is the state of what was tracked as NAME. A collective call.
@@ -205,7 +197,7 @@ class Run:
         folder = self._state.folder if where is None else Path(where)
         return None if folder is None else self._state.find(folder, self._join())
 
-    def restore(self, found: FoundSnapshot | None = None) -> bool:
+    def restore(self, found: FoundCheckpoint | None = None) -> bool:
         """Take over `found`, or the newest whole snapshot; False if there is none. A collective call.
 
         Raises
@@ -453,7 +445,7 @@ class Run:
     def _save(self, here: Ranks, *, at_start: bool = False) -> None:
         self._state.save(here, at_start=at_start)
         if self.stopping:
-            ending.leave(self._state, self._stepping, here, self._env, self._tell)
+            stepping.leave(self._state, self._stepping, here, self._env, self._tell)
         self._stepping.saved_step, self._stepping.wants_save = self._place.step, False
         self._stepping.go_on()
 
@@ -472,7 +464,7 @@ class Run:
         """Count the time in it as saving in ``goodput.json``, for files of the program's own."""
         return self._state.notes.saving()
 
-    def wait(self) -> SnapshotWriter:
+    def wait(self) -> CheckpointWriter:
         """Wait until the last snapshot is whole; the result has its step. A collective call."""
         return self._state.wait(self._join())
 

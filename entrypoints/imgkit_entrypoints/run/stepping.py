@@ -1,35 +1,40 @@
-"""The steps of a run: what each tells the launcher, and when the ranks look at numbers and requests."""
+"""The steps of a run: what each reports, when ranks exchange numbers, what is saved, and how it ends."""
 
 from __future__ import annotations
 
-import itertools
+import atexit
+import contextlib
+import dataclasses
+import gc
+import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import torch.distributed as dist
 
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
 from imgkit_entrypoints.launch.hang_watch import Pulse
 from imgkit_entrypoints.launch.progress import ProgressNotes
-from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement
-from imgkit_entrypoints.run.metrics_file import MetricsFile
-from imgkit_entrypoints.run.number_log import NumberLog
-from imgkit_entrypoints.run.place import LivePlace
-from imgkit_entrypoints.run.progress_lines import ProgressLines
+from imgkit_entrypoints.run import checkpoints, resumable, stop_requests
+from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement, NumberLog
+from imgkit_entrypoints.run.checkpoints import CheckpointWriter, FoundCheckpoint
+from imgkit_entrypoints.run.disk import newest_first
+from imgkit_entrypoints.run.metrics import MetricsFile, ProgressLines
+from imgkit_entrypoints.run.position import (
+    LivePosition,
+    PassOptions,
+    RunPosition,
+    position_in,
+    refuse_different,
+)
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.tracked import Tracked
 
 MOST_STEPS = 1000
 """Most steps between two looks."""
-MOST_WAIT = 256
-"""Most steps by which a save waits for an optimizer that uses the gradients."""
-SAMPLES = 8
-"""Gradients of an optimizer that are looked at."""
-_USED = "_imgkit_used"
-"""Attribute of a gradient: its version when the optimizer used it."""
 
 
 class Stepping:
@@ -43,7 +48,7 @@ class Stepping:
 
     def __init__(
         self,
-        place: LivePlace,
+        place: LivePosition,
         folder: Path | None,
         pulse: Pulse,
         notes: ProgressNotes,
@@ -114,120 +119,244 @@ class Stepping:
             self._lines.note(agreed.step, self._place.passes(), agreed.steps, agreed.seconds, means)
 
 
-class Updates:
-    """The updates of the weights by the optimizers that are tracked.
+class RunState:
+    """The state of a run, and its snapshots. Collective calls take the ranks.
 
-    A snapshot keeps no gradients, so none is taken where some wait for their optimizer; and it cannot keep a
-    scheduler that is not tracked.
+    Parameters
+    ----------
+    folder : the run's folder; None: nothing is written.
+    keep : number of snapshots that stay.
+    notes : get the time that saving takes.
     """
 
-    def __init__(self, tracked: Tracked, say: Callable[[str], None]) -> None:
-        self._tracked, self._say = tracked, say
-        self._stepped: set[int] = set()
-        """Optimizers that were called since the latest step of the run began."""
-        self._rates: list[float] | None = None
-        self._waited = 0
-        self._hook = register_optimizer_step_post_hook(self._note)
-
-    def close(self) -> None:
-        """See no more updates."""
-        self._hook.remove()
-
-    @property
-    def are_seen(self) -> bool:
-        """Whether an optimizer is tracked."""
-        return next(self._optimizers(), None) is not None
+    def __init__(
+        self, folder: Path | None, keep: int, notes: ProgressNotes, say: Callable[[str], None]
+    ) -> None:
+        self.folder, self._keep, self.notes, self._say = folder, keep, notes, say
+        self.tracked, self.place = Tracked(), LivePosition()
+        self.may_write = self.has_written = False
+        self._saved = RunPosition()
+        self._restored: FoundCheckpoint | None = None
+        self._warned: set[str] = set()
+        self._loader: Callable[[], Any] = lambda: None
+        """Returns the loader of the latest pass, if the program still has it."""
+        self._writer: CheckpointWriter | None = None
 
     @property
-    def are_ahead(self) -> bool:
-        """Whether an optimizer was called since then."""
-        return bool(self._stepped)
+    def has_moved(self) -> bool:
+        """Whether there is a state that no snapshot has."""
+        return self._saved != self.place.position() and len(self.tracked) > 0
 
-    def forget(self) -> None:
-        """A step of the run begins."""
-        self._stepped.clear()
+    def find(self, folder: Path, here: Ranks) -> FoundCheckpoint | None:
+        """Find the newest whole snapshot in `folder`, which may also be a snapshot."""
+        return checkpoints.newest(folder, here, self._say if here.rank == 0 else lambda _: None)
 
-    def wait(self) -> bool:
-        """Whether an optimizer has gradients that it did not use yet."""
-        waiting = any(
-            _key(one) not in self._stepped
-            and any(getattr(grad, _USED, None) != grad._version for grad in _gradients(one))
-            for one in self._optimizers()
-        )
-        self._waited = self._waited + 1 if waiting else 0
-        if self._waited == MOST_WAIT:
-            self._say(
-                f"warning: no optimizer.step() for {MOST_WAIT} steps; the run saves without the gradients"
-            )
-        return waiting and self._waited < MOST_WAIT
-
-    def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        if _key(optimizer) not in map(_key, self._optimizers()):
-            return
-        self._stepped.add(_key(optimizer))
-        for grad in _gradients(optimizer):
-            setattr(grad, _USED, grad._version)  # a later backward pass changes it, or makes another tensor
-
-    def _optimizers(self) -> Iterator[Optimizer]:
-        return (one for one in self._tracked if isinstance(one, Optimizer))
-
-    def _have_unknown_scheduler(self) -> bool:
-        return any(
-            "initial_lr" in group and not any(_schedules(one, optimizer) for one in self._tracked)
-            for optimizer in self._optimizers()
-            for group in optimizer.param_groups
-        )
-
-    def refuse_unknown_scheduler(self) -> None:
-        """Raise UsageError if a scheduler exists that is not tracked; before a restore, which hides it."""
-        if self._have_unknown_scheduler():
-            raise _unknown_scheduler("it would begin anew after a resume")
-
-    def restored(self) -> None:
-        """Note the learning rates of a snapshot."""
-        self._rates = self._learning_rates()
-
-    def check_schedulers(self) -> None:
-        """Refuse, before the first step, a scheduler that was made after the restore and has begun anew.
+    def restore(self, found: FoundCheckpoint, here: Ranks) -> None:
+        """Take over a snapshot.
 
         Raises
         ------
-        UsageError : it has changed a learning rate of the snapshot.
+        UsageError : it holds other objects, or cannot be read.
         """
-        if not self._have_unknown_scheduler():
+        position = position_in(found)
+        self.tracked.load(self.tracked.read(found, here), str(found.where))
+        self.place.take_over(position, found, here, self._say)
+        self._saved, self._restored = self.place.position(), found
+
+    def next_pass(
+        self, loader: Any, name: str, save_every: int, accumulate: int, here: Ranks
+    ) -> PassOptions | None:
+        """Compare the options of a pass, and return those of rank 0; None: it was done before the snapshot.
+
+        Raises
+        ------
+        UsageError : the loader cannot resume, the ranks have different loaders or options, or another loop
+            comes now.
+        """
+        resumable.refuse_without_position(loader)
+        if resumable.has_state(loader) and not self.tracked.has(loader):
+            raise UsageError(
+                f"run.steps: the state of this {type(loader).__name__} is not tracked",
+                hint="run.track(loader=loader, ...)",
+            )
+        own = PassOptions(
+            name=name,
+            batches=resumable.length(loader),
+            samples=resumable.samples(loader),
+            save_every=save_every,
+            accumulate=accumulate,
+            step=self.place.step,
+            tracked=", ".join(self.tracked.names()),
+        )
+        every = here.gather(own, PassOptions, call="run.steps")
+        refuse_different(every)
+        return every[0] if self.place.is_next(name) else None
+
+    def open_pass(self, loader: Any, options: PassOptions, here: Ranks) -> Iterator[Any]:
+        """Iterate over `loader` from its beginning, or from where the snapshot was taken.
+
+        Raises
+        ------
+        UsageError : the snapshot was taken in a pass over another loader.
+        """
+        if self._restored and self.place.repeats:
+            # What the program has done in this epoch was done before the snapshot already.
+            self.tracked.load(self.tracked.read(self._restored, here), str(self._restored.where))
+        self._restored = None
+        if here.rank == 0:
+            self._warn(loader, options.name)
+        return self.place.open(loader, options)
+
+    def _warn(self, loader: Any, name: str) -> None:
+        """Warn, once each, of what may differ after a resume."""
+        warnings = [
+            f"the loader's {one} draws random numbers that no snapshot keeps: after a resume within a pass "
+            "they are others; docs/howto/own-loop.md names what else the run cannot see"
+            for one in resumable.unseen_generators(loader)
+        ]
+        if self.place.is_between_passes and resumable.is_stateful_loader(loader):
+            warnings.append(
+                f"after a snapshot between two passes, {type(loader).__name__} draws other random numbers "
+                "than without the stop"
+            )
+        before = self._loader()
+        if not name and before is not None and before is not loader:
+            warnings.append(
+                "a pass over another loader than the one before: where an epoch has both, name each, "
+                "run.steps(loader, name=...); where one takes the place of the other, by the same name"
+            )
+        with contextlib.suppress(TypeError):  # a list has no weak references
+            self._loader = weakref.ref(loader)
+        for text in warnings:
+            if text not in self._warned:
+                self._say(f"warning: {text}")
+        self._warned.update(warnings)
+
+    def refuse_older(self, here: Ranks) -> None:
+        """Raise UsageError, on every rank, if the folder holds snapshots on any node."""
+        older = self.folder and newest_first(self.folder / checkpoints.FOLDER)
+        if any(here.gather(bool(older), bool, call="run.save")):
+            raise UsageError(
+                "this run would replace the snapshots of another run",
+                where=str(self.folder),
+                hint="call run.restore() after run.track(), or name another folder",
+            )
+
+    def save(self, here: Ranks, *, at_start: bool = False) -> None:
+        """Write a snapshot in the background; `at_start`: a pass of `Run.steps` begins now.
+
+        Raises
+        ------
+        UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored.
+        """
+        if self.folder is None:
             return
-        if self._rates not in (None, self._learning_rates()):
-            raise _unknown_scheduler("it has begun anew, with another learning rate than in the snapshot")
-        error = _unknown_scheduler("it begins anew after a resume, unless its last_epoch says otherwise")
-        self._say(f"warning: {error}")
+        if not len(self.tracked):
+            raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
+        if not self.may_write:
+            self.refuse_older(here)
+            self.may_write = True
+        step = self.place.step
+        with self.notes.saving(step):
+            parts = self.tracked.kept(here)
+            self._saved, self.has_written = self.place.position(at_start=at_start), True
+            self.writer(here).save(
+                step,
+                tensors=lambda: parts,
+                drawn=self.place.drawn(),
+                about={"run": dataclasses.asdict(self._saved)},
+            )
 
-    def _learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for one in self._optimizers() for group in one.param_groups]
+    def writer(self, here: Ranks) -> CheckpointWriter:
+        """What writes the snapshots; made at the first call, which may come before any `save`."""
+        if self._writer is None:
+            self._writer = CheckpointWriter(
+                self.folder or Path(), self._keep, here, self._say, self.notes.keeps
+            )
+        return self._writer
+
+    def wait(self, here: Ranks) -> CheckpointWriter:
+        """Wait until the last snapshot is whole."""
+        writer = self.writer(here)
+        with self.notes.saving():
+            writer.close()
+        return writer
 
 
-def _key(optimizer: Optimizer) -> int:
-    weights = (one for group in optimizer.param_groups for one in group["params"])
-    return id(next(weights, optimizer))  # a wrapper around the optimizer has the same
+_EXIT_CODES: list[int] = []
+"""Exit codes of runs that were stopped."""
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """A few of its gradients; one backward pass makes all of them."""
-    weights = (one for group in optimizer.param_groups for one in group["params"])
-    return list(itertools.islice((one.grad for one in weights if one.grad is not None), SAMPLES))
+class NotSaved(CheckFailed):
+    """The last state of a run that is done could not be written; all ranks raise it."""
 
 
-def _schedules(one: object, optimizer: Optimizer) -> bool:
-    """Whether `one` is a scheduler of the optimizer, or has one."""
-    if isinstance(one, Optimizer):
-        return False
-    parts = (one, *getattr(one, "__dict__", {}).values())
-    owners = (getattr(part, "optimizer", None) for part in parts)
-    return any(getattr(owner, "param_groups", None) is optimizer.param_groups for owner in owners)
+def code_of(step: int, saved: int, why: str, folder: Path, here: Ranks, env: Mapping[str, str]) -> int:
+    """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
+
+    Under dist-run the launcher reads the mark, and exits with 85. torchrun turns every code but 0 into 1, so
+    its mark lies in the run folder. Elsewhere the code 85 says that the state is saved.
+    """
+    if saved != step:
+        return EXIT_NO
+    if why == stop_requests.FOR_GOOD or stop_requests.tell_saved(step, here.local_rank, env):
+        return 0
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return EXIT_SAVED
+    if here.rank == 0:
+        stop_requests.mark_saved(folder, step, env)
+    return 0
 
 
-def _unknown_scheduler(why: str) -> UsageError:
-    return UsageError(
-        f"the optimizer has a learning rate scheduler that is not tracked: {why}",
-        where="run.track",
-        hint="make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)",
-    )
+def leave(
+    state: RunState, stepping: Stepping, here: Ranks, env: Mapping[str, str], tell: Callable[[str], None]
+) -> None:
+    """Raise SystemExit once the saved state is whole. Whatever destructors do then, its code stays."""
+    stepping.end()
+    step, why = state.place.step, stepping.agreement.stop
+    saved = state.wait(here).saved_step
+    if state.folder is None:
+        tell(f"stopped after step {step}: {why}")
+        code = EXIT_NO
+    else:
+        kept = f"the state of step {saved} is saved" if saved >= 0 else "this start saved no state"
+        tell(f"stopped after step {step}: {why}; {kept}")
+        code = code_of(step, saved, why, state.folder, here, env)
+    _EXIT_CODES.append(code)
+    raise SystemExit(code)
+
+
+def finish(state: RunState, stepping: Stepping, here: Ranks, tell: Callable[[str], None]) -> None:
+    """Save the last state of a run that is done.
+
+    Raises
+    ------
+    NotSaved : it could not be written.
+    """
+    if here.world_size > 1 and not dist.is_initialized():
+        if state.has_moved:
+            tell("warning: the last state is not saved: there is no process group at the end of `with`")
+        return
+    stepping.end()
+    here.gather("", str, call="the end of the run")
+    stepping.agreement.stop = ""  # all is done
+    if state.has_moved:
+        state.save(here)
+    if state.has_written and state.wait(here).saved_step != state.place.step:
+        raise NotSaved(f"the state of step {state.place.step} is not saved", where=str(state.folder))
+
+
+def _end_in_order() -> None:
+    """Free the process group before the interpreter is finalized.
+
+    gloo's threads release their last works late. A thread that asks a finalizing interpreter for its lock
+    ends the process by SIGABRT, also after a correct run of a bare DDP loop.
+    """
+    gc.collect()
+    if _EXIT_CODES:  # a model in a global variable still keeps its group
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_EXIT_CODES[-1])
+
+
+atexit.register(_end_in_order)

@@ -1,21 +1,24 @@
-"""The objects whose state a run saves and restores."""
+"""The objects whose state a run saves and restores, and the updates of the weights by its optimizers."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import io
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import resumable
+from imgkit_entrypoints.run.checkpoints import FoundCheckpoint, first_difference
 from imgkit_entrypoints.run.ranks import Ranks, told
-from imgkit_entrypoints.run.snapshots import FoundSnapshot, first_difference
 
 RESERVED = ("random", "pass")
 """Names of a snapshot's own parts."""
@@ -181,7 +184,7 @@ class Tracked:
         """The names of the objects, by those of their parts."""
         return {f"{name}{OF_RANKS}" if name in self._by_rank else name: name for name in self._parts}
 
-    def read(self, found: FoundSnapshot, here: Ranks) -> dict[str, Any]:
+    def read(self, found: FoundCheckpoint, here: Ranks) -> dict[str, Any]:
         """Read this rank's states from a snapshot; a collective call.
 
         Raises
@@ -201,7 +204,7 @@ class Tracked:
             states[name] = self._of_rank(name, states[name], found, here)
         return states
 
-    def _of_rank(self, name: str, rows: list[bytes], found: FoundSnapshot, here: Ranks) -> Any:
+    def _of_rank(self, name: str, rows: list[bytes], found: FoundCheckpoint, here: Ranks) -> Any:
         """This rank's state of those in a snapshot."""
         if len(rows) == here.world_size:
             return _read(name, rows[here.rank])
@@ -378,3 +381,130 @@ def _read(name: str, content: bytes) -> Any:
             where="run.track",
             hint="return only numbers, texts, lists, dicts and tensors from its state_dict",
         ) from error
+
+
+MOST_WAIT = 256
+"""Most steps by which a save waits for an optimizer that uses the gradients."""
+SAMPLES = 8
+"""Gradients of an optimizer that are looked at."""
+_USED = "_imgkit_used"
+"""Attribute of a gradient: its version when the optimizer used it."""
+
+
+class Updates:
+    """The updates of the weights by the optimizers that are tracked.
+
+    A snapshot keeps no gradients, so none is taken where some wait for their optimizer; and it cannot keep a
+    scheduler that is not tracked.
+    """
+
+    def __init__(self, tracked: Tracked, say: Callable[[str], None]) -> None:
+        self._tracked, self._say = tracked, say
+        self._stepped: set[int] = set()
+        """Optimizers that were called since the latest step of the run began."""
+        self._rates: list[float] | None = None
+        self._waited = 0
+        self._hook = register_optimizer_step_post_hook(self._note)
+
+    def close(self) -> None:
+        """See no more updates."""
+        self._hook.remove()
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether an optimizer is tracked."""
+        return next(self._optimizers(), None) is not None
+
+    @property
+    def are_ahead(self) -> bool:
+        """Whether an optimizer was called since then."""
+        return bool(self._stepped)
+
+    def forget(self) -> None:
+        """A step of the run begins."""
+        self._stepped.clear()
+
+    def wait(self) -> bool:
+        """Whether an optimizer has gradients that it did not use yet."""
+        waiting = any(
+            _key(one) not in self._stepped
+            and any(getattr(grad, _USED, None) != grad._version for grad in _gradients(one))
+            for one in self._optimizers()
+        )
+        self._waited = self._waited + 1 if waiting else 0
+        if self._waited == MOST_WAIT:
+            self._say(
+                f"warning: no optimizer.step() for {MOST_WAIT} steps; the run saves without the gradients"
+            )
+        return waiting and self._waited < MOST_WAIT
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        if _key(optimizer) not in map(_key, self._optimizers()):
+            return
+        self._stepped.add(_key(optimizer))
+        for grad in _gradients(optimizer):
+            setattr(grad, _USED, grad._version)  # a later backward pass changes it, or makes another tensor
+
+    def _optimizers(self) -> Iterator[Optimizer]:
+        return (one for one in self._tracked if isinstance(one, Optimizer))
+
+    def _have_unknown_scheduler(self) -> bool:
+        return any(
+            "initial_lr" in group and not any(_schedules(one, optimizer) for one in self._tracked)
+            for optimizer in self._optimizers()
+            for group in optimizer.param_groups
+        )
+
+    def refuse_unknown_scheduler(self) -> None:
+        """Raise UsageError if a scheduler exists that is not tracked; before a restore, which hides it."""
+        if self._have_unknown_scheduler():
+            raise _unknown_scheduler("it would begin anew after a resume")
+
+    def restored(self) -> None:
+        """Note the learning rates of a snapshot."""
+        self._rates = self._learning_rates()
+
+    def check_schedulers(self) -> None:
+        """Refuse, before the first step, a scheduler that was made after the restore and has begun anew.
+
+        Raises
+        ------
+        UsageError : it has changed a learning rate of the snapshot.
+        """
+        if not self._have_unknown_scheduler():
+            return
+        if self._rates not in (None, self._learning_rates()):
+            raise _unknown_scheduler("it has begun anew, with another learning rate than in the snapshot")
+        error = _unknown_scheduler("it begins anew after a resume, unless its last_epoch says otherwise")
+        self._say(f"warning: {error}")
+
+    def _learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for one in self._optimizers() for group in one.param_groups]
+
+
+def _key(optimizer: Optimizer) -> int:
+    weights = (one for group in optimizer.param_groups for one in group["params"])
+    return id(next(weights, optimizer))  # a wrapper around the optimizer has the same
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    """A few of its gradients; one backward pass makes all of them."""
+    weights = (one for group in optimizer.param_groups for one in group["params"])
+    return list(itertools.islice((one.grad for one in weights if one.grad is not None), SAMPLES))
+
+
+def _schedules(one: object, optimizer: Optimizer) -> bool:
+    """Whether `one` is a scheduler of the optimizer, or has one."""
+    if isinstance(one, Optimizer):
+        return False
+    parts = (one, *getattr(one, "__dict__", {}).values())
+    owners = (getattr(part, "optimizer", None) for part in parts)
+    return any(getattr(owner, "param_groups", None) is optimizer.param_groups for owner in owners)
+
+
+def _unknown_scheduler(why: str) -> UsageError:
+    return UsageError(
+        f"the optimizer has a learning rate scheduler that is not tracked: {why}",
+        where="run.track",
+        hint="make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)",
+    )

@@ -49,7 +49,7 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
 
 def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     """Run `count` steps with a snapshot and as many without, in turn."""
-    from imgkit_entrypoints.run import kept_state  # an older imgkit, which takes its turns, has none
+    from imgkit_entrypoints.run import stepping
 
     keepers = []
 
@@ -70,8 +70,8 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
                 began = clocks()
             yield step
 
-    made = kept_state.SnapshotWriter
-    app.traced, kept_state.SnapshotWriter = timed, kept  # type: ignore[misc, assignment]
+    made = stepping.SnapshotWriter
+    app.traced, stepping.SnapshotWriter = timed, kept  # type: ignore[misc, assignment]
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 

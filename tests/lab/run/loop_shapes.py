@@ -35,7 +35,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from imgkit_entrypoints.run.kept_state import KeptState
+from imgkit_entrypoints.run.stepping import RunState
 
 EPOCHS = 3
 LOOPS = {}
@@ -1048,7 +1048,7 @@ def attempt(name, cuts):
 
 def watch():
     """Cut where a step was counted. Wait for each snapshot, so that a cut leaves the same ones each time."""
-    counted, saved, started = Run._count, KeptState.save, Run.start
+    counted, saved, started = Run._count, RunState.save, Run.start
 
     def count(run):
         counted(run)
@@ -1058,7 +1058,7 @@ def watch():
         saved(state, here, **options)
         state.wait(here)
 
-    Run._count, KeptState.save, Run.start = count, save, lambda: started(**KEPT)
+    Run._count, RunState.save, Run.start = count, save, lambda: started(**KEPT)
 
 
 def warm_up():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints import fence
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 
 
 def env(folder: Path, attempt: int, job: str = "4711") -> dict[str, str]:
@@ -53,13 +53,13 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
 
 def test_late_snapshot_changes_nothing(tmp_path: Path) -> None:
     def save(step: int, attempt: int, late: bool = False) -> None:
-        def part(sink: snapshot_files.Sink) -> None:
+        def part(sink: disk.Sink) -> None:
             sink.write(b"weights")
             if late:
                 fence.admit(tmp_path, "4711", attempt + 1, "a1")
                 (tmp_path / ".writing-of-the-next-attempt").mkdir()
 
-        snapshot_files.write(tmp_path, step, {"weights.pt": part}, keep=2, env=env(tmp_path, attempt))
+        disk.write_checkpoint(tmp_path, step, {"weights.pt": part}, keep=2, env=env(tmp_path, attempt))
 
     fence.admit(tmp_path, "4711", 1, "a1")
     save(5, 1)

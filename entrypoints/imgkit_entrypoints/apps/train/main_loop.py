@@ -18,7 +18,7 @@ from imgkit_entrypoints.apps.train.state.course import Course
 from imgkit_entrypoints.apps.train.step_sums import LossIsNoNumber
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
-from imgkit_entrypoints.run.ending import NotSaved
+from imgkit_entrypoints.run.stepping import NotSaved
 
 DONE = "all steps are done"
 

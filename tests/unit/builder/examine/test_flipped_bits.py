@@ -20,7 +20,7 @@ from imgkit_builder.base import checks
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 
 FLIPS, MANY = 150, 10_000
 Kind = tuple[Path, Callable[[], bool]]
@@ -85,20 +85,20 @@ def archive_checksum(folder: Path) -> Kind:
 
 
 def snapshot(folder: Path) -> Path:
-    def write(sink: snapshot_files.Sink) -> None:
+    def write(sink: disk.Sink) -> None:
         sink.write(b"weights")
 
-    return snapshot_files.write(folder, 7, {"weights.pt": write, "state.json": write}, keep=1)
+    return disk.write_checkpoint(folder, 7, {"weights.pt": write, "state.json": write}, keep=1)
 
 
 def snapshot_manifest(folder: Path) -> Kind:
     path = snapshot(folder)
-    return path / snapshot_files.MANIFEST, lambda: snapshot_files.problem(path) is not None
+    return path / disk.MANIFEST, lambda: disk.problem(path) is not None
 
 
 def snapshot_part(folder: Path) -> Kind:
     path = snapshot(folder)
-    return path / "weights.pt", lambda: snapshot_files.problem(path) is not None
+    return path / "weights.pt", lambda: disk.problem(path) is not None
 
 
 KINDS = (delta, archive_itself, archive_manifest, archive_checksum, snapshot_manifest, snapshot_part)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import folder_lock
+from imgkit_entrypoints.run import disk
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from imgkit_entrypoints.run import folder_lock
-lock = folder_lock.hold(Path(sys.argv[1]), print, os.environ)
+from imgkit_entrypoints.run import disk
+lock = disk.lock(Path(sys.argv[1]), print, os.environ)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -39,13 +39,13 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, s
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(disk, "PATIENCE_S", 0.0)
 
 
 @pytest.mark.parametrize("held", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
 def test_later_attempt_goes_on_and_says_who_has_the_lock(held: dict[str, str], tmp_path: Path) -> None:
     said: list[str] = []
-    folder_lock.hold(tmp_path, said.append, {**held, "IMGKIT_ATTEMPT": "2"}).close()
+    disk.lock(tmp_path, said.append, {**held, "IMGKIT_ATTEMPT": "2"}).close()
     assert len(said) == 1
     assert "an earlier attempt still has the lock (process " in said[0]
 
@@ -55,5 +55,5 @@ def test_later_attempt_goes_on_and_says_who_has_the_lock(held: dict[str, str], t
 )
 def test_other_run_is_refused(held: dict[str, str], mine: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another run writes into this folder") as caught:
-        folder_lock.hold(tmp_path, print, mine)
+        disk.lock(tmp_path, print, mine)
     assert caught.value.where == str(tmp_path)

@@ -18,7 +18,7 @@ from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Seen, 
 from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRanks
 from imgkit_entrypoints.apps.train.schedule import learning_rate
 from imgkit_entrypoints.launch.start_up import StartUp
-from imgkit_entrypoints.run.metrics_file import METRICS, MetricsFile, now
+from imgkit_entrypoints.run.metrics import METRICS, MetricsFile, now
 
 SCHEMA = 1
 CURVES = "curves.svg"

@@ -14,7 +14,7 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.data.order import Position
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import Run
-from imgkit_entrypoints.run.snapshots import FoundSnapshot
+from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
 
 PART = "course.pt"
 
@@ -36,7 +36,7 @@ class Course:
         """Do nothing: `course_of` has read it."""
 
 
-def find(config: Config, run: Run) -> FoundSnapshot | None:
+def find(config: Config, run: Run) -> FoundCheckpoint | None:
     """Find the snapshot that ``--resume`` selects; a collective call.
 
     Raises
@@ -62,7 +62,7 @@ def find(config: Config, run: Run) -> FoundSnapshot | None:
     return found
 
 
-def course_of(found: FoundSnapshot) -> Course:
+def course_of(found: FoundCheckpoint) -> Course:
     """Read the course that a snapshot keeps; a collective call.
 
     Raises

@@ -1,4 +1,4 @@
-"""The position of a run in its data, and what the ranks must agree on before they go on from there."""
+"""The position of a run in its data, and what the ranks must agree on before they resume from there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import random_state, resumable, snapshots
+from imgkit_entrypoints.run import checkpoints, random_state, resumable
+from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
 from imgkit_entrypoints.run.random_state import LoopGenerators, SentState
 from imgkit_entrypoints.run.ranks import Ranks, told
-from imgkit_entrypoints.run.snapshots import FoundSnapshot
 
 RANDOM, PASS = "random.pt", "pass.pt"
 """Parts of a snapshot: the random states of all ranks, now and at the start of the pass."""
@@ -90,7 +90,7 @@ class _Resumed:
     """Whether the program does again what it had done in this epoch before the snapshot."""
 
 
-class LivePlace:
+class LivePosition:
     """The position of a running loop, with the random numbers that belong to it."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class LivePlace:
         return {name: SentState.of(state) for name, state in states.items()}
 
     def take_over(
-        self, position: RunPosition, found: FoundSnapshot, here: Ranks, say: Callable[[str], None]
+        self, position: RunPosition, found: FoundCheckpoint, here: Ranks, say: Callable[[str], None]
     ) -> None:
         """Go on from the `position` in a snapshot, with its random numbers; a collective call."""
         drawn = found.tensors(RANDOM)
@@ -325,7 +325,7 @@ def _refuse_other_loader(name: str, last: Loop, loop: Loop, *, same_ranks: bool)
     )
 
 
-def position_in(found: FoundSnapshot) -> RunPosition:
+def position_in(found: FoundCheckpoint) -> RunPosition:
     """Read the position from a snapshot; a collective call.
 
     Raises
@@ -333,11 +333,11 @@ def position_in(found: FoundSnapshot) -> RunPosition:
     UsageError : another program has written it.
     """
     try:
-        position: RunPosition = json_text.read(RunPosition, found.values(snapshots.STATE)["run"], "run")
+        position: RunPosition = json_text.read(RunPosition, found.values(checkpoints.STATE)["run"], "run")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"this snapshot is of another program: its position is missing or wrong ({error})",
-            where=str(found.where / snapshots.STATE),
+            where=str(found.where / checkpoints.STATE),
             hint="name another folder in Run.start(FOLDER); dist-train's snapshots are for dist-train",
         ) from None
     return position

@@ -1,4 +1,4 @@
-"""Save the state of a run as a snapshot, and find and load it again: one rank does it for all."""
+"""Save the state of a run as a checkpoint, and find and load it again: one rank does it for all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.run.random_state import SentState
 from imgkit_entrypoints.run.ranks import Ranks
 
@@ -39,7 +39,7 @@ def on_host(value: Any) -> Any:
     return value
 
 
-class SnapshotWriter:
+class CheckpointWriter:
     """Takes snapshots of a run, and writes them in the background while training goes on."""
 
     def __init__(
@@ -101,10 +101,10 @@ class SnapshotWriter:
         stall_s = time.perf_counter() - began
         self.stalled_s, self.longest_stall_s = self.stalled_s + stall_s, max(self.longest_stall_s, stall_s)
 
-    def _write(self, step: int, parts: Mapping[str, snapshot_files.WriteFile]) -> None:
+    def _write(self, step: int, parts: Mapping[str, disk.WriteFile]) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            snapshot_files.write(self._folder, step, parts, keep=self._keep, warn=self._warn)
+            disk.write_checkpoint(self._folder, step, parts, keep=self._keep, warn=self._warn)
             self.saved_step = step
             self._kept(step)
         except OSError as error:
@@ -136,11 +136,11 @@ class SnapshotWriter:
         self.stalled_s += time.perf_counter() - began
 
 
-def _saving(value: Any) -> snapshot_files.WriteFile:
+def _saving(value: Any) -> disk.WriteFile:
     return lambda sink: torch.save(value, sink)
 
 
-def _writing(text: str) -> snapshot_files.WriteFile:
+def _writing(text: str) -> disk.WriteFile:
     return lambda sink: sink.write(text.encode())
 
 
@@ -153,7 +153,7 @@ def _cause(error: BaseException) -> OSError:
     return OSError(0, str(error))
 
 
-class FoundSnapshot:
+class FoundCheckpoint:
     """A valid snapshot that one rank reads for all. Its methods are collective calls."""
 
     def __init__(self, mine: Path | None, source: int, here: Ranks) -> None:
@@ -207,7 +207,7 @@ class FoundSnapshot:
         )
 
 
-def newest(place: Path, here: Ranks, say: Say) -> FoundSnapshot | None:
+def newest(place: Path, here: Ranks, say: Say) -> FoundCheckpoint | None:
     """Find the newest valid snapshot in `place` on any node; None: there is none. A collective call.
 
     A shared file system is not needed: the first rank of each node searches, and the one with the newest
@@ -215,13 +215,13 @@ def newest(place: Path, here: Ranks, say: Say) -> FoundSnapshot | None:
     """
     mine: Path | None = None
     if here.local_rank == 0:
-        mine = next(snapshot_files.valid_ones(place, say), None)
-    offers = here.gather(-1 if mine is None else snapshot_files.step_of(mine), int, call="run.restore")
+        mine = next(disk.valid_ones(place, say), None)
+    offers = here.gather(-1 if mine is None else disk.step_of(mine), int, call="run.restore")
     step = max(offers)
     if step < 0:
         return None
     source = offers.index(step)
-    return FoundSnapshot(mine if here.rank == source else None, source, here)
+    return FoundCheckpoint(mine if here.rank == source else None, source, here)
 
 
 def first_difference(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str | None:

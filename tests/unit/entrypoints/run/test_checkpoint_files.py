@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 
 EFFECTS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
 DIES = 77
 
 
-def parts(step: int) -> dict[str, snapshot_files.WriteFile]:
+def parts(step: int) -> dict[str, disk.WriteFile]:
     return {
         "weights.pt": lambda sink: (sink.write(b"w" * 100), sink.write(bytes([step] * 50))),
         "state.json": lambda sink: sink.write(json.dumps({"step": step}).encode()),
@@ -26,7 +26,7 @@ def parts(step: int) -> dict[str, snapshot_files.WriteFile]:
 
 
 def write(folder: Path, step: int, keep: int = 2) -> Path:
-    return snapshot_files.write(folder, step, parts(step), keep=keep)
+    return disk.write_checkpoint(folder, step, parts(step), keep=keep)
 
 
 def rewrite(snapshot: Path, **changed: object) -> None:
@@ -36,10 +36,7 @@ def rewrite(snapshot: Path, **changed: object) -> None:
 
 
 def valid_steps(folder: Path, said: list[str] | None = None) -> list[int]:
-    return [
-        snapshot_files.step_of(path)
-        for path in snapshot_files.valid_ones(folder, (said if said is not None else []).append)
-    ]
+    return [disk.step_of(path) for path in disk.valid_ones(folder, (said if said is not None else []).append)]
 
 
 class Faulty:
@@ -70,7 +67,7 @@ def killed_at(folder: Path, step: int, call: int, *, after: bool) -> bool:
     """Write in a process that dies at system call number `call`; False if it makes fewer calls."""
     pid = os.fork()
     if pid == 0:
-        snapshot_files.os = Faulty(call, lambda _: os._exit(DIES), after=after)  # type: ignore[attr-defined]
+        disk.os = Faulty(call, lambda _: os._exit(DIES), after=after)  # type: ignore[attr-defined]
         write(folder, step)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == DIES
@@ -113,7 +110,7 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
         folder.mkdir()
         write(folder, 1)
         faulty = Faulty(call, full)
-        monkeypatch.setattr(snapshot_files, "os", faulty)
+        monkeypatch.setattr(disk, "os", faulty)
         try:
             write(folder, 2)
         except OSError as error:
@@ -124,20 +121,20 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
         else:
             assert valid_steps(folder)[0] == 2
         finally:
-            monkeypatch.setattr(snapshot_files, "os", os)
+            monkeypatch.setattr(disk, "os", os)
         if faulty.calls < call:
             break
     assert failures > 15
 
 
 def test_failing_part_leaves_nothing(tmp_path: Path) -> None:
-    def fails(sink: snapshot_files.Sink) -> None:
+    def fails(sink: disk.Sink) -> None:
         sink.write(b"half")
         raise RuntimeError("as torch.save does")
 
     write(tmp_path, 1)
     with pytest.raises(RuntimeError):
-        snapshot_files.write(tmp_path, 2, {"weights.pt": fails}, keep=2)
+        disk.write_checkpoint(tmp_path, 2, {"weights.pt": fails}, keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
@@ -187,9 +184,9 @@ def test_damaged_snapshot_is_named_and_skipped(
 def test_run_and_snapshot_are_places_too(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
     one = write(tmp_path / "snapshots", 1)
-    assert list(snapshot_files.valid_ones(tmp_path, print)) == [one]
-    assert list(snapshot_files.valid_ones(one, print)) == [one]
-    assert list(snapshot_files.valid_ones(tmp_path / "nowhere", print)) == []
+    assert list(disk.valid_ones(tmp_path, print)) == [one]
+    assert list(disk.valid_ones(one, print)) == [one]
+    assert list(disk.valid_ones(tmp_path / "nowhere", print)) == []
 
 
 def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +202,7 @@ def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "unlink", busy)
     said: list[str] = []
     for step in (2, 3, 4, 2, 3):
-        snapshot_files.write(tmp_path, step, parts(step), keep=1, warn=said.append)
+        disk.write_checkpoint(tmp_path, step, parts(step), keep=1, warn=said.append)
         assert valid_steps(tmp_path) == [step]
     assert len(said) == 5
     assert ".nfs0000001 cannot be removed: Device or resource busy" in said[-1]
