@@ -70,8 +70,8 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
                 began = clocks()
             yield step
 
-    made = stepping.SnapshotWriter
-    app.traced, stepping.SnapshotWriter = timed, kept  # type: ignore[misc, assignment]
+    made = stepping.CheckpointWriter
+    app.traced, stepping.CheckpointWriter = timed, kept  # type: ignore[misc, assignment]
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 

@@ -144,7 +144,7 @@ def test_variants_are_measured_and_right(standin: str, tmp_path: Path) -> None:
 
 # A broken library's results on one rank, before they are compared with the expected ones.
 INJURED = """
-from imgkit_entrypoints.apps.bench.measure import verify
+from imgkit_entrypoints.apps.bench import verify
 from imgkit_entrypoints.apps.bench.__main__ import main
 right = verify.ExpectedValues.wrong
 def wrong(self, buffer, result, iteration):
@@ -371,9 +371,9 @@ def test_late_host_is_named_as_a_whole(site: Site) -> None:
 # gloo has one transport, so these arms differ in one variable only. The launches and all else are real.
 TWO_ARMS = """
 from imgkit_entrypoints.cli import main
-from imgkit_entrypoints.apps.bench import arms
-a, b = (arms.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
-arms.ARMS = {"a": a, "b": b}
+from imgkit_entrypoints.apps.bench import options
+a, b = (options.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
+options.ARMS = {"a": a, "b": b}
 words = "--compare a,b --min 64K --max 256K --factor 4 --iters 3 --no-check --save arms.json"
 main.main(["dist-bench", "--device", "cpu", *words.split()])
 """

@@ -163,14 +163,14 @@ def test_snapshot_of_another_program_is_refused(standin: str, runs: Path) -> Non
     script = """
 import json, shutil
 from pathlib import Path
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 
 words = "--model mlp --momentum 0.9 --samples 100 --global-batch 12"
 assert train(2, f"{words} --steps 6 --run-dir other") == 0
 (snapshot,) = Path("other/snapshots").iterdir()
 shutil.rmtree(snapshot)
 state = json.dumps({"run": {"step": 6}}).encode()
-snapshot_files.write(snapshot.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
+disk.write_checkpoint(snapshot.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
 assert train(2, f"{words} --steps 13 --run-dir other") == 2
 """
     assert "this snapshot is of another program" in many(standin, runs, script)

@@ -341,7 +341,7 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
 def test_damaged_and_hostile_snapshots_do_no_harm(standin: str, tmp_path: Path) -> None:
     script = """
 import json, pickle, shutil
-from imgkit_entrypoints.run import snapshot_files
+from imgkit_entrypoints.run import disk
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
 with open("damaged/snapshots/step-0000000004/model.pt", "ab") as file:
     file.write(b"more")
@@ -356,7 +356,7 @@ parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b""
 def write(folder):
     os.makedirs(f"{folder}/snapshots", exist_ok=True)
     content = {name: part(data) for name, data in parts.items()}
-    snapshot_files.write(Path(folder) / "snapshots", 9, content, keep=3)
+    disk.write_checkpoint(Path(folder) / "snapshots", 9, content, keep=3)
 write("hostile")
 assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
 write("damaged")  # above good ones, which the refusal leaves in their place
