@@ -60,7 +60,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """What a collective is called with."""
 
     dist: Any
@@ -120,7 +120,7 @@ class Collective:
     """A flat ring over all ranks sends as much as `bus` says, and may be what runs."""
     fills_network: bool = False
     """All nodes send and receive all the time, so that a low share of the line rate means a problem."""
-    call: Callable[[Call], Launch]
+    call: Callable[[CollectiveCall], Launch]
     """Return the function that runs it once on its buffers."""
     result: Callable[[Shape], tuple[Segment, ...]]
     """The expected output of a rank; empty if the operation leaves it undefined."""
@@ -218,18 +218,18 @@ class Collective:
         return max(ring, self.least_traffic(nodes, per_node))
 
 
-def _gather_all(call: Call) -> Launch:
+def _gather_all(call: CollectiveCall) -> Launch:
     # torch 2.13 deprecates the older name.
     function = getattr(call.dist, "all_gather_single", None) or call.dist.all_gather_into_tensor
     return call.bind(function, call.output, call.input)
 
 
-def _scatter_sums(call: Call) -> Launch:
+def _scatter_sums(call: CollectiveCall) -> Launch:
     function = getattr(call.dist, "reduce_scatter_single", None) or call.dist.reduce_scatter_tensor
     return call.bind(function, call.output, call.input, call.redop)
 
 
-def _ring(call: Call) -> Launch:
+def _ring(call: CollectiveCall) -> Launch:
     """Send to the next rank and receive from the one before."""
     group = call.group
     if group.size == 1:
@@ -486,7 +486,7 @@ def launch(op: Collective, count: int, buffers: Buffers, group: RankGroup) -> La
     import torch.distributed as dist
 
     run = op.call(
-        Call(
+        CollectiveCall(
             dist=dist,
             input=buffers.output if op.copied else buffers.input,
             output=buffers.output,
