@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import targets
 
-from imgkit_builder.archive.tarstream import END, pax_header, ustar_header
+from imgkit_builder.archive.tar_write import END, pax_header, ustar_header
 
 
 def _tar(files: dict[str, bytes]) -> bytes:

@@ -20,8 +20,8 @@ from typing import Any
 
 import mutate
 
-from imgkit_builder.archive import compressed, digests, oci_folder, sidecar
-from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.archive import compressed, oci_folder, read, sidecar
+from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import descriptor, tree
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
@@ -204,7 +204,7 @@ def _walk(layers: tree.Stack) -> None:
 
 
 def _verify_archive(path: Path) -> None:
-    held = digests.digest_archive(path, compress=compressed.kind(path), report=Silent())
+    held = read.digest_archive(path, compress=compressed.kind(path), report=Silent())
     assert held.size_bytes == path.stat().st_size
 
 

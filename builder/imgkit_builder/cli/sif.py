@@ -119,7 +119,7 @@ def verb_sif(
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
       imgkit sif 127.0.0.1:5000/mine:1 --from registry
     """
-    from imgkit_builder.archive.tarstream import TarLimits
+    from imgkit_builder.archive.tar_read import TarLimits
     from imgkit_builder.sif import convert
     from imgkit_builder.sif.conversion import EngineImage, Options
 
@@ -187,11 +187,11 @@ def source_of(image: str, origin: Origin | None) -> Iterator[tuple[Source, Syste
 
 def _refuse_unfinished(path: Path, described: Sidecar) -> None:
     """Raise CheckFailed if the save of this archive has not come to its end."""
-    from imgkit_builder.archive import digests, sidecar
+    from imgkit_builder.archive import read, sidecar
     from imgkit_builder.base.progress import Silent
 
     if sidecar.read_sha256(path) is None:
-        what, mend = sidecar.incomplete(path, digests.sha256(path, report=Silent()), described)
+        what, mend = sidecar.incomplete(path, read.sha256(path, report=Silent()), described)
         raise CheckFailed(what, where=str(path), hint=mend)
 
 

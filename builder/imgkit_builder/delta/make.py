@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder import __version__
-from imgkit_builder.archive.tar_header import REGULAR
+from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs

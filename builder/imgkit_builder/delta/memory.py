@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK
 from imgkit_builder.delta.tree import Kind, TreeEntry
 from imgkit_builder.sif.entries import OwnFile
 

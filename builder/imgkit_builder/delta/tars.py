@@ -8,8 +8,8 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.archive import tarstream
-from imgkit_builder.archive.tar_header import (
+from imgkit_builder.archive import tar_read
+from imgkit_builder.archive.tar_read import (
     AUFS,
     BLOCK,
     CHARACTER,
@@ -22,8 +22,8 @@ from imgkit_builder.archive.tar_header import (
     WHITEOUT,
     Member,
     Sparse,
+    expanded,
 )
-from imgkit_builder.archive.tarstream import expanded
 from imgkit_builder.base import files
 from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
 from imgkit_entrypoints.errors import CheckFailed
@@ -84,7 +84,7 @@ class Tar:
         members: dict[str, Member] = {}
         opaque: set[str] = set()
         gone: set[str] = set()
-        for member in tarstream.headers(self.path):
+        for member in tar_read.headers(self.path):
             path = self._inside(member.name)
             folder, _, name = path.rpartition("/")
             if name == OPAQUE:

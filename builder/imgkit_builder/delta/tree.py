@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from imgkit_builder.archive.tar_header import CAPABILITY
+from imgkit_builder.archive.tar_read import CAPABILITY
 from imgkit_entrypoints.errors import CheckFailed
 
 DEEPEST = 400

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from imgkit_builder.archive import tar_entry
-from imgkit_builder.archive.tar_header import (
-    BLOCK,
-    CHARACTER,
-    DIRECTORY,
-    FIFO,
-    HARD_LINK,
-    REGULAR,
-    SYMLINK,
-)
+from imgkit_builder.archive import tar_write
+from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.delta.tree import Kind, TreeEntry
 from imgkit_builder.sif import conversion, image, squash, squashers
 from imgkit_builder.sif.conversion import Compression, CompressionChoice, ConversionJob, Options
@@ -65,13 +57,13 @@ def put(made: Squash, entries: Iterable[tuple[str, TreeEntry | None]]) -> None:
     first: dict[tuple[int, int], str] = {}
     for path, entry in entries:
         if entry is None:
-            made.entry(CHARACTER, tar_entry.header(path, CHARACTER, mode=0))
+            made.entry(CHARACTER, tar_write.header(path, CHARACTER, mode=0))
             continue
         kind = _TYPES[entry.kind]
         if entry.group is not None:
             key = id(entry.layer), entry.group
             if key in first:
-                made.entry(kind, tar_entry.header(path, HARD_LINK, link=first[key]))
+                made.entry(kind, tar_write.header(path, HARD_LINK, link=first[key]))
                 continue
             first[key] = path
         made.entry(kind, _header(path, kind, entry))
@@ -80,7 +72,7 @@ def put(made: Squash, entries: Iterable[tuple[str, TreeEntry | None]]) -> None:
 
 
 def _header(path: str, kind: bytes, entry: TreeEntry) -> bytes:
-    return tar_entry.header(
+    return tar_write.header(
         path,
         kind,
         mode=entry.mode,

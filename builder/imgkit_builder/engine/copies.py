@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.archive import tarstream
-from imgkit_builder.archive.tar_header import REGULAR
+from imgkit_builder.archive import tar_read
+from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
@@ -84,7 +84,7 @@ def store_files(
         engine.patient() as api,
     ):
         chunks, _ = api.get_archive(container, path)
-        stream = tarstream.TarStream(iter(chunks), name=f"{path} in {name}")
+        stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
         for member in stream:
             file = member.name.rpartition("/")[2]
             if member.kind == REGULAR and wanted(file):

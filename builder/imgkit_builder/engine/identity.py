@@ -14,9 +14,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from imgkit_builder.archive import read, tarstream
-from imgkit_builder.archive.tar_header import REGULAR
-from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_builder.archive import read, tar_read
+from imgkit_builder.archive.tar_read import REGULAR, TarLimits, TarStream
 from imgkit_builder.base import files
 from imgkit_builder.engine import containers, platforms
 from imgkit_builder.engine.connection import Engine
@@ -86,7 +85,7 @@ def _read(engine: Engine, container: str, digest: str) -> bytes | None:
             chunks, _ = engine.api.get_archive(container, f"{_INSIDE}/{digest.removeprefix('sha256:')}")
         except docker.errors.NotFound:
             return None
-        return tarstream.first_file(chunks, most_bytes=read.MAX_JSON_BYTES, name=digest)
+        return tar_read.first_file(chunks, most_bytes=read.MAX_JSON_BYTES, name=digest)
 
 
 def _in_the_archive(engine: Engine, ref: str, platform: str) -> str | None:

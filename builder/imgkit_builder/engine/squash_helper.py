@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import connection, containers

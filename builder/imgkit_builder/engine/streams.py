@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator
 
-from imgkit_builder.archive import tarstream
+from imgkit_builder.archive import tar_read
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers, platforms
 from imgkit_builder.engine.connection import Engine
@@ -87,7 +87,7 @@ def read_file(engine: Engine, name: str, path: str) -> bytes | None:
             chunks, _ = engine.api.get_archive(container, path)
         except docker.errors.NotFound:
             return None
-        return tarstream.first_file(iter(chunks), name=f"{path} in {name}", most_bytes=_MAX_FILE_BYTES)
+        return tar_read.first_file(iter(chunks), name=f"{path} in {name}", most_bytes=_MAX_FILE_BYTES)
 
 
 def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:

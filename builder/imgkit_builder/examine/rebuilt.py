@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive import digests
+from imgkit_builder.archive import read
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.tree import TreeEntry
@@ -53,7 +53,7 @@ def compare(had: Path, made: Path, report: Reporter, *, most: int = 20) -> Rebui
     CheckFailed : one of them is damaged or no .sif.
     ToolMissing : this machine cannot unpack its compression.
     """
-    sums = digests.sha256(had, report=report), digests.sha256(made, report=report)
+    sums = read.sha256(had, report=report), read.sha256(made, report=report)
     if sums[0] == sums[1] or _covered_alike(had, made):
         return RebuiltSif(equal=True, had_sha256=sums[0], made_sha256=sums[1], different=(), more=0)
     found = list(differences(source.mounted(image.read(had)), source.mounted(image.read(made))))

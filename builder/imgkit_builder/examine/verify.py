@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from imgkit_builder.archive import digests, sidecar
-from imgkit_builder.archive.digests import Contents, HashedFile
-from imgkit_builder.archive.read import SelectedImage
+from imgkit_builder.archive import read, sidecar
+from imgkit_builder.archive.read import Contents, HashedFile, SelectedImage
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base.checks import Check, Verdict
 from imgkit_builder.base.progress import Reporter, Silent
@@ -53,7 +52,7 @@ def verify(
         return tuple(_sif_checks(path, report, keyring))
     if descriptor.is_delta(path):
         return (*_delta_checks(path, report), _detached_signature(path, keyring))
-    compress = digests.archive_compression(path)
+    compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
             "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or delta",
@@ -61,9 +60,7 @@ def verify(
             hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
     report.stage(f"read {path.name}")
-    held = digests.digest_archive(
-        path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes
-    )
+    held = read.digest_archive(path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes)
     return (*_archive_checks(path, held), _detached_signature(path, keyring))
 
 
@@ -175,7 +172,7 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
 def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
-        yield checksum(path, digests.sha256(path, report=report), path.stat().st_size)
+        yield checksum(path, read.sha256(path, report=report), path.stat().st_size)
     try:
         image = sif.read(path)
     except CheckFailed as error:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive.tar_header import REGULAR
-from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.archive.tar_read import REGULAR, TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.job.request import SubmittedJob

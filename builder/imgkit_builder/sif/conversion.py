@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, Protocol, TextIO, runtime_checkable
 
 from imgkit_builder.archive import compressed
-from imgkit_builder.archive.tarstream import TarLimits
+from imgkit_builder.archive.tar_read import TarLimits
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord

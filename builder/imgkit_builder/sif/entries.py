@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK, Member
+from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK, Member
 from imgkit_builder.oci.config import ImageConfig, epoch
 
 META = ".singularity.d"

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR
+from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR
 from imgkit_builder.base import files
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.manifest import EPOCH_LABEL

@@ -13,9 +13,9 @@ import posixpath
 from collections.abc import Iterable
 from pathlib import Path
 
-from imgkit_builder.archive import oci_folder, tarstream
+from imgkit_builder.archive import oci_folder, tar_read
 from imgkit_builder.archive.oci_folder import Laid
-from imgkit_builder.archive.tar_header import AUFS, HARD_LINK, OPAQUE, SYMLINK, WHITEOUT, Member
+from imgkit_builder.archive.tar_read import AUFS, HARD_LINK, OPAQUE, SYMLINK, WHITEOUT, Member
 from imgkit_builder.sif import check, conversion, mksquashfs
 from imgkit_builder.sif.conversion import (
     Archive,
@@ -233,7 +233,7 @@ def refuse_links(layers: Iterable[Path], *, where: str) -> None:
     """
     found = ImageLinks()
     for layer in layers:
-        found.add_layer(tarstream.headers(layer))
+        found.add_layer(tar_read.headers(layer))
     found.refuse(where)
 
 

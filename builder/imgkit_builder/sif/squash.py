@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from imgkit_builder.archive import tar_entry
-from imgkit_builder.archive.tar_header import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.archive.tarstream import END
+from imgkit_builder.archive import tar_write
+from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_write import END
 from imgkit_builder.base import files
 from imgkit_builder.oci.config import epoch
 from imgkit_builder.sif import squashers
@@ -77,7 +77,7 @@ class Squash:
         """The content of a file, and the zeros that fill its last block."""
         for piece in pieces:
             self.sink.write(piece)
-        self.sink.write(tar_entry.padding(size_bytes))
+        self.sink.write(tar_write.padding(size_bytes))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from imgkit_builder.archive.tar_header import (
+from imgkit_builder.archive.tar_read import (
     BLOCK,
     CHARACTER,
     DIRECTORY,
@@ -31,8 +31,9 @@ from imgkit_builder.archive.tar_header import (
     REGULAR,
     SYMLINK,
     Member,
+    TarLimits,
+    TarStream,
 )
-from imgkit_builder.archive.tarstream import TarLimits, TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif import mksquashfs

@@ -23,14 +23,20 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from imgkit_builder.archive import compressed, stored, tar_entry
+from imgkit_builder.archive import compressed, stored, tar_write
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.layer_spool import NoRoom, Spool
-from imgkit_builder.archive.merge import FolderEntry, LayerTree, Plan
-from imgkit_builder.archive.scan import scan
-from imgkit_builder.archive.stored import StoredImage
-from imgkit_builder.archive.tar_header import CAPABILITY, DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member
-from imgkit_builder.archive.tarstream import TarLimits, TarStream
+from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan
+from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
+from imgkit_builder.archive.tar_read import (
+    CAPABILITY,
+    DIRECTORY,
+    HARD_LINK,
+    REGULAR,
+    SYMLINK,
+    Member,
+    TarLimits,
+    TarStream,
+)
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, epoch
@@ -385,13 +391,13 @@ def send(
         if entry.size_bytes:
             made.content(entry.content, entry.size_bytes)
         for name in entry.names[1:]:
-            made.entry(entry.kind, tar_entry.header(name, HARD_LINK, link=entry.name))
+            made.entry(entry.kind, tar_write.header(name, HARD_LINK, link=entry.name))
     if bare:
         note(f"{bare} files lose extended attributes: a .sif of imgkit holds capabilities only")
 
 
 def _header(entry: ImageEntry) -> bytes:
-    return tar_entry.header(
+    return tar_write.header(
         entry.name,
         entry.kind,
         mode=entry.mode,

@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive import compressed, digests
+from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.tar_header import REGULAR
-from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.archive.tar_read import REGULAR, TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree
 from imgkit_builder.oci import manifest as manifests
@@ -50,11 +49,11 @@ def of_file(path: Path, report: Reporter) -> Examined:
         raise UsageError("there is no such file", where=str(path))
     if image.is_sif(path):
         return _of_sif(path, report)
-    compress = digests.archive_compression(path)
+    compress = read.archive_compression(path)
     if compress is None:
         raise UsageError("neither a .sif nor an image archive", where=str(path))
     report.stage(f"read {path.name}")
-    held = digests.digest_archive(path, compress=compress, report=report)
+    held = read.digest_archive(path, compress=compress, report=report)
     if held.image is None or held.wrong_blobs:
         why = held.problem or f"damaged: {held.wrong_blobs[0]}"
         raise CheckFailed(why, where=str(path), hint=_AGAIN)
@@ -96,7 +95,7 @@ def _of_sif(path: Path, report: Reporter) -> Examined:
         *((f"delta {n}", one) for n, one in enumerate(record.deltas, 1)),
     )
     return Examined(
-        file=Subject(name=path.name, sha256=digests.sha256(path, report=report)),
+        file=Subject(name=path.name, sha256=read.sha256(path, report=report)),
         parts=tuple(Subject(name=name, sha256=sha256) for name, sha256 in parts),
         evidence=made,
     )

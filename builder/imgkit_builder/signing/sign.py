@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive import read, sidecar
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import apply, descriptor
@@ -77,7 +77,7 @@ def sign_detached(path: Path, key: str = "") -> Path:
             where=str(path),
             hint="imgkit save writes both",
         )
-    elif described.archive.sha256 != digests.sha256(path, report=Silent()):
+    elif described.archive.sha256 != read.sha256(path, report=Silent()):
         raise CheckFailed(
             f"it differs from {signed.name}", where=str(path), hint=f"imgkit verify {path.name}"
         )

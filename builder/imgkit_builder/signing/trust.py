@@ -14,7 +14,7 @@ import hashlib
 import struct
 from pathlib import Path
 
-from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive import read, sidecar
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
 from imgkit_builder.sif import coverage, image, table
@@ -61,7 +61,7 @@ def require(path: Path, keyring: Path, report: Reporter | None = None) -> Signer
             raise CheckFailed("it is damaged", where=str(path), hint=_LOOK)
         return found
     described = sidecar.read(path)
-    actual = digests.sha256(path, report=report or Silent())
+    actual = read.sha256(path, report=report or Silent())
     if described is None or described.archive.sha256 != actual:
         raise CheckFailed(
             f"its sha256 is {actual}, and the signed manifest has another", where=str(path), hint=_LOOK

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
@@ -41,7 +41,7 @@ ALONE = GOOD | {"sha256": "warn", "sidecar": "skip"}
 
 def describe(path: Path, **changed: object) -> Sidecar:
     """Write the sidecar that `path` should have, but for `changed` of its image."""
-    held = digests.digest_archive(path, compress="none", report=Silent())
+    held = read.digest_archive(path, compress="none", report=Silent())
     assert held.image is not None
     facts = {
         "id": held.image.config.image_id,

@@ -15,9 +15,9 @@ import pytest
 
 from imgkit_builder.archive import stored
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.layer_spool import NoRoom, Spool, SpoolFile
-from imgkit_builder.archive.scan import scan
-from imgkit_builder.archive.tarstream import TarStream
+from imgkit_builder.archive.layers import scan
+from imgkit_builder.archive.stored import NoRoom, Spool, SpoolFile
+from imgkit_builder.archive.tar_read import TarStream
 from imgkit_entrypoints.errors import CheckFailed
 
 ROOM = 1 << 30

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive.tarstream import TarLimits, TarStream, pax_header, ustar_header
+from imgkit_builder.archive.tar_read import TarLimits, TarStream
+from imgkit_builder.archive.tar_write import pax_header, ustar_header
 from imgkit_entrypoints.errors import CheckFailed
 
 LONG = "d" * 90 + "/" + "f" * 120

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive.tarstream import END
+from imgkit_builder.archive.tar_write import END
 from imgkit_builder.delta import tree, write_squashfs
 from imgkit_builder.delta.folders import Folder
 from imgkit_builder.delta.grafts import Graft

@@ -14,7 +14,7 @@ import bit_flips
 import pytest
 import sample_delta
 
-from imgkit_builder.archive import digests, sidecar
+from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base import checks
 from imgkit_builder.base.progress import Silent
@@ -59,7 +59,7 @@ def archive(folder: Path) -> Path:
             info = tarfile.TarInfo(member)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    held = digests.digest_archive(path, compress="none", report=Silent())
+    held = read.digest_archive(path, compress="none", report=Silent())
     image = SavedImage(
         id=f"sha256:{name}", tag="x:1", platform="linux/amd64", diff_ids=(diff_id,), labels={"a": "b"}
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import small_sif
 
-from imgkit_builder.archive.tar_header import DIRECTORY, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK
 from imgkit_builder.cli.app import build_app
 from imgkit_builder.delta.memory import Memory
 from imgkit_builder.examine import rebuilt

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from imgkit_builder.archive.tar_header import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import stream

@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from imgkit_builder.archive.tarstream import END
+from imgkit_builder.archive.tar_write import END
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import stream
 from imgkit_builder.sif.entries import OwnFile

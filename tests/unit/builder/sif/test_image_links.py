@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive import tar_header, tarstream
+from imgkit_builder.archive import tar_read, tar_write
 from imgkit_builder.sif import runtime_build
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -95,7 +95,7 @@ def test_headers_pass_over_content(tmp_path: Path) -> None:
             info = tarfile.TarInfo(name)
             info.size = size
             tar.addfile(info, io.BytesIO(bytes(size)))
-    found = [(member.name, member.size_bytes) for member in tarstream.headers(path)]
+    found = [(member.name, member.size_bytes) for member in tar_read.headers(path)]
     assert found == [("large", 1 << 20), ("small", 1), ("etc", 0)]
 
 
@@ -108,34 +108,34 @@ def test_cut_layer_refused(tmp_path: Path) -> None:
 
 def extended(kind: bytes, body: bytes) -> bytes:
     """An extended header."""
-    head = tarstream.ustar_header(name=b"x", kind=kind, size_bytes=len(body))
+    head = tar_write.ustar_header(name=b"x", kind=kind, size_bytes=len(body))
     return head + body + bytes(-len(body) % 512)
 
 
 def test_member_with_two_names_refused(tmp_path: Path) -> None:
     """Go's reader takes GNU's name, others take the pax record."""
-    plain = tarstream.ustar_header(name=b"y", kind=tar_header.SYMLINK, link=b"/home/me")
-    data = tarstream.pax_header({"path": b"harmless"}) + extended(b"L", b"etc\0") + plain
-    (tmp_path / "layer.tar").write_bytes(data + tarstream.END)
+    plain = tar_write.ustar_header(name=b"y", kind=tar_read.SYMLINK, link=b"/home/me")
+    data = tar_write.pax_header({"path": b"harmless"}) + extended(b"L", b"etc\0") + plain
+    (tmp_path / "layer.tar").write_bytes(data + tar_write.END)
     with pytest.raises(CheckFailed, match="two names"):
         runtime_build.refuse_links([tmp_path / "layer.tar"], where="hostile:1")
 
 
 def test_name_of_a_sparse_file_counts(tmp_path: Path) -> None:
     """Go's reader takes this record for every kind of member."""
-    plain = tarstream.ustar_header(name=b"harmless", kind=tar_header.SYMLINK, link=b"/home/me")
-    data = tarstream.pax_header({"GNU.sparse.name": b"etc"}) + plain
-    (tmp_path / "layer.tar").write_bytes(data + tarstream.END)
+    plain = tar_write.ustar_header(name=b"harmless", kind=tar_read.SYMLINK, link=b"/home/me")
+    data = tar_write.pax_header({"GNU.sparse.name": b"etc"}) + plain
+    (tmp_path / "layer.tar").write_bytes(data + tar_write.END)
     with pytest.raises(CheckFailed, match="/etc in the image"):
         runtime_build.refuse_links([tmp_path / "layer.tar"], where="hostile:1")
 
 
 def test_prefix_in_a_gnu_header_refused(tmp_path: Path) -> None:
-    header = bytearray(tarstream.ustar_header(name=b"hosts", kind=tar_header.SYMLINK, link=b"/home/me"))
+    header = bytearray(tar_write.ustar_header(name=b"hosts", kind=tar_read.SYMLINK, link=b"/home/me"))
     header[257:265] = b"ustar  \0"
     header[345:348] = b"etc"
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
-    (tmp_path / "layer.tar").write_bytes(bytes(header) + tarstream.END)
+    (tmp_path / "layer.tar").write_bytes(bytes(header) + tar_write.END)
     with pytest.raises(CheckFailed, match="prefix"):
         runtime_build.refuse_links([tmp_path / "layer.tar"], where="hostile:1")

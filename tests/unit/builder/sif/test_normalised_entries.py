@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive.tar_header import CHARACTER, DIRECTORY, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_read import CHARACTER, DIRECTORY, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.sif import locked
 from imgkit_builder.sif.entries import ImageEntry
 

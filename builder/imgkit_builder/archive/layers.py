@@ -1,4 +1,7 @@
-"""Lay the layers of an image over each other from their headers alone: which member shows under which names.
+"""Read the headers of an image's layers, compare every layer with its digest, and decide which members show.
+
+Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers are
+read close behind them.
 
 Layers apply in order, and the members of a layer in theirs, as ``umoci unpack`` applies them for root. A
 member replaces what has its name, except a folder, which keeps its content. A whiteout removes what lower
@@ -8,10 +11,16 @@ Nothing is written. A name costs about 200 bytes: the tree holds a number for ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from imgkit_builder.archive.tar_header import (
+from imgkit_builder.archive import read
+from imgkit_builder.archive.compressed import Allowance
+from imgkit_builder.archive.stored import Digest, Region, Spool, StoredImage, StoredLayer
+from imgkit_builder.archive.tar_read import (
     AUFS,
     BLOCK,
     CHARACTER,
@@ -23,6 +32,7 @@ from imgkit_builder.archive.tar_header import (
     SYMLINK,
     WHITEOUT,
     Member,
+    TarStream,
 )
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -31,6 +41,92 @@ _MOST_NAME_BYTES = 255
 _MOST_PATH_BYTES = 4095
 _LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
 _LAYER_SHIFT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A layer whose digest is being computed."""
+
+    layer: StoredLayer
+    """Where its headers can be read."""
+    sha256: Callable[[], str]
+    """Waits for its digest."""
+    digest: Digest | None = None
+    """Not None: who reads the headers computes it."""
+
+
+def scan(
+    image: StoredImage,
+    take: Callable[[TarStream], None],
+    *,
+    threads: int = 1,
+    unpack_limit_bytes: int | None = None,
+    spool: Spool | None = None,
+) -> StoredImage:
+    """Give the headers of each layer to `take`, the lowest first, and compare its bytes with its digest.
+
+    The result is the image to read next: its layers are plain, in `spool`, or the same without one.
+
+    Raises
+    ------
+    CheckFailed : a layer differs from the configuration, or is damaged.
+    NoRoom : the plain layers do not fit in `spool`.
+    """
+    allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
+    pool = ThreadPoolExecutor(threads)
+    try:
+        begun = _begin(image.layers, pool, allowance, spool)
+        for number, one in enumerate(begun, 1):
+            try:
+                with one.layer.open(bodies=False, digest=one.digest) as stream:
+                    take(stream)
+                    if one.digest:
+                        stream.drain()
+            except CheckFailed:
+                # A layer with other bytes than it should have explains every other fault in it.
+                _compare(image, begun[: number if one.digest is None else number - 1])
+                raise
+        _compare(image, begun)
+    finally:
+        if spool:
+            spool.stop()
+        pool.shutdown(cancel_futures=True)
+    return dataclasses.replace(image, layers=tuple(one.layer for one in begun))
+
+
+def _begin(
+    layers: Sequence[StoredLayer], pool: ThreadPoolExecutor, allowance: Allowance, spool: Spool | None
+) -> list[_Begun]:
+    plain: dict[Region, Callable[[], str]] = {}
+    begun: list[_Begun] = []
+    for layer in layers:
+        if layer.compress == "none":
+            region, known = layer.region, layer.stored_sha256
+            assert isinstance(region, Region)  # noqa: S101 - for the type checker: nothing is spooled so far
+            if region not in plain:  # equal layers are one file
+                plain[region] = functools.partial(str, known) if known else pool.submit(region.sha256).result
+            begun.append(_Begun(layer=layer, sha256=plain[region]))
+        elif spool:
+            file = spool.file()
+            filling = pool.submit(spool.fill, file, layer.plain(), allowance)
+            unpacked = dataclasses.replace(layer, region=file, compress="none")
+            begun.append(_Begun(layer=unpacked, sha256=filling.result))
+        else:
+            digest = Digest(allowance)
+            begun.append(_Begun(layer=layer, sha256=digest.hexdigest, digest=digest))
+    return begun
+
+
+def _compare(image: StoredImage, begun: Sequence[_Begun]) -> None:
+    for number, one in enumerate(begun, 1):
+        found, wanted = one.sha256(), one.layer.diff_id.removeprefix("sha256:")
+        if found != wanted:
+            raise CheckFailed(
+                f"layer {number} of {len(image.layers)} is damaged: its sha256 is {found}, "
+                f"should be {wanted}",
+                where=image.where,
+                hint=read.AGAIN,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

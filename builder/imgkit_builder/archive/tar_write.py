@@ -1,4 +1,4 @@
-"""Write the headers of one file of a tar that mksquashfs reads.
+"""Write the headers of a tar that mksquashfs reads, and plain ones.
 
 GNU's form holds names of any length and content. mksquashfs 4.5.1 cuts link targets in a pax header, so that
 one holds a file's capability only.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_builder.archive.tar_header import BLOCK, BLOCK_BYTES, CAPABILITY, CHARACTER, XATTR
-from imgkit_builder.archive.tarstream import pax_header
+from imgkit_builder.archive.tar_read import BLOCK, BLOCK_BYTES, CAPABILITY, CHARACTER, XATTR
 
+END = bytes(2 * BLOCK_BYTES)
+"""Two zero blocks end an archive."""
 _MOST_TIME_S = (1 << 32) - 1
 """A squashfs has 32 bits for it, and mksquashfs refuses a negative one."""
 _NAME_BYTES = 100
-_GNU_NAME, _GNU_LINK = b"L", b"K"
+_PAX, _GNU_NAME, _GNU_LINK = b"x", b"L", b"K"
 
 
 def header(
@@ -82,3 +83,41 @@ def _number(value: int, width: int) -> bytes:
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")
+
+
+def pax_header(records: Mapping[str, bytes]) -> bytes:
+    """The blocks of a pax header that holds `records`."""
+    body = b""
+    for key, value in records.items():
+        rest = b" " + key.encode() + b"=" + value + b"\n"
+        length = len(rest) + len(str(len(rest)))
+        length = len(rest) + len(str(length))
+        body += str(length).encode() + rest
+    return _extended(_PAX, b"PaxHeaders/imgkit", body)
+
+
+def _extended(kind: bytes, name: bytes, body: bytes) -> bytes:
+    return ustar_header(name=name, kind=kind, size_bytes=len(body)) + body + bytes(-len(body) % BLOCK_BYTES)
+
+
+def ustar_header(
+    *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, mtime_s: int = 0, link: bytes = b""
+) -> bytes:
+    """A plain header owned by root; `name` and `link` of at most 100 bytes.
+
+    Raises
+    ------
+    ValueError : a name or link that does not fit.
+    """
+    if len(name) > 100 or len(link) > 100:
+        raise ValueError(f"too long for a plain tar header: {name!r} {link!r}")
+    header = bytearray(BLOCK_BYTES)
+    header[: len(name)] = name
+    header[100:124] = b"%07o\0%07o\0%07o\0" % (mode, 0, 0)
+    header[124:148] = b"%011o\0%011o\0" % (size_bytes, mtime_s)
+    header[148:156] = b" " * 8
+    header[156:157] = kind
+    header[157 : 157 + len(link)] = link
+    header[257:265] = b"ustar\x0000"
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
