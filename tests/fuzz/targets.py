@@ -24,8 +24,8 @@ from imgkit_builder.archive import compressed, oci_folder, read, sidecar
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import descriptor, tree
+from imgkit_builder.delta.layers import Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.delta.tars import Tar
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.image import inside
 from imgkit_builder.job import fields as job_fields

@@ -30,7 +30,7 @@ from imgkit_builder.archive import oci_folder, sidecar, write
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.archive.write import Saved
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import apply, flatten, make
+from imgkit_builder.delta import apply, make
 from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
@@ -157,7 +157,7 @@ class Write:
         elif self.verb == "apply":
             apply.apply(self.inputs / "two.imgdelta", base, target, Options(), Silent())
         else:
-            flatten.flatten(self.inputs / "with.sif", target, Options(), Silent())
+            apply.flatten(self.inputs / "with.sif", target, Options(), Silent())
 
     def state(self, folder: Path) -> str:
         target = folder / self.target

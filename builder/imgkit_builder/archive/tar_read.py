@@ -25,7 +25,7 @@ _HOLE = memoryview(bytes(64 << 10))
 
 BLOCK_BYTES = 512
 REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO = (b"%d" % kind for kind in range(7))
-GNU_SPARSE = b"S"
+_GNU_SPARSE = b"S"
 WHITEOUT, OPAQUE, AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
 """How the names of layers' marks begin: a deleted path, a folder emptied, something of AUFS's own."""
 XATTR = "SCHILY.xattr."
@@ -33,7 +33,7 @@ XATTR = "SCHILY.xattr."
 CAPABILITY = "security.capability"
 """The only extended attribute that all engines store and export, so imgkit writes no other one."""
 
-_REGULAR_KINDS = (b"0", b"\0", b"7", GNU_SPARSE)
+_REGULAR_KINDS = (b"0", b"\0", b"7", _GNU_SPARSE)
 _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
 _OCTAL = re.compile(rb"[0-7]{1,22}")
 _SIZE = re.compile(rb"[0-9]{1,19}")
@@ -144,7 +144,7 @@ class TarStream:
             _verify_checksum(header)
             kind = header[156:157]
             if kind not in (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK):
-                before = Before(
+                before = _Before(
                     pax=pax, name=long.get(_GNU_NAME), link=long.get(_GNU_LINK), raw=b"".join(raw)
                 )
                 return self._mapped(_parsed_member(header, before, place=self.position))
@@ -162,7 +162,7 @@ class TarStream:
     def _mapped(self, member: Member) -> Member:
         """Read the map of a sparse file in any of GNU tar's formats; other members stay as they are."""
         pax, header, size = member.pax, member.header, member.size_bytes
-        if header[156:157] == GNU_SPARSE:
+        if header[156:157] == _GNU_SPARSE:
             content = _parsed_count(header[483:495])
             parts = list(_gnu_map(header, 386, 4))
             block, at, blocks = header, 482, [header]
@@ -324,7 +324,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
+class _Before:
     """What the extended headers before a member say."""
 
     pax: Mapping[str, bytes] = field(default_factory=dict)
@@ -362,7 +362,7 @@ def _verify_checksum(header: bytes) -> None:
     if sum(header) - sum(header[148:156]) + 8 * 0x20 != _parsed_number(header[148:156]):
         raise ValueError("a header's checksum is wrong")
     # A sparse file's header has a mark and its size there, which is no name either.
-    end = 482 if header[156:157] == GNU_SPARSE else 500
+    end = 482 if header[156:157] == _GNU_SPARSE else 500
     if header[257:263] == b"ustar " and _is_name(header[345:end]):
         raise ValueError("a GNU header with a prefix, which some readers take for a folder")
 
@@ -382,7 +382,7 @@ def _pax_records(data: bytes) -> dict[str, bytes]:
     return found
 
 
-def _parsed_member(header: bytes, before: Before, *, place: int) -> Member:
+def _parsed_member(header: bytes, before: _Before, *, place: int) -> Member:
     """Combine a header and what came before it; the map of a sparse file is not read yet."""
     pax, kind = before.pax, header[156:157]
     if ("path" in pax and before.name is not None) or ("linkpath" in pax and before.link is not None):

@@ -15,7 +15,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.request import BuildPlan, BuiltSif, SifRequest
+    from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.oci.manifest import BaseImage
@@ -83,7 +83,7 @@ def build(recipe: Recipe, options: BuildOptions, report: Reporter) -> Answer:
 
 
 def _request(recipe: Recipe, options: BuildOptions) -> SifRequest:
-    from imgkit_builder.apptainer.request import SifRequest
+    from imgkit_builder.apptainer.build import SifRequest
     from imgkit_builder.recipe.targets import module_line
     from imgkit_builder.sif.conversion import Options
 

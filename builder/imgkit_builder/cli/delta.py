@@ -142,7 +142,7 @@ def verb_flatten(
     Examples:
       imgkit flatten mn5-2.sif -o mn5.sif
     """
-    from imgkit_builder.delta.flatten import flatten
+    from imgkit_builder.delta.apply import flatten
     from imgkit_builder.sif.conversion import Options
 
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:

@@ -81,7 +81,7 @@ def verb_diff(
 def _side(
     name: str, platform: str | None, report: Reporter, unpack_limit: float | None
 ) -> Iterator[ComparedSide]:
-    from imgkit_builder.examine import sides
+    from imgkit_builder.examine import differences
 
     if name.endswith(".lock"):
         yield _of_lock(name, platform)
@@ -90,15 +90,15 @@ def _side(
     ):
         from imgkit_builder.cli.recipes import load_recipe
 
-        yield sides.of_recipe(name, load_recipe(name))
+        yield differences.of_recipe(name, load_recipe(name))
     else:
         with image_of(name, report, unpack_limit) as image:
             report.stage(f"list the packages of {name}")
-            yield sides.of_image(image)
+            yield differences.of_image(image)
 
 
 def _of_lock(name: str, platform: str | None) -> ComparedSide:
-    from imgkit_builder.examine import sides
+    from imgkit_builder.examine import differences
     from imgkit_builder.oci.platform import host_arch
     from imgkit_builder.recipe import lock_file
 
@@ -112,7 +112,7 @@ def _of_lock(name: str, platform: str | None) -> ComparedSide:
             where=name,
             hint=f"--platform PLATFORM; there are: {', '.join(known)}",
         )
-    return sides.of_lock(name, part)
+    return differences.of_lock(name, part)
 
 
 def _lines(found: Differences, most: int) -> Iterator[str]:

@@ -37,7 +37,7 @@ def verb_provenance(
       imgkit provenance mn5.tar --dry-run
     """
     from imgkit_builder.sif import image
-    from imgkit_builder.signing import attach, evidence, provenance
+    from imgkit_builder.signing import provenance
 
     if add and output is not None:
         raise UsageError("--add and --output exclude each other", hint="leave one of them out")
@@ -47,13 +47,13 @@ def verb_provenance(
     if not add and not dry_run:
         provenance.check_target(target)
     with reporter(as_json=as_json) as report:
-        found = evidence.of_file(file, report)
+        found = provenance.of_file(file, report)
     statement = provenance.text(found.parts if add else (found.file,), found.evidence)
     if dry_run:
         terminal.document(statement)
         return
     if add:
-        attach.add(file, statement)
+        provenance.attach(file, statement)
     else:
         provenance.write(target, statement)
     lock = found.evidence.lock

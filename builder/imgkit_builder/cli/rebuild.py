@@ -153,7 +153,7 @@ def _placed(
 ) -> tuple[DifferentEntry, ...]:
     """The entries with the layers and steps that made them."""
     from imgkit_builder import engine as engines
-    from imgkit_builder.delta.opened import opened
+    from imgkit_builder.delta.source import opened
     from imgkit_builder.examine import rebuilt
     from imgkit_builder.image import render
 

@@ -20,7 +20,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.delta.show import FileFacts
+    from imgkit_builder.delta.descriptor import FileFacts
     from imgkit_builder.engine.show import ImageFacts
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
@@ -98,11 +98,11 @@ def verb_show(
       imgkit show mn5:latest
       imgkit show mn5.sif
     """
-    from imgkit_builder.delta import show as files
+    from imgkit_builder.delta import descriptor
 
     facts: FileFacts | ImageFacts | None = None
-    if files.is_file(recipe):
-        facts = files.file_facts(recipe)
+    if descriptor.is_file(recipe):
+        facts = descriptor.file_facts(recipe)
     elif _is_image(recipe):
         from imgkit_builder.engine.show import image_facts
 

@@ -18,7 +18,7 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.delta.opened import OpenedImage
+    from imgkit_builder.delta.source import OpenedImage
 
 
 def verb_sbom(
@@ -45,7 +45,7 @@ def verb_sbom(
       imgkit sbom mn5 -o mn5.spdx.json
       imgkit sbom mn5.tar.zst
     """
-    from imgkit_builder.delta import opened
+    from imgkit_builder.delta import source
     from imgkit_entrypoints import files
 
     with (
@@ -54,7 +54,7 @@ def verb_sbom(
         image_of(image, report, unpack_limit) as found,
     ):
         report.stage(f"list the packages of {image}")
-        text = opened.document(found)
+        text = source.document(found)
     if output is None:
         terminal.document(text)
         return
@@ -66,17 +66,17 @@ def verb_sbom(
 @contextlib.contextmanager
 def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iterator[OpenedImage]:
     """Yield the image called `name`, open; an engine stays connected."""
-    from imgkit_builder.delta import opened
+    from imgkit_builder.delta import source
     from imgkit_builder.sif import image
     from imgkit_builder.sif.conversion import Piped, Registry
 
     limit = gigabytes(unpack_limit_gb)
     if name.endswith(".sif") or image.is_sif(Path(name)):
-        with opened.opened(Path(name), report) as found:
+        with source.opened(Path(name), report) as found:
             yield found
         return
-    with source_of(name, None) as (source, _):
-        if isinstance(source, Piped | Registry):
+    with source_of(name, None) as (stored, _):
+        if isinstance(stored, Piped | Registry):
             raise UsageError("an image is read more than once, which a pipe does not allow", where=name)
-        with opened.opened(source, report, unpack_limit_bytes=limit) as found:
+        with source.opened(stored, report, unpack_limit_bytes=limit) as found:
             yield found

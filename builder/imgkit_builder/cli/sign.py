@@ -46,20 +46,20 @@ def verb_sign(
       imgkit verify mn5.sif --keyring trusted.asc
     """
     from imgkit_builder.sif import image
-    from imgkit_builder.signing import sign
+    from imgkit_builder.signing import signatures
 
     if not file.is_file():
         raise UsageError("there is no such file", where=str(file))
     if not image.is_sif(file):
         if key is not None or keyidx is not None:
             raise UsageError("--key and --keyidx sign a .sif", where=str(file), hint=f"imgkit sign {file}")
-        made = sign.sign_detached(file, gpg_key)
+        made = signatures.sign_detached(file, gpg_key)
     elif gpg_key or (key is None) == (keyidx is None):
         hint = f"imgkit sign {file} --keyidx 0, or --key FILE.pem"
         raise UsageError("a .sif is signed by either --key or --keyidx", where=str(file), hint=hint)
     else:
         way = ("--key", str(key.absolute())) if key else ("--keyidx", str(keyidx))
-        sign.sign_sif(file, way, runtime)
+        signatures.sign_sif(file, way, runtime)
         made = file
     lines = (f"{made}  signed", f"next:  imgkit verify {file} --keyring KEYRING")
     show({"schema": SCHEMA, "file": str(file), "signature": str(made)}, *lines, as_json=as_json)
@@ -72,8 +72,8 @@ def require_signatures(keyring: Path | None, *paths: Path) -> None:
     ------
     CheckFailed : a file is unsigned, changed, or signed by nobody in `keyring`.
     """
-    from imgkit_builder.signing import trust
+    from imgkit_builder.signing import signatures
 
     for path in paths if keyring else ():
         assert keyring is not None  # noqa: S101 - for the type checker
-        terminal.err(f"imgkit: {path.name} is signed by {trust.require(path, keyring)}")
+        terminal.err(f"imgkit: {path.name} is signed by {signatures.require(path, keyring)}")

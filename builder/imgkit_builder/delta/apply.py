@@ -1,7 +1,8 @@
-"""Put a delta into a copy of a .sif, which is read back before it gets its name.
+"""Put a delta into a copy of a .sif, or convert a .sif with deltas to one without.
 
-The overlay partition has the group of the root partition: a runtime silently ignores one of another group.
-A .sif mounts each of its deltas at every start, so more than `MOST` are merged into one.
+The result is read back before it gets its name. The overlay partition has the group of the root partition: a
+runtime silently ignores one of another group. A .sif mounts each of its deltas at every start, so more than
+`MOST` are merged into one.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder import __version__
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import BaseSif, Delta, Stack
 from imgkit_builder.delta.make import require_shown
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.sif import convert, coverage, image, table
+from imgkit_builder.sif import check, convert, coverage, image, table
 from imgkit_builder.sif.conversion import Clock, ConversionJob, Options, Stage
+from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.runtime import RuntimeTool, log_file, runtime_if_any, setting
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -184,3 +188,96 @@ def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, me
     coverage.put_record(part, dataclasses.replace(record, deltas=deltas))
     if descriptor.stack(part).base.deltas != deltas:
         raise CheckFailed("the new .sif has other deltas than its record", where=str(part))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flattened:
+    """A .sif without deltas."""
+
+    path: Path
+    size_bytes: int
+    record: ImgkitRecord
+    folded: int
+    """Number of deltas that were in it."""
+    stages: tuple[Stage, ...]
+
+
+def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Flattened:
+    """Write the tree that the .sif `path` shows to `target`, which is whole and checked, or as it was before.
+
+    Raises
+    ------
+    UsageError : the .sif has no delta, or the target is another kind of file.
+    CheckFailed : no record in it, or damaged.
+    ToolMissing, ToolFailed : nothing here squashes, or it failed, or the new file does not run.
+    """
+    path, target = path.absolute(), target.absolute()
+    convert.check_target(target, force=options.force)
+    stack = descriptor.stack(path)
+    if not stack.deltas:
+        raise UsageError("the .sif has no delta", where=str(path), hint="imgkit apply adds one")
+    note_signatures(stack, report)
+    compression = write_squashfs.compression_of(stack.sif, options)
+    with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
+        clock = Clock(report)
+        job = ConversionJob(
+            tool=None, options=options, compression=compression, work=work, clock=clock, log=log
+        )
+        clock.stage("compare digests")
+        source.refuse_damaged(stack, clock)
+        clock.stage("squash")
+        around = _frame_of(stack)
+        write_squashfs.make(
+            job, work.part, _entries(stack), created=stack.deltas[-1].created, offset=around.root_at
+        )
+        image.surround(work.part, around)
+        record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
+        coverage.put_record(work.part, record)
+        clock.stage("check")
+        flat, _ = check.structure(work.part, config=None, layer_bytes=None)
+        if (
+            tree.children(source.mounted(flat), "").keys()
+            != tree.children(source.mounted(stack.sif), "").keys()
+        ):
+            raise CheckFailed("the new file shows another tree than the deltas did", where=str(work.part))
+        clock.stage("make durable")
+        files.publish(work.part, target)
+        clock.finish()
+    return Flattened(
+        path=target,
+        size_bytes=target.stat().st_size,
+        record=record,
+        folded=len(stack.deltas),
+        stages=tuple(clock.stages),
+    )
+
+
+def _frame_of(stack: descriptor.Stack) -> image.Frame:
+    """The base's definition. A runtime would show the base's labels and environment from its JSON objects."""
+    texts = (one for one in stack.sif.descriptors if one.datatype == image.DataType.DEFFILE)
+    definition = b"".join(image.data(stack.sif, one) for one in texts)
+    return image.Frame(arch=stack.sif.arch, definition=definition, oci_config=b"")
+
+
+def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.TreeEntry]]:
+    """The whole tree, without the mark of a delta."""
+    for path, entry in tree.everything(source.mounted(stack.sif)):
+        if path != descriptor.INSIDE:
+            yield path, entry
+
+
+def _record(job: ConversionJob, stack: descriptor.Stack, root_sha256: str) -> ImgkitRecord:
+    top, record = stack.deltas[-1], stack.sif.record
+    assert record is not None  # noqa: S101 - for the type checker: a stack has one
+    return dataclasses.replace(
+        record,
+        image_id=top.image_id,
+        diff_ids=top.diff_ids,
+        root_sha256=root_sha256,
+        runtime=f"imgkit {__version__}",
+        compression=str(job.compression),
+        route="flatten",
+        imgkit=__version__,
+        source=top.source,
+        deltas=(),
+    )

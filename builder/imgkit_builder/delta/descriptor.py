@@ -1,6 +1,6 @@
 """Read and write the description in a delta file, and list the deltas in a .sif.
 
-A delta file is a squashfs that a runtime can mount as it is; a mount ignores the bytes behind it::
+A delta file is a squashfs that a runtime can mount as it is; a mount ignores the bytes after it::
 
     +---------------------+  byte 0
     | squashfs            |  the changed files, and whiteouts
@@ -10,6 +10,8 @@ A delta file is a squashfs that a runtime can mount as it is; a mount ignores th
     | length of the JSON  |  8 bytes, little-endian
     | mark ``IMGDELTA``   |  8 bytes
     +---------------------+
+
+``imgkit show FILE`` prints `file_facts`; ``singularity inspect`` shows only the base.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from imgkit_builder.base import files
 from imgkit_builder.sif import image
-from imgkit_builder.sif.image import Descriptor, SifImage
+from imgkit_builder.sif.image import Descriptor, ImgkitRecord, SifImage
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.launch import delta_check
@@ -37,6 +39,9 @@ CODE_PLACE = "workspace"
 _MARK = b"IMGDELTA"
 _END = struct.Struct("<Q8s")
 _MAX_BYTES = 1 << 20
+
+FACTS_SCHEMA = 1
+_MB, _KB = 1e6, 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,3 +219,63 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
             hint="copy it again",
         )
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """Content of a .sif (`record`, and `deltas` lowest first), or a delta alone (no `record`)."""
+
+    path: str
+    size_bytes: int
+    arch: str
+    record: ImgkitRecord | None
+    deltas: tuple[Delta, ...]
+
+    def lines(self) -> tuple[str, ...]:
+        """Aligned lines for people."""
+        rows = list(self._rows())
+        width = max(len(key) for key, _ in rows)
+        return tuple(f"{key:{width}}  {value}".rstrip() for key, value in rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, with its schema number."""
+        return {"schema": FACTS_SCHEMA, "kind": "sif" if self.record else "delta", **dataclasses.asdict(self)}
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        record = self.record
+        yield "sif" if record else "delta", f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
+        if record:
+            yield "base", f"{record.source}  {record.image_id}"
+            yield "", f"root partition sha256:{record.root_sha256}, {len(record.diff_ids)} layers"
+            yield "", f"{record.compression}, by {record.runtime}"
+        for number, delta in enumerate(self.deltas, 1):
+            yield f"delta {number}" if record else "image", f"{delta.source}  {delta.image_id}"
+            yield "", f"{delta.size_bytes / _KB:.1f} kB  sha256:{delta.sha256}, made {delta.created}"
+            if not record:
+                yield "over", str(delta.base)
+        if record:
+            top = self.deltas[-1] if self.deltas else record
+            yield "together", f"{top.source}  {top.image_id}"
+
+
+def is_file(name: str) -> bool:
+    """Whether the file `name` exists and is a .sif or delta."""
+    path = Path(name)
+    return image.is_sif(path) or is_delta(path)
+
+
+def file_facts(name: str) -> FileFacts:
+    """The facts of the .sif or delta `name`.
+
+    Raises
+    ------
+    CheckFailed : the .sif has no record, is damaged, or has other deltas than recorded.
+    """
+    path = Path(name)
+    if image.is_sif(path):
+        found = stack(path)
+        arch, record, deltas = found.sif.arch, found.sif.record, found.deltas
+    else:
+        delta = read(path)
+        arch, record, deltas = delta.arch, None, (delta,)
+    return FileFacts(path=name, size_bytes=path.stat().st_size, arch=arch, record=record, deltas=deltas)

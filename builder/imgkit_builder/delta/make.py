@@ -12,7 +12,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import Delta, Stack
-from imgkit_builder.delta.memory import Memory
+from imgkit_builder.delta.layers import Memory
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.source import Trees
 from imgkit_builder.delta.tree import Changes, TreeEntry

@@ -1,7 +1,8 @@
-"""Checks of this machine: can it build, save and convert images? Standard library only.
+"""Checks of this machine and its engines: can it build, save and convert images? Standard library only.
 
 Runs on a laptop, in a pipeline and on a cluster's login node, and asks the engine without its SDK. Every
-verdict other than ok names a fix.
+verdict other than ok names a fix. Engines: the one that every verb uses, and the others that this user could
+choose.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,23 +22,33 @@ from typing import Literal
 from imgkit_builder.apptainer import rights
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.examine import engines
+from imgkit_builder.engine import address, builders, without_sdk
+from imgkit_builder.engine.contexts import Endpoint
+from imgkit_builder.engine.facts import EngineFacts
 from imgkit_builder.oci.platform import emulator_fault, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import convert, mksquashfs, runtime, squashers
 from imgkit_builder.sif.conversion import PACKED_SHARE
 from imgkit_builder.sif.workspace import tmp_base
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
 
-SIF_SPACE_BYTES = int(PACKED_SHARE * engines.NVIDIA_IMAGE_BYTES)
+NVIDIA_IMAGE_BYTES = 20 * 10**9
+"""Rough size of NVIDIA's PyTorch images, uncompressed."""
+
+SIF_SPACE_BYTES = int(PACKED_SHARE * NVIDIA_IMAGE_BYTES)
 """Space for a .sif of such an image."""
 
 _USERNS = "proc/sys/user/max_user_namespaces"
 _CLONE = "proc/sys/kernel/unprivileged_userns_clone"
 _APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
+
+BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
+"""Space for such an image, and for its archive or the layers of the next one."""
+OTHER_S = 1.0
+"""Limit for an answer of an engine that is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +77,7 @@ def examine(
     warns.
     """
     machine = machine or Machine()
-    (engine, *more), tool = engines.checks(), _runtime(target)
+    (engine, *more), tool = checks(), _runtime(target)
     way = _way(tool, engine)
     definitions = (_definitions(machine),) if tool.verdict in ("ok", "warn") else ()
     others = (
@@ -240,7 +252,7 @@ def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]
         yield check
         if scratch == here and purpose != "build":
             return
-    yield _space("disk here", here, engines.BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+    yield _space("disk here", here, BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
 def _can_squash(engine: Check) -> bool:
@@ -256,7 +268,7 @@ def _scratch_bytes(engine: Check) -> int:
     except ToolMissing:
         if _can_squash(engine):
             return 0
-    return int(convert.temporary_share(squasher) * engines.NVIDIA_IMAGE_BYTES)
+    return int(convert.temporary_share(squasher) * NVIDIA_IMAGE_BYTES)
 
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:
@@ -318,3 +330,89 @@ def _user_packages() -> Iterator[Check]:
         versions = ", ".join(path.parent.name for path in found)
         ignored = "imgkit's images ignore them (PYTHONNOUSERSITE), other images may not"
         yield Check(name="~/.local", verdict="ok", found=f"packages of {versions}; {ignored}")
+
+
+def checks() -> tuple[Check, ...]:
+    """A check of the engine that every verb uses, then one of each other engine that could be chosen."""
+    buildx = builders.buildx_version()
+    try:
+        used = address.endpoint()
+        first = _used(used, buildx)
+    except ImgkitError as error:
+        used = Endpoint(host="", source=error.where or "")
+        first = _failed(error)
+    return (first, *_others(address.others(used), used, buildx))
+
+
+def _failed(error: ImgkitError) -> Check:
+    found = f"{error.where}: {error.what}" if error.where else error.what
+    return Check(name="docker", verdict="fail", found=found, hint=error.hint or "")
+
+
+def _used(place: Endpoint, buildx: str) -> Check:
+    try:
+        answer = without_sdk.query(place)
+    except ImgkitError as error:
+        return _failed(error)
+    found, note = _described(answer.facts, buildx)
+    if answer.free_bytes is not None:
+        found += f", {size_text(answer.free_bytes)} free for images"
+    if answer.free_bytes is None or answer.free_bytes >= BUILD_SPACE_BYTES:
+        return Check(name="docker", verdict="ok", found=found, hint=note)
+    hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
+    return Check(name="docker", verdict="warn", found=found, hint=hint)
+
+
+def _others(places: Sequence[Endpoint], used: Endpoint, buildx: str) -> tuple[Check, ...]:
+    if not places:
+        return ()
+    with ThreadPoolExecutor(max_workers=len(places)) as pool:
+        return tuple(pool.map(lambda place: _other(place, used, buildx), places))
+
+
+def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
+    name = "not used"
+    if place.host.startswith("ssh://"):
+        # ssh may take long, or ask for a password.
+        return Check(
+            name=name,
+            verdict="skip",
+            found=f"{_reached(place)}: not asked by ssh",
+            hint=f"to use it: {choice(place, used)}",
+        )
+    try:
+        facts = without_sdk.query(place, timeout_s=OTHER_S).facts
+    except ImgkitError as error:
+        return Check(name=name, verdict="skip", found=f"{_reached(place)}: {error.what}")
+    found, _ = _described(facts, buildx)
+    return Check(name=name, verdict="ok", found=found, hint=f"to use it: {choice(place, used)}")
+
+
+def _described(facts: EngineFacts, buildx: str) -> tuple[str, str]:
+    """What an engine is, and what its builder lacks."""
+    builder = builders.choose(facts)
+    also = f" or buildx {buildx}" if buildx and not facts.is_podman else ""
+    parts = (
+        f"{facts.product} {facts.version}",
+        f"API {facts.api}",
+        facts.arch,
+        f"store {facts.store}",
+        f"builder {builder.name}{also}",
+        _reached(facts.endpoint),
+    )
+    return ", ".join(parts), builder.note
+
+
+def _reached(place: Endpoint) -> str:
+    if place.context:
+        return f"context {place.context} at {place.host}"
+    return f"at {place.host}" + (f" ({place.source})" if place.source else "")
+
+
+def choice(place: Endpoint, used: Endpoint) -> str:
+    """The command after which every verb uses `place` instead of `used`."""
+    if not place.context:
+        return f"export DOCKER_HOST={place.host}"
+    # A variable goes before the context that is in use.
+    variable = used.source if used.source in ("DOCKER_HOST", "DOCKER_CONTEXT") else ""
+    return f"{f'unset {variable}; ' if variable else ''}docker context use {place.context}"

@@ -17,8 +17,8 @@ from imgkit_builder.sif import coverage
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif.coverage import Findings
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.signing import trust
-from imgkit_builder.signing.keys import Signer
+from imgkit_builder.signing import signatures
+from imgkit_builder.signing.signatures import Signer
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
@@ -260,7 +260,7 @@ def _coverage(found: Findings) -> Check:
 def _signatures(image: SifImage, keyring: Path | None) -> Check:
     name = "signature"
     if keyring is not None:
-        return _trusted(lambda: trust.of_sif(image.path, keyring))
+        return _trusted(lambda: signatures.signer_of_sif(image.path, keyring))
     if not image.signatures:
         return Check(name=name, verdict="skip", found="unsigned")
     signers = ", ".join(one.signer or "a PEM key" for one in image.signatures)
@@ -269,8 +269,8 @@ def _signatures(image: SifImage, keyring: Path | None) -> Check:
 
 def _detached_signature(path: Path, keyring: Path | None) -> Check:
     if keyring is not None:
-        return _trusted(lambda: trust.of_detached(path, keyring))
-    place = trust.signature_path(path)
+        return _trusted(lambda: signatures.signer_of_file(path, keyring))
+    place = signatures.signature_path(path)
     found = f"{place.name} is there; not checked: --keyring FILE" if place.exists() else "unsigned"
     return Check(name="signature", verdict="skip", found=found)
 

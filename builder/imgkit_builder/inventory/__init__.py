@@ -1,5 +1,4 @@
 """What an image holds: packages, their licences and digests, and the document that lists them. Pure.
 
-Read in this order: ``packages``, ``paragraphs``, ``licences``, ``debian``, ``python``,
-``lock_entries``, ``collector``, ``purl``, ``spdx``.
+Read in this order: ``packages``, ``licences``, ``collector``, ``spdx``.
 """

@@ -3,6 +3,9 @@
 Only files of interest are read, each up to a limit, and what is kept of them is small. Whatever an image
 holds, collecting ends with an inventory that says what it leaves out. Links are followed within the collected
 names, so that none leads out of the image.
+
+The lock that an image was made by is read as ``recipe.lock_file`` writes it. Python reads TOML from 3.11 on.
+The list must have the same bytes on every Python, so `locked_entries` takes just the lines that it needs.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import dataclasses
 import hashlib
 import posixpath
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
-from imgkit_builder.inventory import debian, lock_entries, python
-from imgkit_builder.inventory.lock_entries import Key, LockEntry
+from imgkit_builder.inventory import packages
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 BAKED = "opt/imgkit"
@@ -41,6 +46,11 @@ Kept = TypeVar("Kept")
 
 _WORD = re.compile(r"[a-z0-9._-]{1,64}")
 
+_HEAD = re.compile(r"\[\[platforms\.(apt|pip)\]\]")
+_VALUE = re.compile(r'(name|version|architecture|url|sha256) = (".*")')
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe/lock_file.py reads it
+
 
 class InventoryCollector:
     """Gets files and links of interest, and makes the inventory of them."""
@@ -61,7 +71,7 @@ class InventoryCollector:
     def wants(self, path: str) -> bool:
         """Whether `add` has a use for the file `path`; costs little, as it sees every file."""
         if path.endswith(("/METADATA", "/PKG-INFO", ".egg-info")):
-            return python.describes(path)
+            return packages.describes_python(path)
         if path.endswith(_COPYRIGHT):
             return path.startswith(_DOC) and path.count("/") == 4
         if path.startswith(_STATUS_FOLDER):
@@ -81,10 +91,10 @@ class InventoryCollector:
             self._add_baked(path, data)
             return
         text = (data or b"").decode("utf-8", "replace")
-        if python.describes(path):
-            self._keep(self._python, path, python.package(path, text))
+        if packages.describes_python(path):
+            self._keep(self._python, path, packages.python_package(path, text))
         elif path.startswith(_DOC):
-            self._keep(self._licences, path, debian.licence(text))
+            self._keep(self._licences, path, packages.debian_licence(text))
         elif path in _RELEASES:
             self._releases[path] = _release(text)
         else:
@@ -134,10 +144,10 @@ class InventoryCollector:
             except (ValueError, UsageError):
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
-            self._locked = lock_entries.entries(data.decode("utf-8", "replace"))
+            self._locked = locked_entries(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:
-        for one in debian.installed(text):
+        for one in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
                 self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
                 return
@@ -167,14 +177,14 @@ class InventoryCollector:
     def _pythons(self) -> list[Package]:
         found = dict(self._python)
         for path, target in self._hard_links.items():
-            if python.describes(path):
+            if packages.describes_python(path):
                 known = self._python.get(target)
                 found[path] = (
-                    dataclasses.replace(known, folder=python.folder_of(path))
+                    dataclasses.replace(known, folder=packages.folder_of(path))
                     if known
-                    else python.package(path, "")
+                    else packages.python_package(path, "")
                 )
-        return [one for one in found.values() if one and python.is_installed(one)]
+        return [one for one in found.values() if one and packages.is_installed_python(one)]
 
     def _keep(self, kept: dict[str, Kept], path: str, value: Kept) -> None:
         if len(kept) < _MOST_PACKAGES:
@@ -184,8 +194,8 @@ class InventoryCollector:
 
     def _with_origin(self, one: Package) -> Package:
         """The package with what the lock says about its file."""
-        deb = lock_entries.deb_key(one.name, one.version, one.architecture)
-        key = deb if one.kind == "deb" else lock_entries.pypi_key(one.name, one.version)
+        deb = deb_key(one.name, one.version, one.architecture)
+        key = deb if one.kind == "deb" else pypi_key(one.name, one.version)
         known = self._locked.get(key)
         return dataclasses.replace(one, sha256=known.sha256, url=known.url) if known else one
 
@@ -199,3 +209,60 @@ def _release(text: str) -> dict[str, str]:
     pairs = (line.partition("=") for line in text.splitlines())
     found = {name: value.strip("\"'") for name, _, value in pairs}
     return {name: found[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(found.get(name, ""))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockEntry:
+    """Where the file of a package came from."""
+
+    sha256: str
+    url: str
+    """Empty where the lock names none."""
+
+
+Key = tuple[str, str, str]
+"""Kind or architecture, name and version of a package."""
+
+
+def deb_key(name: str, version: str, architecture: str) -> Key:
+    """The key of a Debian package."""
+    return architecture, name, version
+
+
+def pypi_key(name: str, version: str) -> Key:
+    """The key of a Python package, whose name has several spellings."""
+    return "pypi", re.sub(r"[-_.]+", "-", name).lower(), version
+
+
+def locked_entries(text: str) -> dict[Key, LockEntry]:
+    """The packages in the lock `text`; lines that are not as imgkit writes them are passed over."""
+    found: dict[Key, LockEntry] = {}
+    for kind, values in _tables(text):
+        name, version = values.get("name", ""), values.get("version", "")
+        sha256, url = values.get("sha256", ""), values.get("url", "")
+        if _SHA256.fullmatch(sha256):
+            architecture = values.get("architecture", "")
+            key = deb_key(name, version, architecture) if kind == "apt" else pypi_key(name, version)
+            found[key] = LockEntry(sha256=sha256, url=url if _URL.fullmatch(url) else "")
+    return found
+
+
+def _tables(text: str) -> Iterator[tuple[str, Mapping[str, str]]]:
+    kind, values = "", dict[str, str]()
+    for line in (*text.splitlines(), "["):
+        if line.startswith("["):
+            if kind:
+                yield kind, values
+            head = _HEAD.fullmatch(line)
+            kind, values = head[1] if head else "", {}
+        elif kind and (pair := _VALUE.fullmatch(line)):
+            values[pair[1]] = _plain(pair[2])
+
+
+def _plain(text: str) -> str:
+    """The value of a TOML text in quotes; empty where it is none."""
+    try:
+        value = json_text.parse(text)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""

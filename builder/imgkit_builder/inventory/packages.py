@@ -1,9 +1,35 @@
-"""The values of an inventory."""
+"""The values of an inventory, and the Debian and Python packages that the files of an image describe.
+
+dpkg's list has one paragraph per package. A distroless image has a file for each package instead of the list.
+The licence files have the machine-readable form 1.0 of the Debian policy (DEP 5). Python packages are found
+as pip finds them: METADATA of wheels, PKG-INFO of eggs and of distutils. All of these are paragraphs of
+``Field: value`` lines. Python's email package reads such headers too, but slower, and as those of mail.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal
+
+from imgkit_builder.inventory import licences
+
+Fields = Mapping[str, tuple[str, ...]]
+"""Field name in lower case to its values; the lines of a value have no indentation."""
+
+_DEB_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")
+_DEB_VERSION = re.compile(r"[0-9A-Za-z.+:~-]{1,128}")
+_ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")
+_FORMAT = "copyright-format/1.0"
+_HEAD_CHARACTERS = 400
+"""The format is the first field, behind comments at most."""
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
+_VERSION = re.compile(r"[0-9A-Za-z.!+_*-]{1,128}")
+_FOLDERS = ("site-packages", "dist-packages")
+_ENDINGS = (".dist-info/METADATA", ".egg-info/PKG-INFO", ".egg/EGG-INFO/PKG-INFO", ".egg-info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +95,121 @@ class Inventory:
     """Sorted by path."""
     left_out: tuple[str, ...]
     """What could not be read, and why, sorted."""
+
+
+def paragraphs(text: str) -> Iterator[Fields]:
+    """Yield the fields of each paragraph; lines that are no field are passed over."""
+    found: dict[str, list[str]] = {}
+    last: list[str] | None = None
+    for line in text.split("\n"):
+        line = line.rstrip("\r")
+        if not line.strip():
+            if found:
+                yield _frozen(found)
+            found, last = {}, None
+        elif line[0] in " \t":
+            if last:
+                last[-1] += f"\n{line.strip()}"
+        elif not line.startswith("#"):
+            name, colon, value = line.partition(":")
+            last = found.setdefault(name.strip().lower(), []) if colon else None
+            if last is not None:
+                last.append(value.strip())
+    if found:
+        yield _frozen(found)
+
+
+def first(text: str) -> Fields:
+    """The fields of the first paragraph; empty where there is none."""
+    return next(paragraphs(text), {})
+
+
+def value(fields: Fields, name: str) -> str:
+    """The first value of the field `name`; empty where there is none."""
+    return fields.get(name, ("",))[0]
+
+
+def _frozen(found: Mapping[str, list[str]]) -> Fields:
+    return {name: tuple(values) for name, values in found.items()}
+
+
+def debian_packages(text: str) -> Iterator[Package | str]:
+    """Yield the packages that the list `text` says are there, or what is wrong with an entry."""
+    for number, fields in enumerate(paragraphs(text), 1):
+        name, version = value(fields, "package"), value(fields, "version")
+        architecture = value(fields, "architecture")
+        state = value(fields, "status").split()
+        if state and state[-1] in ("not-installed", "config-files"):
+            continue
+        if (
+            _DEB_NAME.fullmatch(name)
+            and _DEB_VERSION.fullmatch(version)
+            and _ARCHITECTURE.fullmatch(architecture)
+        ):
+            yield Package(kind="deb", name=name, version=version, architecture=architecture)
+        elif name or state:
+            yield f"entry {number} is no package"
+
+
+def debian_licence(text: str) -> Licence:
+    """The licences in debian/copyright, which is `text`; empty where it is not machine-readable."""
+    if _FORMAT not in text[:_HEAD_CHARACTERS]:
+        return Licence()
+    names: dict[str, None] = {}
+    for fields in paragraphs(text):
+        if "files" in fields:
+            name = value(fields, "license").partition("\n")[0].strip()
+            names[name] = None
+    stated = [name for name in names if name]
+    spdx = [licences.from_debian(name) for name in names]
+    return Licence(
+        spdx=licences.all_of(spdx) if all(spdx) else "", stated=licences.shortened(", ".join(stated))
+    )
+
+
+def describes_python(path: str) -> bool:
+    """Whether the file `path` describes a Python package."""
+    return path.endswith(_ENDINGS)
+
+
+def python_package(path: str, text: str) -> Package | None:
+    """The package that the file `path` describes; None where it is none.
+
+    The name of the file says name and version where `text` does not, where it is too large.
+    """
+    ending = next(one for one in _ENDINGS if path.endswith(one))
+    entry = PurePosixPath(path.removesuffix(ending))
+    fields = first(text)
+    name, version = value(fields, "name"), value(fields, "version")
+    if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
+        name, version = (*entry.name.split("-"), "", "")[:2]
+    if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
+        return None
+    return Package(kind="pypi", name=name, version=version, folder=folder_of(path), licence=_licence(fields))
+
+
+def folder_of(path: str) -> str:
+    """The folder of the package that the file `path` describes."""
+    ending = next(one for one in _ENDINGS if path.endswith(one))
+    return str(PurePosixPath("/", path.removesuffix(ending)).parent)
+
+
+def is_installed_python(package: Package) -> bool:
+    """Whether Python finds it; what another one brings along, as ``setuptools/_vendor`` has, is none."""
+    return PurePosixPath(package.folder).name in _FOLDERS
+
+
+def _licence(fields: Fields) -> Licence:
+    """The licence by the three fields that name one, the newest first; two classifiers are no expression."""
+    if expression := value(fields, "license-expression"):
+        return Licence(spdx=licences.expression(expression), stated=licences.shortened(expression))
+    stated = value(fields, "license")
+    if stated.upper() == "UNKNOWN":
+        stated = ""
+    classified = [one for one in fields.get("classifier", ()) if one.startswith("License :: ")]
+    spdx = licences.from_words(stated)
+    if not spdx and len(classified) == 1:
+        spdx = licences.from_classifier(classified[0])
+    # Some packages put the whole text there.
+    words = [stated.partition("\n")[0], *(one.rpartition(" :: ")[2] for one in classified)]
+    return Licence(spdx=spdx, stated=licences.shortened("; ".join(filter(None, words))))

@@ -1,6 +1,7 @@
 """An inventory as SPDX 2.3 JSON (https://spdx.github.io/spdx-spec/v2.3/).
 
 The same inventory gives the same bytes: the namespace, which must differ between documents, is their digest.
+Scanners find a package in their databases by its URL (github.com/package-url/purl-spec).
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import hashlib
 import json
 import time
 from typing import Any
+from urllib.parse import quote
 
 from imgkit_builder import __version__
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
-from imgkit_builder.inventory.purl import purl
 
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
 _NONE = "NOASSERTION"
@@ -94,7 +95,7 @@ def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
             {
                 "referenceCategory": "PACKAGE-MANAGER",
                 "referenceType": "purl",
-                "referenceLocator": purl(package, inventory),
+                "referenceLocator": package_url(package, inventory),
             }
         ],
     }
@@ -128,3 +129,16 @@ def _id(kind: str, *parts: str) -> str:
 
 def _relation(one: str, kind: str, other: str) -> dict[str, str]:
     return {"spdxElementId": one, "relationshipType": kind, "relatedSpdxElement": other}
+
+
+def package_url(package: Package, inventory: Inventory) -> str:
+    """The package URL of `package` in the image of `inventory`."""
+    version = quote(package.version, safe=":")
+    if package.kind == "pypi":
+        return f"pkg:pypi/{package.name.lower().replace('_', '-')}@{version}"
+    distribution = inventory.distribution or "debian"
+    qualifiers = f"arch={package.architecture}" if package.architecture else ""
+    if inventory.distribution and inventory.release:
+        qualifiers += f"&distro={quote(f'{inventory.distribution}-{inventory.release}', safe='')}"
+    end = f"?{qualifiers.lstrip('&')}" if qualifiers else ""
+    return f"pkg:deb/{distribution}/{quote(package.name, safe='')}@{version}{end}"

@@ -85,7 +85,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     """
     target = target.absolute()
     check_target(target, force=options.force)
-    means = choose_method(source, options)
+    means = _choose_method(source, options)
     known = _known_config(source)
     if known and (done := _up_to_date(target, known, means, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
@@ -118,7 +118,7 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
             if _known_config(source) is None and (done := _up_to_date(target, found, means, job.options)):
                 return done
             _tell_arch(config, job.clock)
-            room = room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
+            room = _room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
             stream.write_layers(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
         made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes, origin_id=found.image_id)
@@ -296,7 +296,7 @@ class Means:
     """Sentences for the user."""
 
 
-def choose_method(source: Source, options: Options) -> Means:
+def _choose_method(source: Source, options: Options) -> Means:
     """The best way that works here.
 
     Raises
@@ -367,7 +367,7 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     ------
     UsageError, ToolMissing : as in `choose`.
     """
-    means = choose_method(source, options)
+    means = _choose_method(source, options)
     part = files.temporary_name(target, "TOKEN")
     folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
     lines = [f"# {note}" for note in means.notes]
@@ -435,7 +435,7 @@ def _rest_of(source: Piped) -> int | None:
     return about.st_size if stat.S_ISREG(about.st_mode) else None
 
 
-def room_for_layers(image: StoredImage, target: Path, base: Path, squasher: Squasher | None) -> int:
+def _room_for_layers(image: StoredImage, target: Path, base: Path, squasher: Squasher | None) -> int:
     """Bytes of `base` that plain layers may take; 0 where compressed ones would probably not fit."""
     plain = image.stored_bytes + int(image.packed_bytes * (UNPACKED_FACTOR - 1))
     share = temporary_share(squasher)

@@ -23,12 +23,13 @@ from imgkit_builder.oci.config import ImageConfig, epoch
 
 META = ".singularity.d"
 """Folder of the runtime's own files."""
-LIBS = f"/{META}/libs"
+_LIBS = f"/{META}/libs"
 """Where a runtime binds the libraries of ``--nv``."""
 ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
 """Script with the variables of the image's configuration; the runtimes write one, too."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SET = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
 
 # Not %A and %B: they depend on the locale.
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -41,7 +42,7 @@ _EMPTY = ("etc/hosts", "etc/resolv.conf")
 
 _BASE = f"""#!/bin/sh
 # The runtime sets the variables of the user directly after this file.
-LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{LIBS}"
+LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{_LIBS}"
 export LD_LIBRARY_PATH
 """
 _RUNSCRIPT = """#!/bin/sh

@@ -285,10 +285,10 @@ def _arch(code: bytes) -> str:
 
 def partition_extra(kind: PartitionType, arch: str) -> bytes:
     """The last field of the descriptor of a partition with a squashfs for `arch`."""
-    return _PARTITION.pack(_FS_SQUASHFS, kind, arch_code(arch))
+    return _PARTITION.pack(_FS_SQUASHFS, kind, _arch_code(arch))
 
 
-def arch_code(arch: str) -> bytes:
+def _arch_code(arch: str) -> bytes:
     """How a header and a partition write `arch`."""
     return b"%02d" % ARCHS.index(arch)
 
@@ -419,7 +419,7 @@ def _new_header(arch: str) -> Header:
         launch=_LAUNCH,
         magic=table.MAGIC,
         version=_VERSION,
-        arch=arch_code(arch),
+        arch=_arch_code(arch),
         uuid=bytes(16),
         created_s=0,
         modified_s=0,

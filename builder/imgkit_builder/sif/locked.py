@@ -134,7 +134,7 @@ def _normalised(entries: Iterator[ImageEntry], epoch_s: int) -> Iterator[ImageEn
     """The entries that stay; each time is still its own where it is a file's, so that byte code is known."""
     for found in entries:
         names = tuple(
-            name for name in found.names if not is_dropped(name, found.kind, found.mtime_s > epoch_s)
+            name for name in found.names if not _is_dropped(name, found.kind, found.mtime_s > epoch_s)
         )
         if not names:
             continue
@@ -146,7 +146,7 @@ def _normalised(entries: Iterator[ImageEntry], epoch_s: int) -> Iterator[ImageEn
         yield _with_own_content(entry, epoch_s)
 
 
-def is_dropped(name: str, kind: bytes, later: bool) -> bool:
+def _is_dropped(name: str, kind: bytes, later: bool) -> bool:
     """Whether the .sif of a locked image lacks `name`; `later` says that the build wrote it."""
     if name.partition("/")[0] in _TOPS:
         return _DROPPED.fullmatch(name) is not None and not (

@@ -108,7 +108,7 @@ def source_words(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tupl
     return (*(("--no-https",) if plain else ()), f"docker://{source.reference}")
 
 
-class ImageLinks:
+class _ImageLinks:
     """The links and special files of an image, from the members of its layers, the lowest layer first.
 
     A member's folder may itself be a link of a layer below. A runtime looks such a name up inside the image,
@@ -231,7 +231,7 @@ def refuse_links(layers: Iterable[Path], *, where: str) -> None:
     ------
     CheckFailed : a link leads out of the image, or a layer is no tar.
     """
-    found = ImageLinks()
+    found = _ImageLinks()
     for layer in layers:
         found.add_layer(tar_read.headers(layer))
     found.refuse(where)

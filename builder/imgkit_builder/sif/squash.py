@@ -113,7 +113,7 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
         remove_unused(target, made.owners, offset=offset)
 
 
-def names_by_kind(path: Path, *, offset: int = 0) -> Counter[bytes]:
+def _names_by_kind(path: Path, *, offset: int = 0) -> Counter[bytes]:
     """Number of names for each type flag of a tar, in the squashfs at byte `offset`; without the root.
 
     Raises
@@ -142,7 +142,7 @@ def _compare(path: Path, sent: Counter[bytes], *, offset: int) -> None:
 
     The names of hard links count to the kind of what they name.
     """
-    found = names_by_kind(path, offset=offset)
+    found = _names_by_kind(path, offset=offset)
     kinds = sorted(found | sent)
     wrong = [kind for kind in kinds if kind != HARD_LINK and found[kind] < sent[kind]]
     if wrong or sum(found.values()) != sum(sent.values()):

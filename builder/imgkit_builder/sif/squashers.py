@@ -94,7 +94,7 @@ class TarMksquashfs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMksquashfs:
+class _EngineMksquashfs:
     """mksquashfs in a container of an engine."""
 
     helper: Helper
@@ -157,7 +157,7 @@ def choose(find_helper: Callable[[], Helper | None] = lambda: None) -> Squasher:
             note = f"the files are written to disk once, and squashed from there (slower): {why}"
             return OldMksquashfs(program=old, note=note)
     if helper := find_helper():
-        return EngineMksquashfs(helper=helper, note=f"mksquashfs runs in a container of {helper}: {why}")
+        return _EngineMksquashfs(helper=helper, note=f"mksquashfs runs in a container of {helper}: {why}")
     raise ToolMissing(why, hint=f"{INSTALL}, or a runtime that builds: --from layers")
 
 

@@ -66,7 +66,7 @@ _ABOVE = ("opt", BAKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class _Merged:
     """What shows of an image, and the files that imgkit adds on top."""
 
     image: StoredImage
@@ -148,7 +148,7 @@ def write_layers(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0)
 
 
 @contextlib.contextmanager
-def _merged_layers(job: ConversionJob, image: StoredImage, room_bytes: int) -> Iterator[Merged]:
+def _merged_layers(job: ConversionJob, image: StoredImage, room_bytes: int) -> Iterator[_Merged]:
     """Yield what shows, from layers in a spool where there is room for one."""
     if image.packed_bytes:
         folder, advance = job.work.folder, job.clock.advance
@@ -165,7 +165,7 @@ def _merged_layers(job: ConversionJob, image: StoredImage, room_bytes: int) -> I
     yield _merged(job, image, None)
 
 
-def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> Merged:
+def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> _Merged:
     config = locked.settled(image.selected.config)
     tree = LayerTree(image.where)
     image = scan(
@@ -177,7 +177,7 @@ def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> Merg
     )
     own = [*entries.own_files(config), *(one for one in entries.if_missing() if not tree.has(one.path))]
     tree.add_layer(_member(one, epoch(config.created)) for one in own)
-    return Merged(image=image, plan=tree.plan(), own=tuple(own), created_s=epoch(config.created))
+    return _Merged(image=image, plan=tree.plan(), own=tuple(own), created_s=epoch(config.created))
 
 
 def _member(file: OwnFile, mtime_s: int) -> Member:
@@ -199,7 +199,7 @@ def _member(file: OwnFile, mtime_s: int) -> Member:
     )
 
 
-def _shown_entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
+def _shown_entries(merged: _Merged, job: ConversionJob) -> Iterator[ImageEntry]:
     for path, folder in merged.plan.folders:
         yield _folder(path, folder or FolderEntry(mtime_s=merged.created_s))
     *layers, own = merged.plan.names
@@ -214,7 +214,7 @@ def _shown_entries(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
         yield entries.of_own(merged.own[number], merged.created_s, path=path)
 
 
-def _in_order(merged: Merged, job: ConversionJob) -> Iterator[ImageEntry]:
+def _in_order(merged: _Merged, job: ConversionJob) -> Iterator[ImageEntry]:
     """The entries in the order of an engine's export, so that both ways give the same squashfs."""
     ours = {one.path for one in merged.own}
     found = [_folder(path, one or FolderEntry(mtime_s=merged.created_s)) for path, one in merged.plan.folders]
@@ -431,7 +431,7 @@ def _adding_document(config: ImageConfig) -> PassingStage:
                     continue
             if entry.name in _ABOVE:
                 above[entry.name] = entry.kind
-            yield observed(entry, collector)
+            yield _observed(entry, collector)
         if set(above.values()) <= {DIRECTORY} and DOCUMENT not in above:
             created_s = epoch(config.created)
             for folder in _ABOVE:
@@ -444,7 +444,7 @@ def _adding_document(config: ImageConfig) -> PassingStage:
     return pass_on
 
 
-def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
+def _observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
     """`entry`; `collector` gets a copy where that is of interest, and no large one."""
     if entry.kind == REGULAR:
         wanted = [name for name in entry.names if collector.wants(name)]

@@ -1,1 +1,1 @@
-"""Signatures: make them, and check who made them with a keyring that the user names."""
+"""Signatures of .sif files, deltas and archives, and statements of what they were made of."""

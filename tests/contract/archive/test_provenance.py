@@ -29,7 +29,7 @@ from imgkit_builder.recipe.lock import (
     LockedWheel,
     LockRequest,
 )
-from imgkit_builder.signing import evidence, provenance
+from imgkit_builder.signing import provenance
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 Made = Any
@@ -103,7 +103,7 @@ def locked(image: Made) -> Made:
 
 def statement(path: Path) -> Any:
     """The statement about the file `path`, after the library of in-toto has read it."""
-    found = evidence.of_file(path, Silent())
+    found = provenance.of_file(path, Silent())
     text = provenance.text((found.file,), found.evidence)
     read = json_format.Parse(text, statement_pb2.Statement())
     Statement.copy_from_pb(read).validate()
@@ -200,7 +200,7 @@ def test_image_of_others_is_refused(made: Made, tmp_path: Path) -> None:
     file = tmp_path / "made.tar"
     file.write_bytes(made.tar(made.modern_members()))
     with pytest.raises(CheckFailed, match="imgkit did not build this image"):
-        evidence.of_file(file, Silent())
+        provenance.of_file(file, Silent())
 
 
 def test_damaged_and_foreign_files_are_refused(image: Made, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_damaged_and_foreign_files_are_refused(image: Made, tmp_path: Path) -> N
     file = tmp_path / "mine.tar"
     file.write_bytes(image.tar(members))
     with pytest.raises(CheckFailed, match="damaged"):
-        evidence.of_file(file, Silent())
+        provenance.of_file(file, Silent())
     file.write_bytes(b"text")
     with pytest.raises(UsageError, match=r"neither a \.sif nor an image archive"):
-        evidence.of_file(file, Silent())
+        provenance.of_file(file, Silent())

@@ -12,7 +12,7 @@ from labkit import imgkit, output
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.sif import coverage, image
-from imgkit_builder.signing import attach
+from imgkit_builder.signing import provenance
 
 pytestmark = pytest.mark.singularity
 
@@ -39,7 +39,9 @@ def sif(tmp_path: Path) -> Path:
 def added(path: Path) -> list[str]:
     """The statements in a .sif."""
     found = image.read(path)
-    return [image.data(found, one).decode() for one in found.descriptors if one.name == attach.NAME]
+    return [
+        image.data(found, one).decode() for one in found.descriptors if one.name == provenance.OBJECT_NAME
+    ]
 
 
 def test_statement_beside_names_the_file(sif: Path) -> None:

@@ -22,8 +22,8 @@ from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.sif import coverage, image, table
 from imgkit_builder.sif.image import DataType
 from imgkit_builder.sif.table import NewObject
-from imgkit_builder.signing import sign, trust
-from imgkit_builder.signing.keys import clear_signed
+from imgkit_builder.signing import signatures
+from imgkit_builder.signing.signatures import clear_signed
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 pytestmark = [pytest.mark.singularity, pytest.mark.xdist_group("signing")]
@@ -113,13 +113,13 @@ def signed(sif: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A .sif with an OpenPGP signature of the friend."""
     for name, value in keys.runtime.items():
         monkeypatch.setenv(name, value)
-    sign.sign_sif(sif, ("--keyidx", "0"))
+    signatures.sign_sif(sif, ("--keyidx", "0"))
     return sif
 
 
 def refusal(path: Path, keyring: Path) -> str:
     with pytest.raises(CheckFailed) as caught:
-        trust.require(path, keyring)
+        signatures.require(path, keyring)
     return caught.value.what
 
 
@@ -130,7 +130,7 @@ def signature(path: Path) -> bytes:
 
 def test_runtime_verifies_what_imgkit_signs(signed: Path, keys: Keys) -> None:
     output("singularity", "verify", "--local", signed, env=keys.runtime)
-    assert "friend" in trust.require(signed, keys.keyring).name
+    assert "friend" in signatures.require(signed, keys.keyring).name
 
 
 def test_runtime_signs_what_imgkit_wrote(tmp_path: Path, keys: Keys) -> None:
@@ -140,7 +140,7 @@ def test_runtime_signs_what_imgkit_wrote(tmp_path: Path, keys: Keys) -> None:
     assert convert_as(0, tmp_path / "x.tar", sif) == ""
     output("singularity", "sign", "--key", keys.private, sif)
     output("singularity", "verify", "--key", keys.public, sif)
-    assert trust.require(sif, keys.public).fingerprint.startswith("SHA256:")
+    assert signatures.require(sif, keys.public).fingerprint.startswith("SHA256:")
     assert coverage.check(sif).faults == ()
 
 
@@ -148,8 +148,8 @@ def test_both_kinds_of_key_in_one_file(signed: Path, keys: Keys) -> None:
     """The runtime's own verify fails here, because it lacks the key of one of them."""
     assert imgkit("sign", signed, "--key", keys.private).returncode == 0
     assert run("singularity", "verify", "--key", keys.public, signed).returncode != 0
-    assert trust.require(signed, keys.public).fingerprint.startswith("SHA256:")
-    assert len(trust.require(signed, keys.keyring).fingerprint) == 40
+    assert signatures.require(signed, keys.public).fingerprint.startswith("SHA256:")
+    assert len(signatures.require(signed, keys.keyring).fingerprint) == 40
     assert coverage.check(signed).faults == ()
 
 
@@ -159,8 +159,8 @@ def test_other_pem_keys_verify(sif: Path, keys: Keys, kind: str, tmp_path: Path)
     options = {"RSA": "rsa_keygen_bits:2048", "EC": "ec_paramgen_curve:P-256"}
     output("openssl", "genpkey", "-algorithm", kind, "-pkeyopt", options[kind], "-out", private)
     output("openssl", "pkey", "-in", private, "-pubout", "-out", public)
-    sign.sign_sif(sif, ("--key", str(private)))
-    assert trust.require(sif, public)
+    signatures.sign_sif(sif, ("--key", str(private)))
+    assert signatures.require(sif, public)
     assert "another key" in refusal(sif, keys.stranger_pem)
 
 
@@ -226,7 +226,7 @@ def test_file_of_another_tool_is_not_trusted(sif: Path, keys: Keys) -> None:
     output("singularity", "sign", "--key", keys.private, sif)
     assert "no coverage object" in refusal(sif, keys.public)
     with pytest.raises(CheckFailed, match="would not cover the whole file"):
-        sign.sign_sif(sif, ("--key", str(keys.private)))
+        signatures.sign_sif(sif, ("--key", str(keys.private)))
 
 
 def test_failed_signing_leaves_the_file(sif: Path, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def archive(tmp_path: Path) -> Path:
 def signed_by_gpg(path: Path, keys: Keys) -> Path:
     done = imgkit("sign", path, env={"GNUPGHOME": str(keys.home)})
     assert done.returncode == 0, done.stderr
-    return trust.signature_path(path)
+    return signatures.signature_path(path)
 
 
 @pytest.mark.parametrize("kind", ["delta", "archive"])
@@ -278,10 +278,10 @@ def test_detached_signature_names_the_signer(kind: str, keys: Keys, request: pyt
     path: Path = request.getfixturevalue(kind)
     assert "it is unsigned" in refusal(path, keys.gpg_keyring)
     made = signed_by_gpg(path, keys)
-    assert trust.require(path, keys.gpg_keyring).name == "me <me@example.org>"
+    assert signatures.require(path, keys.gpg_keyring).name == "me <me@example.org>"
     assert "not in stranger.asc" in refusal(path, keys.stranger)
     # By hand, as the page says.
-    output("gpg", "--homedir", keys.home, "--batch", "--verify", made, trust.signed_file(path))
+    output("gpg", "--homedir", keys.home, "--batch", "--verify", made, signatures.signed_file(path))
     with path.open("r+b") as stream:
         stream.seek(100)
         stream.write(b"x")
@@ -301,7 +301,7 @@ def test_manifest_of_an_archive_cannot_be_replaced(archive: Path, keys: Keys) ->
 def test_signed_mail_is_no_signature_of_a_delta(delta: Path, keys: Keys, tmp_path: Path, way: str) -> None:
     """Somebody may have signed any text; it is not the delta."""
     (tmp_path / "mail").write_text("hello")
-    gpg(keys.home, "--armor", "--output", trust.signature_path(delta), way, tmp_path / "mail")
+    gpg(keys.home, "--armor", "--output", signatures.signature_path(delta), way, tmp_path / "mail")
     assert "the signature is not good" in refusal(delta, keys.gpg_keyring)
 
 
@@ -327,7 +327,7 @@ def test_signature_without_a_checksum_is_read(keys: Keys, tmp_path: Path, length
 
 def test_expired_key_is_refused(delta: Path, tmp_path: Path) -> None:
     home, keyring = gpg_home(tmp_path, "late", "--faked-system-time", "20200101T000000")
-    made = trust.signature_path(delta)
+    made = signatures.signature_path(delta)
     past = ("--faked-system-time", "20200101T010000")
     gpg(home, *past, "--armor", "--output", made, "--detach-sign", delta)
     run("gpgconf", "--homedir", home, "--kill", "all")
@@ -340,14 +340,14 @@ def test_keyring_without_a_key_is_a_usage_error(delta: Path, sif: Path, keys: Ke
     empty.write_bytes(b"")
     for keyring in (empty, tmp_path / "absent", keys.public):
         with pytest.raises(UsageError):
-            trust.require(delta, keyring)
+            signatures.require(delta, keyring)
 
 
 def test_missing_gpg_is_named(delta: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     signed_by_gpg(delta, keys)
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ToolMissing) as caught:
-        trust.require(delta, keys.gpg_keyring)
+        signatures.require(delta, keys.gpg_keyring)
     assert "apt-get install gnupg" in str(caught.value.hint)
 
 
@@ -365,7 +365,7 @@ def test_apply_and_submit_refuse_strangers(signed: Path, delta: Path, keys: Keys
 
 def test_json_of_sign_names_the_file(archive: Path, keys: Keys) -> None:
     done = imgkit("sign", archive, "--json", env={"GNUPGHOME": str(keys.home)})
-    assert json.loads(done.stdout)["signature"] == str(trust.signature_path(archive))
+    assert json.loads(done.stdout)["signature"] == str(signatures.signature_path(archive))
 
 
 @pytest.mark.parametrize("words", [(), ("--key", "k", "--keyidx", "0"), ("--gpg-key", "x")])

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.apptainer import definition
-from imgkit_builder.apptainer.definition import MARK
-from imgkit_builder.apptainer.follow import Follower
-from imgkit_builder.apptainer.start import Start
+from imgkit_builder.apptainer.definition import MARK, Follower, Start
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.instructions import Definition, Step
 from imgkit_builder.oci import manifest

@@ -16,10 +16,8 @@ import pytest
 
 from imgkit_builder.archive.tar_write import END
 from imgkit_builder.delta import tree, write_squashfs
-from imgkit_builder.delta.folders import Folder
-from imgkit_builder.delta.grafts import Graft
+from imgkit_builder.delta.layers import Folder, Graft, Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.delta.tars import Tar
 from imgkit_builder.delta.tree import TreeEntry
 from imgkit_builder.sif import squash
 from imgkit_builder.sif.squash import Squash

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.delta.opened import OpenedImage
-from imgkit_builder.delta.tars import Tar
-from imgkit_builder.examine import sides
+from imgkit_builder.delta.layers import Tar
+from imgkit_builder.delta.source import OpenedImage
+from imgkit_builder.examine import differences
 from imgkit_builder.examine.differences import ComparedSide, Differences, compare
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedPlatform, LockedWheel, LockRequest
@@ -29,7 +29,7 @@ def layer(path: Path, files: Mapping[str, bytes], *, mtime: int = 1, mode: int =
 
 
 def image(*layers: Tar, env: Mapping[str, str] | None = None, keeps: bool = True) -> ComparedSide:
-    return sides.of_image(
+    return differences.of_image(
         OpenedImage(
             name="an image",
             arch="amd64",
@@ -47,7 +47,7 @@ def lock(**versions: str) -> ComparedSide:
         for name, one in versions.items()
     )
     wheels = (LockedWheel(step=0, name="A_b", version="2.1", file="a", sha256=""),)
-    return sides.of_lock(
+    return differences.of_lock(
         "mine.lock",
         LockedPlatform(
             platform="linux/amd64",
@@ -62,7 +62,7 @@ def lock(**versions: str) -> ComparedSide:
 
 def recipe(path: Path, image: str = "") -> ComparedSide:
     path.write_text("extends: lambda\nimage:\n  base: base.example.org/a:1\n" + image)
-    return sides.of_recipe("mine", load(str(path)))
+    return differences.of_recipe("mine", load(str(path)))
 
 
 def values(found: Differences) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.base.checks import Check, passed
-from imgkit_builder.examine import doctor, engines
+from imgkit_builder.examine import doctor
 from imgkit_builder.examine.doctor import Machine
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.system import Runtime, SystemFacts
@@ -231,7 +231,7 @@ def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> Non
 
 def test_engine_squashes_where_nothing_else_does(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Check(name="docker", verdict="ok", found="Docker 28.5.2, API 1.51")
-    monkeypatch.setattr(engines, "checks", lambda: (engine,))
+    monkeypatch.setattr(doctor, "checks", lambda: (engine,))
     usage = type("usage", (), {"free": 10 * 10**9})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     checks = look(purpose="sif", machine=Machine(uid=0))

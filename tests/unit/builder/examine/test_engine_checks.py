@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.engine import address
-from imgkit_builder.examine import engines
+from imgkit_builder.examine import doctor
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_silent_contexts_are_named_and_do_not_fail(contexts: Path) -> None:
-    first, *others = engines.checks()
+    first, *others = doctor.checks()
     assert (first.name, first.verdict) == ("docker", "fail")
     assert [(one.name, one.verdict) for one in others] == [("not used", "skip")] * 2
     assert others[0].found == "context far at ssh://me@far: not asked by ssh"
@@ -38,7 +38,7 @@ def test_silent_contexts_are_named_and_do_not_fail(contexts: Path) -> None:
 
 def test_wrong_context_still_lists_the_others(contexts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_CONTEXT", "gone")
-    first, *others = engines.checks()
+    first, *others = doctor.checks()
     assert first.verdict == "fail"
     assert "unset DOCKER_CONTEXT" in first.hint
     assert len(others) == 2
@@ -55,11 +55,9 @@ def test_wrong_context_still_lists_the_others(contexts: Path, monkeypatch: pytes
 )
 def test_choice_of_a_context_beats_what_is_in_use(source: str, typed: str) -> None:
     used = address.Endpoint(host="unix:///used.sock", source=source)
-    assert engines.choice(address.Endpoint(host="tcp://far:2376", context="lab"), used) == typed
+    assert doctor.choice(address.Endpoint(host="tcp://far:2376", context="lab"), used) == typed
 
 
 def test_choice_of_a_socket_is_a_variable() -> None:
     used = address.Endpoint(host="tcp://far:2376", source="DOCKER_CONTEXT", context="far")
-    assert (
-        engines.choice(address.Endpoint(host="unix:///x.sock"), used) == "export DOCKER_HOST=unix:///x.sock"
-    )
+    assert doctor.choice(address.Endpoint(host="unix:///x.sock"), used) == "export DOCKER_HOST=unix:///x.sock"

@@ -13,7 +13,7 @@ import small_sif
 
 from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK
 from imgkit_builder.cli.app import build_app
-from imgkit_builder.delta.memory import Memory
+from imgkit_builder.delta.layers import Memory
 from imgkit_builder.examine import rebuilt
 from imgkit_builder.examine.rebuilt import DifferentEntry
 from imgkit_builder.recipe import describe, lock_file

@@ -11,7 +11,7 @@ from spdx_tools.spdx.validation.document_validator import validate_full_spdx_doc
 
 from imgkit_builder.inventory import licences, spdx
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
-from imgkit_builder.inventory.purl import purl
+from imgkit_builder.inventory.spdx import package_url
 
 CURL = Package(
     kind="deb",
@@ -85,11 +85,11 @@ def test_ids_of_other_content_are_other_ids() -> None:
 
 
 def test_package_urls_are_those_of_the_library() -> None:
-    deb, wheel = (PackageURL.from_string(purl(one, FULL)) for one in (CURL, TORCH))
+    deb, wheel = (PackageURL.from_string(package_url(one, FULL)) for one in (CURL, TORCH))
     assert (deb.type, deb.namespace, deb.name, deb.version) == ("deb", "debian", CURL.name, CURL.version)
     assert deb.qualifiers == {"arch": "amd64", "distro": "debian-12"}
     assert (wheel.name, wheel.version) == ("torch-x.y", TORCH.version)
-    assert purl(TORCH, FULL) == wheel.to_string()
+    assert package_url(TORCH, FULL) == wheel.to_string()
 
 
 def test_doubtful_licence_stays_in_its_own_words() -> None:

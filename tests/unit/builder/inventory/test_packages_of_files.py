@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from imgkit_builder.inventory import debian, licences, python
+from imgkit_builder.inventory import licences, packages
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory, Package
 from imgkit_builder.recipe import lock_file
@@ -55,7 +55,7 @@ def collected(files: dict[str, str | bytes | None], links: dict[str, str] | None
 
 
 def test_only_installed_debian_packages_count() -> None:
-    found = [(one.name, one.version) for one in debian.installed(STATUS) if isinstance(one, Package)]
+    found = [(one.name, one.version) for one in packages.debian_packages(STATUS) if isinstance(one, Package)]
     assert found == [("curl", "1:7.88.1-10+deb12u8"), ("adduser", "3.134")]
 
 
@@ -69,12 +69,12 @@ def test_only_installed_debian_packages_count() -> None:
     ],
 )
 def test_impossible_debian_package_refused(entry: str, expected: str) -> None:
-    assert list(debian.installed(entry)) == [expected]
+    assert list(packages.debian_packages(entry)) == [expected]
 
 
 def test_licences_of_all_files_hold_together() -> None:
-    assert debian.licence(DEP5).spdx == "GPL-2.0-or-later AND MIT"
-    assert debian.licence(DEP5).stated == "GPL-2+, Expat"
+    assert packages.debian_licence(DEP5).spdx == "GPL-2.0-or-later AND MIT"
+    assert packages.debian_licence(DEP5).stated == "GPL-2+, Expat"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_licences_of_all_files_hold_together() -> None:
     ],
 )
 def test_doubtful_licence_is_no_expression(text: str, stated: str) -> None:
-    found = debian.licence(text)
+    found = packages.debian_licence(text)
     assert (found.spdx, found.stated) == ("", stated)
 
 
@@ -108,7 +108,7 @@ def test_doubtful_licence_is_no_expression(text: str, stated: str) -> None:
 )
 def test_python_licence_by_its_fields(head: str, expected: str) -> None:
     text = f"Metadata-Version: 2.4\nName: a\nVersion: 1\n{head}\n\nLicense: GPL, says the description"
-    found = python.package(f"{WHERE}/a-1.dist-info/METADATA", text)
+    found = packages.python_package(f"{WHERE}/a-1.dist-info/METADATA", text)
     assert found
     assert found.licence.spdx == expected
 

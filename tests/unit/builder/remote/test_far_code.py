@@ -11,7 +11,7 @@ import pytest
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import tree
-from imgkit_builder.delta.folders import Folder
+from imgkit_builder.delta.layers import Folder
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.job import code
 from imgkit_builder.job.request import Request
