@@ -21,7 +21,7 @@ from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.descriptor import FileFacts
-    from imgkit_builder.engine.show import ImageFacts
+    from imgkit_builder.engine.images import ImageFacts
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -104,7 +104,7 @@ def verb_show(
     if descriptor.is_file(recipe):
         facts = descriptor.file_facts(recipe)
     elif _is_image(recipe):
-        from imgkit_builder.engine.show import image_facts
+        from imgkit_builder.engine.images import image_facts
 
         facts = image_facts(recipe)
     if facts is not None:

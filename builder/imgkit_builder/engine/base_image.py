@@ -1,18 +1,27 @@
-"""Find the base image and compare it with the recipe before anything long begins."""
+"""The base image: found and compared with the recipe before anything long begins, and run once.
+
+The run reports its Python, torch and NCCL; the result is cached by image id.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
-from imgkit_builder.engine.images import ImageInfo, check_name, find, repository
-from imgkit_builder.engine.platforms import can_choose
+from imgkit_builder.engine.images import ImageInfo, can_choose, check_name, find, repository
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_builder.engine.transfer import pull as fetch
-from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage
+from imgkit_builder.image import inside
+from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import emulator_fault
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 if TYPE_CHECKING:
@@ -133,3 +142,66 @@ def _can_run(engine: Engine, target: str) -> None:
 def _in_virtual_machine(engine: Engine) -> bool:
     """Docker Desktop runs containers on a kernel of its own, which has its own handlers."""
     return "Docker Desktop" in str(engine.about.get("OperatingSystem", ""))
+
+
+SCHEMA = 1
+
+
+def probe(engine: Engine, base: BaseImage) -> Probe:
+    """Versions inside `base`; `Probe.skipped` is the reason where it could not run.
+
+    Notes
+    -----
+    Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
+    so a cached result never becomes wrong.
+    """
+    found = _known(base.id)
+    if found is not None:
+        return found
+    name = base.name if engine.names_manifests else base.id or base.name
+    finished = containers.run(engine, name, inside.argv(), platform=base.platform)
+    return _learned(base.id, finished.output) or Probe(
+        skipped=_why_not(engine, base, finished.returncode, finished.output)
+    )
+
+
+def _learned(image_id: str, output: str) -> Probe | None:
+    """The probe in the `output` of ``image.inside``, which is kept for later; None where it has none."""
+    seen = inside.parse(output)
+    if seen is None:
+        return None
+    found = Probe(
+        python=seen.python,
+        torch=seen.torch,
+        cuda=seen.cuda,
+        nccl=seen.nccl,
+        pip_conflicts=seen.pip_conflicts or (),
+    )
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2)
+    files.write_cache(_kept(image_id), text + "\n")
+    return found
+
+
+def _why_not(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
+    if returncode == containers.NOT_FOUND:
+        return "the base has no python3"
+    if "exec format error" in output.lower():
+        return f"the base is {base.platform}, but the engine runs {engine.platform} and has no emulator"
+    lines = output.strip().splitlines()
+    return f"python3 failed with exit code {returncode}: {lines[-1] if lines else 'no output'}"
+
+
+def _kept(image_id: str) -> Path:
+    return files.cache_dir() / "probe" / f"{image_id.partition(':')[2] or 'unknown'}.json"
+
+
+def _known(image_id: str) -> Probe | None:
+    """The probe of an earlier run."""
+    try:
+        data = json_text.parse(files.read_own(_kept(image_id)))
+        if data.pop("schema") != SCHEMA:
+            return None
+        data["pip_conflicts"] = tuple(data["pip_conflicts"])
+        return Probe(**data)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

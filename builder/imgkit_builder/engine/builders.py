@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.base import process
-from imgkit_builder.engine.facts import EngineFacts
+from imgkit_builder.engine.connection import EngineFacts
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 Builder = Literal["auto", "classic", "buildx", "podman"]

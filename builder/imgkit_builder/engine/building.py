@@ -1,28 +1,41 @@
-"""Builds an image: output becomes progress, a log, and an error that names the recipe's line."""
+"""Builds an image: output becomes progress, a log, and an error that names the recipe's line.
+
+The engine's API builds, or a program: ``docker buildx build`` or ``podman build``. The provenance labels
+are the last instruction of the Dockerfile.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import importlib.resources
+import io
 import os
+import secrets
+import subprocess
+import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from imgkit_builder.base import files
+from imgkit_builder.base.process import pumped
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.engine import build_program, containers
-from imgkit_builder.engine import labels as marks
-from imgkit_builder.engine.builders import Choice, after_refusal
+from imgkit_builder.engine import containers
+from imgkit_builder.engine.builders import PODMAN, Choice, after_refusal, own_storage
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import broken, translated
-from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
-from imgkit_builder.engine.images import ImageInfo, check_name, inspect
+from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
+from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect
 from imgkit_builder.engine.transfer import add_tag
+from imgkit_builder.image.render import docker_quote
 from imgkit_builder.oci import manifest as manifests
-from imgkit_entrypoints import secret_patterns
+from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
+from imgkit_entrypoints import json_text, secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 if TYPE_CHECKING:
@@ -71,14 +84,14 @@ def build(
     """
     check_name(tag)
     folder = _run_folder(context.manifest.recipe)
-    created = marks.created(engine, context, tag=tag, fresh=no_cache)
+    created = _created(engine, context, tag=tag, fresh=no_cache)
     values = manifests.labels(
         context.manifest,
         context_sha256=context.label_sha256,
         created=created,
         locked=context.source_date_epoch is not None,
     )
-    dockerfile = context.dockerfile.rstrip("\n") + "\n" + marks.instruction(values)
+    dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(values)
     files.put(folder / "Dockerfile", hide(dockerfile))
     log = folder / "build.log"
     builder = builder or Choice(name="classic")
@@ -87,7 +100,7 @@ def build(
 
     def run(choice: Choice) -> str:
         follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
-        start = _run if choice.name == "classic" else build_program.run
+        start = _run_classic if choice.name == "classic" else _run_program
         with log.open("w", encoding="utf-8") as stream:
             watch = follower(
                 stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
@@ -115,7 +128,7 @@ def build(
     return Built(image=inspect(engine, tag), tag=tag, log=log)
 
 
-def _run(
+def _run_classic(
     engine: Engine,
     context: BuildContext,
     dockerfile: str,
@@ -135,9 +148,9 @@ def _run(
         try:
             with translated("build"):
                 events = engine.api.build(
-                    fileobj=marks.with_dockerfile(tar, dockerfile),
+                    fileobj=_with_dockerfile(tar, dockerfile),
                     custom_context=True,
-                    dockerfile=marks.DOCKERFILE,
+                    dockerfile=DOCKERFILE,
                     decode=True,
                     rm=True,
                     forcerm=True,
@@ -189,3 +202,198 @@ def _run_folder(name: str) -> Path:
             number += 1
         else:
             return folder
+
+
+CHUNK_BYTES = 1 << 20
+
+
+def _run_program(
+    engine: Engine,
+    context: BuildContext,
+    dockerfile: str,
+    watch: BuildFollower,
+    *,
+    builder: Choice,
+    no_cache: bool,
+) -> str:
+    """Build `context` with the program of `builder`, and return the engine's name for the image.
+
+    Notes
+    -----
+    The program gets the same tar as the engine's API, on its standard input. ``build_guard`` runs between the
+    two: when this process is interrupted or killed, it ends the step and removes what podman leaves.
+
+    Raises
+    ------
+    ToolFailed, UsageError : a step failed, with the recipe's line and the last output.
+    """
+    written = watch.log_path.with_name("image-id")
+    token = f"imgkit-{secrets.token_hex(8)}"
+    options = ["--iidfile", str(written), "--platform", context.manifest.platform]
+    options += ["--file", DOCKERFILE, *(["--no-cache"] if no_cache else []), *builder.options]
+    told = watch.log_path.with_name("build.json")
+    buildx = [*_BUILDX, "--metadata-file", str(told), *options, "-"]
+    argv = _podman(options, token) if builder.name == "podman" else buildx
+    env = own_storage() if builder.name == "podman" else _buildx_env(engine)
+    chunks = _context_chunks(context, dockerfile, watch)
+    with contextlib.closing(chunks):
+        code = _guarded(argv, chunks, watch.text, token=token, containers=builder.containers, env=env)
+    if code:
+        raise watch.failed(code)
+    try:
+        if engine.names_manifests:
+            # The other file has the configuration's digest, by which this engine finds no image.
+            return str(json_text.load(told)["containerimage.digest"])
+        return written.read_text(encoding="ascii").strip()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise watch.located(broken("build", "it ended before the image was finished")) from error
+
+
+_BUILDX = ("docker", "buildx", "build", "--progress", "plain", "--load")
+
+
+def _podman(options: list[str], token: str) -> list[str]:
+    # Podman's own format: for Docker's, podman takes no step from its cache on a base without dates in its
+    # history. The base is local by now.
+    fixed = ("--layers", "--force-rm", "--pull=never", "--identity-label=false")
+    return [*PODMAN, "build", *fixed, "--build-arg", f"BUILD_OF_IMGKIT={token}", *options, "-"]
+
+
+def _buildx_env(engine: Engine) -> dict[str, str]:
+    """Variables that make buildx use the BuildKit of this very engine, whichever builder the user chose.
+
+    Another builder sees no local base. An attestation would turn the image into a list of two.
+    """
+    place = engine.endpoint
+    env = {**os.environ, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_BUILDER": place.context or "default"}
+    if not place.context:
+        env["DOCKER_HOST"] = place.host
+        env.pop("DOCKER_CONTEXT", None)
+    return env
+
+
+def _context_chunks(
+    context: BuildContext, dockerfile: str, watch: BuildFollower
+) -> Generator[bytes, None, None]:
+    """The tar of `context` with the text `dockerfile` as ``labels.DOCKERFILE``."""
+    with context.open(watch.report) as tar:
+        yield from _chunks(_with_dockerfile(tar, dockerfile))
+
+
+def _guarded(
+    argv: list[str],
+    chunks: Iterator[bytes],
+    take: Callable[[str], None],
+    *,
+    env: Mapping[str, str],
+    token: str,
+    containers: Path | None,
+) -> int:
+    """Feed `chunks` to the program `argv`, give its output to `take`, and return its exit code.
+
+    ``build_guard`` ends all of it when this process is interrupted or killed.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with _guard(argv, token, containers, env) as guard:
+        for data in pumped(guard, chunks):
+            take(decoder.decode(data))
+        return guard.wait()
+
+
+@contextlib.contextmanager
+def _guard(
+    argv: list[str], token: str, containers: Path | None, env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
+    ended, alive = os.pipe()
+    with (
+        os.fdopen(alive, "wb", buffering=0) as life,
+        os.fdopen(ended, "rb", buffering=0),
+        # A session of its own: Ctrl-C at the terminal reaches imgkit only, which then closes the pipe.
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", source, str(ended), token, str(containers or ""), "--", *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=dict(env),
+            pass_fds=(ended,),
+            start_new_session=True,
+        ) as guard,
+    ):
+        try:
+            yield guard
+        finally:
+            life.close()
+            for stream in (guard.stdin, guard.stdout):
+                if stream is not None:
+                    stream.close()
+            guard.wait()
+
+
+def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+    with stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
+    """Time of creation in RFC 3339.
+
+    That of the lock where `context` follows one, then ``SOURCE_DATE_EPOCH`` where set; else, unless
+    `fresh`, the time of the image `tag` if that was built from the same context. The label then stays, so
+    that a rebuild is fully cached and gives the same image id.
+    """
+    if context.source_date_epoch is None and not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
+        old = None if fresh else find(engine, tag)
+        # The context contains the manifest, hence the base's id: an equal context means an equal base.
+        if old and old.labels.get(CONTEXT_LABEL) == context.label_sha256 and old.labels.get(CREATED_LABEL):
+            return old.labels[CREATED_LABEL]
+    return time_of_build(context.source_date_epoch)
+
+
+def _label_instruction(values: Mapping[str, str]) -> str:
+    """One LABEL line.
+
+    Notes
+    -----
+    The SDK's ``labels=`` adds a step per label, 65 ms each when one of them changed (docker 20.10).
+    """
+    pairs = (f"{_one_line(key)}={_one_line(value)}" for key, value in values.items())
+    return f"LABEL {' '.join(pairs)}\n"
+
+
+def _one_line(text: str) -> str:
+    return docker_quote(" ".join(text.splitlines()))
+
+
+def _with_dockerfile(stream: BinaryIO, text: str) -> BinaryIO:
+    """The tar `stream` with the file `DOCKERFILE` inserted before its first member, as one stream."""
+    data = text.encode()
+    member = tarfile.TarInfo(DOCKERFILE)
+    member.size, member.mode = len(data), 0o644
+    head = member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+    return cast("BinaryIO", _Chained(io.BytesIO(head), stream))
+
+
+class _Chained(io.RawIOBase):
+    """One stream after the other; the HTTP library reads it in blocks."""
+
+    def __init__(self, *streams: BinaryIO) -> None:
+        self._streams = list(streams)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # typeshed: WriteableBuffer
+        while self._streams:
+            data = self._streams[0].read(len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+            self._streams.pop(0).close()
+        return 0
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        super().close()

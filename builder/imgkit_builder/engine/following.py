@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TextIO
 
 from imgkit_builder.base.process import TAIL_LINES
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.engine.dockerfile import instruction_lines
-from imgkit_builder.engine.errors import explain, hint_for
-from imgkit_builder.engine.events import Event, error_of
-from imgkit_builder.engine.labels import DOCKERFILE
+from imgkit_builder.engine.errors import Event, error_of, explain, hint_for
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import unstyled
+
+DOCKERFILE = "Dockerfile.imgkit"
+"""Name of the Dockerfile with the labels; the context keeps its own beside it."""
 
 _STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
@@ -190,3 +190,22 @@ class BuildKitFollower(BuildFollower):
         lines = instruction_lines(self._dockerfile, only=_LAYERED)
         counted = lines[self._step - 1] if 0 < self._step <= len(lines) else None
         return self._place or counted
+
+
+def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:
+    """First line, from 1, of each instruction of the Dockerfile `text`; `only` of these kinds.
+
+    The engine numbers its steps in the same order, from 1. Here-documents are not supported: the classic
+    builder does not know them either.
+    """
+    found: list[int] = []
+    continued = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        # A continued instruction may contain comments and empty lines.
+        if not word or word.startswith("#"):
+            continue
+        if not continued and (not only or word.split()[0].upper() in only):
+            found.append(number)
+        continued = word.endswith("\\")
+    return tuple(found)

@@ -7,8 +7,7 @@ from typing import BinaryIO
 
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import no_image, translated
-from imgkit_builder.engine.events import LayerProgress, checked
+from imgkit_builder.engine.errors import LayerProgress, checked, no_image, translated
 from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect, repository
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 

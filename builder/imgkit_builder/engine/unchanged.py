@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 import imgkit_entrypoints
 import imgkit_recipes
 from imgkit_builder.base import files
-from imgkit_builder.engine import address, without_sdk
-from imgkit_builder.engine.contexts import Endpoint
-from imgkit_builder.engine.without_sdk import ImageState
+from imgkit_builder.engine import address, connection
+from imgkit_builder.engine.address import Endpoint
+from imgkit_builder.engine.connection import ImageState
 from imgkit_builder.image import members, smoke
 from imgkit_builder.image.context import revision
 from imgkit_builder.image.members import Code, Packed
@@ -126,7 +126,7 @@ def find(asked: Asked) -> UpToDate | None:
             return None
         if not asked.no_test and not smoke.passed_before(note.image_id):
             return None
-        found = without_sdk.image_state(place, note.base), without_sdk.image_state(place, note.tag)
+        found = connection.image_state(place, note.base), connection.image_state(place, note.tag)
         if found != (note.base_state, note.image_state):
             return None
         code = members.pack(
@@ -156,7 +156,7 @@ class Watch:
 def watch(asked: Asked, place: Endpoint, *, base: str) -> Watch:
     """Look at what a build that begins now depends on."""
     # A base that gets another image after this has another state when the note is compared.
-    state = without_sdk.image_state(place, base)
+    state = connection.image_state(place, base)
     return Watch(asked=asked, place=place, imgkit=_own_state(), base=base, base_state=state)
 
 
@@ -175,7 +175,7 @@ def remember(
     answer: Answer,
 ) -> None:
     """Leave a note of a build that has ended well, unless something makes its answer hard to repeat."""
-    state = without_sdk.image_state(watched.place, built.tag)
+    state = connection.image_state(watched.place, built.tag)
     if not code_sha256 or watched.base_state is None or state is None:
         return
     # The value of a secret is nowhere on disk: nobody can tell whether it has changed. And a base that could

@@ -22,9 +22,9 @@ from typing import Literal
 from imgkit_builder.apptainer import rights
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.engine import address, builders, without_sdk
-from imgkit_builder.engine.contexts import Endpoint
-from imgkit_builder.engine.facts import EngineFacts
+from imgkit_builder.engine import address, builders, connection
+from imgkit_builder.engine.address import Endpoint
+from imgkit_builder.engine.connection import EngineFacts
 from imgkit_builder.oci.platform import emulator_fault, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import convert, mksquashfs, runtime, squashers
@@ -351,7 +351,7 @@ def _failed(error: ImgkitError) -> Check:
 
 def _used(place: Endpoint, buildx: str) -> Check:
     try:
-        answer = without_sdk.query(place)
+        answer = connection.query(place)
     except ImgkitError as error:
         return _failed(error)
     found, note = _described(answer.facts, buildx)
@@ -381,7 +381,7 @@ def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
             hint=f"to use it: {choice(place, used)}",
         )
     try:
-        facts = without_sdk.query(place, timeout_s=OTHER_S).facts
+        facts = connection.query(place, timeout_s=OTHER_S).facts
     except ImgkitError as error:
         return Check(name=name, verdict="skip", found=f"{_reached(place)}: {error.what}")
     found, _ = _described(facts, buildx)

@@ -11,7 +11,7 @@ from imgkit_builder.archive import read
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.tree import TreeEntry
-from imgkit_builder.engine.dockerfile import instruction_lines
+from imgkit_builder.engine.following import instruction_lines
 from imgkit_builder.sif import coverage, image
 from imgkit_builder.sif.image import DataType
 

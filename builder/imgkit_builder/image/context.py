@@ -25,7 +25,7 @@ from imgkit_builder import __version__
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import layers, locked_steps, members, pip_steps, render, secret_steps, uv_step
+from imgkit_builder.image import install, layers, members, render
 from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
@@ -138,12 +138,10 @@ def pack(
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
         *certificates(recipe),
         *(_locked(recipe) if recipe.lock else requirements_files(recipe)),
-        *(members.file(name, data) for name, data in uv_step.files(recipe)),
+        *(members.file(name, data) for name, data in install.uv_files(recipe)),
     ]
     if recipe.image.used_secrets:
-        packed.append(
-            members.file(secret_steps.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes())
-        )
+        packed.append(members.file(install.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes()))
     code = members.pack(_code(recipe), _hidden(recipe))
     if not large:
         _refuse_large(code)
@@ -237,7 +235,7 @@ def _code(recipe: Recipe) -> Iterator[Code]:
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             where = recipe.where("image", "pip", number, "project")
-            yield Code(source=step.project, member=pip_steps.project_member(number), where=where)
+            yield Code(source=step.project, member=install.project_member(number), where=where)
     for number, copy in enumerate(recipe.image.copy):
         where = recipe.where("image", "copy", number)
         yield Code(source=copy.source, member=layers.copy_member(number), where=where, ignore=copy.ignore)
@@ -289,24 +287,24 @@ def certificates(recipe: Recipe) -> Iterator[TarMember]:
 def _locked(recipe: Recipe) -> Iterator[TarMember]:
     """What only a locked build needs: its lists, and the packages that lie on this machine."""
     assert recipe.lock is not None  # noqa: S101 - for the type checker
-    yield members.file(locked_steps.LOCK_TOML, recipe.lock_text.encode())
-    yield members.file(locked_steps.RECIPE_JSON, portable.to_json(recipe).encode())
+    yield members.file(install.LOCK_TOML, recipe.lock_text.encode())
+    yield members.file(install.RECIPE_JSON, portable.to_json(recipe).encode())
     if recipe.lock.apt:
-        folder = f"imgkit/{locked_steps.APT}"
-        script = (FOLDER / "templates" / locked_steps.SCRIPT).read_bytes()
+        folder = f"imgkit/{install.LOCKED_APT}"
+        script = (FOLDER / "templates" / install.SCRIPT).read_bytes()
         yield members.folder(folder)
-        yield members.file(f"{folder}/{locked_steps.SCRIPT}", script)
-        yield members.file(f"{folder}/{locked_steps.PACKAGES}", locked_steps.packages(recipe).encode())
+        yield members.file(f"{folder}/{install.SCRIPT}", script)
+        yield members.file(f"{folder}/{install.PACKAGES}", install.locked_packages(recipe).encode())
         yield from _kept(recipe, folder, recipe.lock.apt)
-    if wheels := uv_step.kept(recipe):
-        yield members.folder(uv_step.KEPT.member)
-        yield from _kept(recipe, uv_step.KEPT.member, wheels)
+    if wheels := install.kept_uv(recipe):
+        yield members.folder(install.UV_KEPT.member)
+        yield from _kept(recipe, install.UV_KEPT.member, wheels)
     for number in range(len(recipe.image.pip)):
-        wheels = locked_steps.wheels(recipe, number)
+        wheels = install.locked_wheels(recipe, number)
         if wheels:
-            text = locked_steps.requirements_text(recipe, number)
-            yield members.file(pip_steps.requirements_member(number), text.encode())
-        if kept := locked_steps.kept_wheels(recipe, number):
+            text = install.requirements_text(recipe, number)
+            yield members.file(install.requirements_member(number), text.encode())
+        if kept := install.kept_wheels(recipe, number):
             yield members.folder(kept.member)
             yield from _kept(recipe, kept.member, wheels)
 
@@ -337,7 +335,7 @@ def requirements_files(recipe: Recipe) -> Iterator[TarMember]:
                 needed = requirements.of_project(step.project)
             # Installed early: an edit of the project does not repeat that.
             yield members.file(
-                pip_steps.requirements_member(number), "".join(f"{one}\n" for one in needed).encode()
+                install.requirements_member(number), "".join(f"{one}\n" for one in needed).encode()
             )
         if step.requirements is None:
             continue
@@ -352,7 +350,7 @@ def requirements_files(recipe: Recipe) -> Iterator[TarMember]:
                     where=f"{step.requirements}:{line}",
                     hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
                 )
-        yield members.file(pip_steps.requirements_member(number), data)
+        yield members.file(install.requirements_member(number), data)
 
 
 class _Stream(io.RawIOBase):

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from imgkit_builder import __version__
-from imgkit_builder.image import locked_steps, pip_steps, secret_steps, uv_step, wheel
+from imgkit_builder.image import install, wheel
 from imgkit_builder.image.instructions import (
     INSIDE,
     NEXT,
@@ -72,15 +72,15 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         clock=_clock(recipe),
         ca=_ca(recipe),
         apt=_apt(recipe),
-        apt_files=_locked(f"imgkit/{locked_steps.APT}") if recipe.lock and recipe.lock.apt else None,
+        apt_files=_locked(f"imgkit/{install.LOCKED_APT}") if recipe.lock and recipe.lock.apt else None,
         # A run step may call pip too, and can then use the file.
-        protect=pip_steps.protect() if image.uv or image.pip or image.run else "",
-        filtered_constraint=pip_steps.filtered_constraint(recipe) if image.uv or image.pip else None,
-        uv=uv_step.command(recipe),
+        protect=install.protect() if image.uv or image.pip or image.run else "",
+        filtered_constraint=install.filtered_constraint(recipe) if image.uv or image.pip else None,
+        uv=install.uv_command(recipe),
         pip=tuple(
-            pip_steps.command(recipe, number, step)
+            install.pip_command(recipe, number, step)
             for number, step in enumerate(image.pip)
-            if recipe.lock is None or locked_steps.wheels(recipe, number)
+            if recipe.lock is None or install.locked_wheels(recipe, number)
         ),
         env=_env(recipe),
         workdir=Text(
@@ -89,11 +89,11 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         run=_run(recipe, "pip"),
         wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
         # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
-        install_wheel=f"{pip_steps.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
+        install_wheel=f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
         f" --no-compile --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}"
         f"{NEXT}&& {COMPILE}",
         projects=tuple(
-            pip_steps.project(recipe, number, step)
+            install.project(recipe, number, step)
             for number, step in enumerate(image.pip)
             if step.project is not None
         ),
@@ -105,7 +105,7 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
             )
             for number, step in enumerate(image.copy)
         ),
-        origins=(_locked(locked_steps.LOCK_TOML), _locked(locked_steps.RECIPE_JSON)) if recipe.lock else (),
+        origins=(_locked(install.LOCK_TOML), _locked(install.RECIPE_JSON)) if recipe.lock else (),
         run_after_copy=_run(recipe, "copy"),
         labels=_labels(recipe),
     )
@@ -196,7 +196,7 @@ def _apt(recipe: Recipe) -> Text | None:
         return None
     stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
     if recipe.lock:
-        return Text(origin=stated, text=locked_steps.apt_command(recipe))
+        return Text(origin=stated, text=install.locked_apt(recipe))
     parts = (
         "apt-get update",
         "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
@@ -222,12 +222,12 @@ def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
     posix = f"sh -c {shlex.quote(text)}"
     docker = text if plain else exec_form
     if command.secrets:
-        docker = posix = secret_steps.wrapped(recipe, command.secrets, "") + posix
+        docker = posix = install.with_secrets(recipe, command.secrets, "") + posix
     return RunStep(
         origin=recipe.where("image", "run", number),
         docker=docker,
         posix=posix,
-        mounts=secret_steps.mounts(command.secrets),
+        mounts=install.secret_mounts(command.secrets),
     )
 
 
@@ -250,7 +250,7 @@ def _labels(recipe: Recipe) -> Block:
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
-        **(locked_steps.labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
+        **(install.lock_labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
     }
     stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
     return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))

@@ -1,6 +1,6 @@
 """Runs inside the base: chooses what a project's uv.lock adds to it, or says what does not fit together.
 
-``python3 uv_inside.py LOCK.json FOLDER [CHOSEN.json]`` reads what ``image/uv_step.py`` wrote. It
+``python3 uv_inside.py LOCK.json FOLDER [CHOSEN.json]`` reads what ``image/install.py`` wrote. It
 writes ``FOLDER/uv.txt`` (requirements with hashes) and ``FOLDER/uv.html`` (links to exactly these wheels) for
 pip. It adds the locked versions to ``FOLDER/constraint.txt``, so that later pip steps keep them.
 ``CHOSEN.json`` gets the wheels.

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from imgkit_builder.image.pip_steps import PROTECTED
+from imgkit_builder.image.install import PROTECTED
 from imgkit_builder.recipe import lock_follow
 from imgkit_builder.recipe.model import PipStep, Recipe
 from imgkit_builder.recipe.problems import KeyPath

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder import __version__
-from imgkit_builder.image import context, layers, members, pip_steps, render, secret_steps, uv_step
+from imgkit_builder.image import context, install, layers, members, render
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
 from imgkit_builder.oci.manifest import BaseImage, Manifest
@@ -70,10 +70,10 @@ def pack(
     packages = "".join(f"{NEXT}    {shlex.quote(one)}" for one in recipe.image.apt)
     made = dataclasses.replace(
         made,
-        uv=uv_step.question(recipe, f"{OUT}/{UV_JSON}", keep=f"{OUT}/files" if wishes.keep else ""),
+        uv=install.uv_question(recipe, f"{OUT}/{UV_JSON}", keep=f"{OUT}/files" if wishes.keep else ""),
         apt=made.apt and dataclasses.replace(made.apt, text=f"python3 {PLACE}/{_SCRIPTS[0]}{packages}"),
         pip=tuple(
-            pip_steps.command(recipe, number, step, pip=f"python3 {PLACE}/{_SCRIPTS[1]} {number}")
+            install.pip_command(recipe, number, step, pip=f"python3 {PLACE}/{_SCRIPTS[1]} {number}")
             for number, step in enumerate(recipe.image.pip)
         ),
     )
@@ -84,7 +84,7 @@ def pack(
         *(members.file(f"{_MEMBER}/{name}", _script(name)) for name in _SCRIPTS),
         *context.certificates(recipe),
         *context.requirements_files(recipe),
-        *(members.file(name, data) for name, data in uv_step.files(recipe)),
+        *(members.file(name, data) for name, data in install.uv_files(recipe)),
     ]
     if kept:
         packed.append(members.folder(f"{_MEMBER}/kept"))
@@ -94,7 +94,7 @@ def pack(
         ]
     if recipe.image.used_secrets:
         script = (FOLDER / "templates/with-secrets.sh").read_bytes()
-        packed.append(members.file(secret_steps.WITH_SECRETS, script))
+        packed.append(members.file(install.WITH_SECRETS, script))
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,

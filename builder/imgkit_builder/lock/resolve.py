@@ -12,7 +12,7 @@ from pathlib import Path
 from imgkit_builder import engine as engines
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.engine import copies, images
+from imgkit_builder.engine import image_source, images
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import secret_values
@@ -108,7 +108,7 @@ def tools() -> LockedTools:
 
 def _fetch(engine: Engine, name: str, folder: Path, *, platform: str) -> None:
     """Copy the reports and files that the scripts left in the image `name` into `folder`."""
-    copies.store_files(
+    image_source.store_files(
         engine,
         name,
         order.OUT,

@@ -33,7 +33,9 @@ def test_streams_are_asked_for_by_tag_and_by_id(
 ) -> None:
     asked: list[str] = []
     for stream in ("save_stream", "export_stream"):
-        monkeypatch.setattr(f"imgkit_builder.engine.streams.{stream}", lambda _, name: asked.append(name))
+        monkeypatch.setattr(
+            f"imgkit_builder.engine.image_source.{stream}", lambda _, name: asked.append(name)
+        )
     image.save()
     image.export()
     assert asked == [NAME, fake.image_id]

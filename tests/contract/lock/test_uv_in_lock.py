@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.image import locked_steps, render, uv_inside, uv_step
+from imgkit_builder.image import install, render, uv_inside
 from imgkit_builder.lock import answers
 from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, uv_lock, whole
 from imgkit_builder.recipe.load import load
@@ -32,7 +32,7 @@ def recipe(tmp_path: Path) -> Recipe:
 def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
     """The recipe with a lock beside it, made of what the program in a base writes."""
     assert recipe.image.uv is not None
-    (tmp_path / "uv.json").write_text(uv_step.as_json(recipe, uv_lock.read(recipe.image.uv.project)))
+    (tmp_path / "uv.json").write_text(install.as_json(recipe, uv_lock.read(recipe.image.uv.project)))
     choice = uv_inside.UvChoice(json.loads((tmp_path / "uv.json").read_text()), BASE, {})
     choice.walk()
     part = LockedPlatform(
@@ -50,10 +50,10 @@ def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
 def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> None:
     found = locked(recipe, tmp_path)
     shutil.rmtree(tmp_path / "my-project")
-    files = dict(uv_step.files(found))
+    files = dict(install.uv_files(found))
     assert files.keys() == {"imgkit/uv.txt", "imgkit/uv.html"}
     assert files["imgkit/uv.txt"].startswith(b"certifi==2026.10.18 --hash=sha256:73191c47")
-    assert files["imgkit/uv.html"].count(b"<a href=") == len(locked_steps.wheels(found, UV_STEP)) > 5
+    assert files["imgkit/uv.html"].count(b"<a href=") == len(install.locked_wheels(found, UV_STEP)) > 5
     text = render.dockerfile(found)
     assert 'COPY ["imgkit/uv.txt", "imgkit/uv.html", "/opt/imgkit/"]' in text
     assert "uv-inside" not in text
@@ -63,17 +63,17 @@ def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     first = locked(recipe, tmp_path)
     folder = tmp_path / "mine.lock.files"
     folder.mkdir()
-    names = [one.file for one in locked_steps.wheels(first, UV_STEP)]
+    names = [one.file for one in install.locked_wheels(first, UV_STEP)]
     for name in names:
         (folder / name).touch()
     found = lock_follow.follow(recipe, platform="linux/amd64")
-    assert dict(uv_step.files(found)).keys() == {"imgkit/uv.txt"}
+    assert dict(install.uv_files(found)).keys() == {"imgkit/uv.txt"}
     assert render.dockerfile(found).count("locked-uv") == 4
     assert "/opt/imgkit/locked-uv" in render.definition(found)
     # One missing file: pip takes all of them from where uv.lock has them.
     (folder / names[0]).unlink()
     found = lock_follow.follow(recipe, platform="linux/amd64")
-    assert "imgkit/uv.html" in dict(uv_step.files(found))
+    assert "imgkit/uv.html" in dict(install.uv_files(found))
 
 
 @pytest.mark.parametrize("change", ["lock", "extras", "none"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.image import pip_steps, uv_inside, uv_step
+from imgkit_builder.image import install, uv_inside
 from imgkit_builder.recipe import uv_lock
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import RecipeErrors
@@ -52,7 +52,7 @@ def refusal(file: Path) -> str:
 
 def chosen(base: dict[str, str], *, recipe: Path, constrained: str = "") -> uv_inside.UvChoice:
     """What the recipe's lock adds to a base, with wheels for this Python."""
-    content = uv_step.as_json(load(recipe), uv_lock.read(recipe.parent / "my-project"))
+    content = install.as_json(load(recipe), uv_lock.read(recipe.parent / "my-project"))
     limits = {"numpy": (constrained, "/etc/pip/constraint.txt")} if constrained else {}
     choice = uv_inside.UvChoice(json.loads(content), base, limits)
     choice.walk()
@@ -227,8 +227,8 @@ def test_changed_lock_changes_the_recipe(edited: Edit) -> None:
 
 
 def test_step_is_one_instruction(edited: Edit) -> None:
-    made = uv_step.command(load(edited()))
+    made = install.uv_command(load(edited()))
     assert made is not None
     assert made.origin == "mine.yaml:3"
     assert "--require-hashes --no-deps --only-binary=:all: --no-index" in made.command
-    assert pip_steps.PIP in made.command
+    assert install.PIP in made.command

@@ -248,10 +248,10 @@ def test_arm64_is_built_and_tested_by_emulator(
 
 
 def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: str) -> None:
-    from imgkit_builder.engine.labels import instruction
+    from imgkit_builder.engine.building import _label_instruction
 
     value = 'a "b" $HOME \\n ${x} é = end\\'
-    text = f"FROM {standin_notorch}\n" + instruction({"k": value})
+    text = f"FROM {standin_notorch}\n" + _label_instruction({"k": value})
     done = subprocess.run(
         ["docker", "build", "--quiet", "--tag", f"{PREFIX}-label", "-"],
         input=text,

@@ -12,7 +12,7 @@ import tiny_image
 from labkit import PrivateEngine, docker, imgkit, imgkit_json, registry, run
 
 from imgkit_builder import engine as engines
-from imgkit_builder.engine import identity
+from imgkit_builder.engine import images
 from imgkit_builder.engine.images import inspect
 from imgkit_entrypoints import json_text
 
@@ -121,7 +121,7 @@ def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
 def test_save_stream_gives_the_same_id(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with engines.connect() as connected:
         info = inspect(connected, small)
-        monkeypatch.setattr(identity, "_OTHER_STORES", ())
+        monkeypatch.setattr(images, "_OTHER_STORES", ())
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
         monkeypatch.setattr(type(connected), "root", "/nowhere")
         assert inspect(connected, small) == info

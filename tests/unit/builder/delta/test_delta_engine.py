@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.contexts import Endpoint
-from imgkit_builder.engine.copies import copied
-from imgkit_builder.engine.storage import layer_folders
+from imgkit_builder.engine.image_source import copied, layer_folders
 
 
 class Api:

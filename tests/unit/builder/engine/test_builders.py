@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from imgkit_builder.engine import builders
-from imgkit_builder.engine.contexts import Endpoint
-from imgkit_builder.engine.facts import EngineFacts, engine_facts
+from imgkit_builder.engine.address import Endpoint
+from imgkit_builder.engine.connection import EngineFacts, engine_facts
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 HERE = Endpoint(host="unix:///var/run/docker.sock")

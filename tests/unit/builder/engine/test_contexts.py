@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.engine import address, contexts
+from imgkit_builder.engine import address
+from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import client_options
-from imgkit_builder.engine.contexts import Endpoint
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -185,4 +185,4 @@ def test_damaged_settings_are_refused(docker: Path, text: str) -> None:
 def test_folder_of_settings_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DOCKER_CONFIG", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
-    assert contexts.folder() == Path("/home/me/.docker")
+    assert address._settings_folder() == Path("/home/me/.docker")

@@ -9,13 +9,12 @@ import pytest
 import requests
 from docker.errors import create_api_error_from_http_exception
 
-from imgkit_builder.engine.contexts import Endpoint
-from imgkit_builder.engine.dockerfile import instruction_lines
+from imgkit_builder.engine.address import Endpoint
+from imgkit_builder.engine.building import DOCKERFILE, _label_instruction, _with_dockerfile
+from imgkit_builder.engine.containers import shell_argv
 from imgkit_builder.engine.errors import explain, registry_of, translated
-from imgkit_builder.engine.images import repository
-from imgkit_builder.engine.labels import DOCKERFILE, instruction, with_dockerfile
-from imgkit_builder.engine.shell import shell_argv
-from imgkit_builder.engine.show import ImageFacts
+from imgkit_builder.engine.following import instruction_lines
+from imgkit_builder.engine.images import ImageFacts, repository
 from imgkit_builder.engine.transfer import full_platform
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
@@ -31,7 +30,7 @@ def test_empty_dockerfile_has_no_steps() -> None:
 
 
 def test_label_values_cannot_break_out() -> None:
-    line = instruction({"k": 'a "b" $HOME \\ c\nRUN evil'})
+    line = _label_instruction({"k": 'a "b" $HOME \\ c\nRUN evil'})
     assert line == 'LABEL "k"="a \\"b\\" \\$HOME \\\\ c RUN evil"\n'
 
 
@@ -42,7 +41,7 @@ def test_dockerfile_goes_before_the_context() -> None:
         member.size = 4
         tar.addfile(member, io.BytesIO(b"FROM"))
     stream.seek(0)
-    joined = with_dockerfile(stream, "FROM x\nLABEL a=b\n")
+    joined = _with_dockerfile(stream, "FROM x\nLABEL a=b\n")
     # In small reads, as an HTTP library may do.
     data = b"".join(iter(lambda: joined.read(100), b""))
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:

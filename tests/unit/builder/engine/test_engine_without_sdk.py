@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.engine import without_sdk
-from imgkit_builder.engine.contexts import Endpoint
+from imgkit_builder.engine import connection
+from imgkit_builder.engine.address import Endpoint
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 VERSION = {"Version": "27.1.0", "ApiVersion": "1.46", "Arch": "arm64"}
@@ -49,7 +49,7 @@ def engine(folder: Path, answers: dict[str, object], *, status: int = 200) -> It
 
 def test_engine_tells_version_and_space(tmp_path: Path) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": str(tmp_path)}}) as host:
-        answer = without_sdk.query(Endpoint(host=host))
+        answer = connection.query(Endpoint(host=host))
     facts = answer.facts
     assert (facts.product, facts.version, facts.api, facts.arch) == ("Docker", "27.1.0", "1.46", "arm64")
     assert answer.free_bytes is not None
@@ -58,19 +58,19 @@ def test_engine_tells_version_and_space(tmp_path: Path) -> None:
 
 def test_images_in_a_virtual_machine_have_no_space(tmp_path: Path) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/nonexistent"}}) as host:
-        assert without_sdk.query(Endpoint(host=host)).free_bytes is None
+        assert connection.query(Endpoint(host=host)).free_bytes is None
 
 
 def test_docker_host_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(tmp_path, {"/version": VERSION, "/info": {"DockerRootDir": "/"}}) as host:
         monkeypatch.setenv("DOCKER_HOST", host)
-        assert without_sdk.query().facts.endpoint == Endpoint(host=host, source="DOCKER_HOST")
+        assert connection.query().facts.endpoint == Endpoint(host=host, source="DOCKER_HOST")
 
 
 def test_absent_engine_names_the_start_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="no Docker engine") as caught:
-        without_sdk.query(Endpoint(host=f"unix://{tmp_path}/absent.sock"))
+        connection.query(Endpoint(host=f"unix://{tmp_path}/absent.sock"))
     assert "apt-get install docker.io" in str(caught.value.hint)
 
 
@@ -79,7 +79,7 @@ def test_dead_engine_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         listener.bind(str(tmp_path / "s"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/s")
     with pytest.raises(ToolMissing) as caught:
-        without_sdk.query()
+        connection.query()
     assert "unset DOCKER_HOST" in str(caught.value.hint)
 
 
@@ -88,15 +88,15 @@ def test_something_else_at_the_socket_is_told(tmp_path: Path) -> None:
         engine(tmp_path, {"/version": ["hello"]}) as host,
         pytest.raises(ToolFailed, match="like a Docker engine"),
     ):
-        without_sdk.query(Endpoint(host=host))
+        connection.query(Endpoint(host=host))
 
 
 def test_failing_engine_is_told(tmp_path: Path) -> None:
     with engine(tmp_path, {}, status=500) as host, pytest.raises(ToolFailed, match="answers 500 to /version"):
-        without_sdk.query(Endpoint(host=host))
+        connection.query(Endpoint(host=host))
 
 
 @pytest.mark.parametrize("host", ["nonsense", "tcp://"])
 def test_unknown_addresses_are_refused(host: str) -> None:
     with pytest.raises(ToolFailed, match="cannot ask an engine"):
-        without_sdk.query(Endpoint(host=host))
+        connection.query(Endpoint(host=host))

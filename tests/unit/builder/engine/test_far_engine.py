@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder import engine
-from imgkit_builder.engine import dial
+from imgkit_builder.engine import address
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="apt install openssl")
@@ -89,7 +89,7 @@ def test_foreign_authority_is_named(certificates: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_ssh_gets_what_the_address_states(host: str, wanted: str) -> None:
-    assert " ".join(dial.words(host)) == wanted
+    assert " ".join(address._ssh_argv(host)) == wanted
 
 
 def test_missing_ssh_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

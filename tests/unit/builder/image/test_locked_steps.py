@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.image import locked_steps
+from imgkit_builder.image import install
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import (
     LockedBase,
@@ -83,23 +83,23 @@ def recipe(tmp_path: Path) -> Recipe:
     ],
 )
 def test_snapshot_service_is_that_of_the_distribution(url: str, places: tuple[str, ...]) -> None:
-    assert locked_steps.snapshots(dataclasses.replace(DEB, url=url), 1700000000) == places
+    assert install.snapshots(dataclasses.replace(DEB, url=url), 1700000000) == places
 
 
 def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) -> None:
-    first, second = locked_steps.packages(recipe).splitlines()
+    first, second = install.locked_packages(recipe).splitlines()
     assert first.split()[:4] == ["a" * 64, "jq_1.6_amd64.deb", "manual", "jq:amd64"]
     assert second.split()[:4] == ["a" * 64, "libjq1_1.6_amd64.deb", "auto", "libjq1:amd64"]
 
 
 def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> None:
-    assert locked_steps.requirements_text(recipe, 0) == (
+    assert install.requirements_text(recipe, 0) == (
         "--extra-index-url https://index.example.org/simple\n" + f"rich==15.0 --hash=sha256:{'c' * 64}\n"
     )
 
 
 def test_kept_wheels_need_no_index(recipe: Recipe) -> None:
-    assert "--no-index" not in locked_steps.pip_options(recipe, 0)
+    assert "--no-index" not in install.pip_options(recipe, 0)
     kept = dataclasses.replace(recipe, kept={WHEEL.file: Path("any")})
-    assert "--no-index" in locked_steps.pip_options(kept, 0)
-    assert "--find-links /opt/imgkit/locked-pip-0" in locked_steps.pip_options(kept, 0)
+    assert "--no-index" in install.pip_options(kept, 0)
+    assert "--find-links /opt/imgkit/locked-pip-0" in install.pip_options(kept, 0)

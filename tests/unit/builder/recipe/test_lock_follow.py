@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.image import locked_steps, render
+from imgkit_builder.image import install, render
 from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, toml_text, whole
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.lock import (
@@ -239,7 +239,7 @@ def rendered(recipe: Recipe) -> tuple[list[str], list[int]]:
     text = render.dockerfile(recipe, base=recipe.lock.base.exact if recipe.lock else None)
     whole = [line for line in text.replace("\\\n", "").split("\n") if line and not line.startswith("#")]
     steps = range(len(recipe.image.pip))
-    files = (locked_steps.packages(recipe), *(locked_steps.requirements_text(recipe, one) for one in steps))
+    files = (install.locked_packages(recipe), *(install.requirements_text(recipe, one) for one in steps))
     return [line.split(" ")[0] for line in whole], [file.count("\n") for file in files]
 
 
