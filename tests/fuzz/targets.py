@@ -57,7 +57,7 @@ from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, runtime_build, table
 from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
 from imgkit_entrypoints.apps.bench import record as bench_reader
-from imgkit_entrypoints.apps.train import config_file
+from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import goodput, nccl_ras
@@ -631,21 +631,21 @@ TARGETS = (
     Target(name="bench-record", run=_file(bench_reader.load), seeds=_bench_records, change=mutate.in_json),
     Target(
         name="train-config",
-        run=_file(config_file.words, "c.json"),
+        run=_file(file_arguments, "c.json"),
         seeds=_lines('{"model": "mlp", "epochs": 3, "lr": 0.1}'),
         change=mutate.in_json,
         also=(ValueError,),
     ),
     Target(
         name="train-config-yaml",
-        run=_file(config_file.words, "c.yaml"),
+        run=_file(file_arguments, "c.yaml"),
         seeds=_lines("model: mlp\nepochs: 3\namp: off\n"),
         change=mutate.in_text,
         also=(ValueError,),
     ),
     Target(
         name="train-config-toml",
-        run=_file(config_file.words, "c.toml"),
+        run=_file(file_arguments, "c.toml"),
         seeds=_lines('model = "mlp"\nepochs = 3\n'),
         change=mutate.in_text,
         also=(ValueError,),

@@ -13,7 +13,7 @@ from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import history, measured
 from imgkit_builder.project.measured import Measured
 from imgkit_entrypoints.apps import drawing
-from imgkit_entrypoints.apps.train.report import curves
+from imgkit_entrypoints.apps.train import curves
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 VALUES = ("loss", "eval_loss", "samples_per_s", "steps_per_s")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from imgkit_entrypoints import files, json_text
-from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRank
+from imgkit_entrypoints.apps.train.stragglers import Straggler
 from imgkit_entrypoints.errors import CheckFailed
 
 METRICS = "metrics.jsonl"
 _MOST_BYTES = 256 << 20
 _TAIL_BYTES = 64 << 10
 _LONGEST_LINE = 64 << 10
-SlowNow: TypeAlias = tuple[SlowRank, ...] | None
+SlowNow: TypeAlias = tuple[Straggler, ...] | None
 """Ranks that are slow; None: nobody knows."""
 
 
@@ -86,7 +86,7 @@ def slow_ranks(lines: bytes) -> SlowNow:
     for line in reversed(lines.splitlines()):
         try:
             values = json_text.parse(line, most_bytes=_LONGEST_LINE)
-            ranks = tuple(json_text.read(list[SlowRank], values["slow"], "slow"))
+            ranks = tuple(json_text.read(list[Straggler], values["slow"], "slow"))
             if all(one.node.isprintable() for one in ranks):
                 return ranks
         except (ValueError, KeyError, TypeError):

@@ -23,7 +23,7 @@ from typing import Any
 import gpt_110m
 import torch
 
-from imgkit_entrypoints.apps.train.report.utilization import peak
+from imgkit_entrypoints.apps.train.run_log import peak
 
 HERE = Path(__file__).resolve().parent
 ALL_S = 530.0

@@ -353,8 +353,8 @@ def test_operations_of_a_sample_are_counted(standin: str, runs: Path) -> None:
     script = """
 import os
 from imgkit_entrypoints.apps.train import models, options
-from imgkit_entrypoints.apps.train.loop import Trainer
-from imgkit_entrypoints.apps.train.work_clock import WorkClock
+from imgkit_entrypoints.apps.train.trainer import Trainer
+from imgkit_entrypoints.apps.train.profiling import WorkClock
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 with ranks.opened() as here:
     trainer = Trainer(options.read([], {}), models.mlp(), models.loss_of, 1, here, WorkClock(here))

@@ -29,7 +29,7 @@ class Outcome:
     def __init__(self, setup: RunSetup) -> None:
         self._setup = setup
         self.record = setup.new_record()
-        self.late: tuple[verdict.Straggler, ...] = ()
+        self.late: tuple[verdict.LateRank, ...] = ()
         self.nccl_choices: dict[str, NcclChoice] = {}
         self.conditions: tuple[NodeConditions, ...] = ()
         self._largest: dict[str, verdict.Largest] = {}

@@ -80,7 +80,7 @@ class Sweep:
 
     def _measure(self) -> None:
         setup = self._setup
-        self._outcome.late = verdict.stragglers(self._measurer.waits(), setup.late_from_s)
+        self._outcome.late = verdict.late_ranks(self._measurer.waits(), setup.late_from_s)
         if setup.options.compute:
             self._measure_devices()
             self._outcome.record.complete = True

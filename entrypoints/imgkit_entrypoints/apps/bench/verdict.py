@@ -18,7 +18,7 @@ from imgkit_entrypoints.apps.bench.options import Requirement
 from imgkit_entrypoints.apps.bench.record import percentile
 
 LATE_FROM_S = 0.4e-3
-"""Median lead of the other ranks from which a rank counts as a straggler."""
+"""Median lead of the other ranks from which a rank counts as late."""
 LATE_FROM_SHARED_S = 4e-3
 """The same where ranks share processors: a rank that waits for its processor is late but not slow."""
 LATE_FROM_SHARE = 0.3
@@ -28,7 +28,7 @@ USUALLY = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
+class LateRank:
     """A rank that the others wait for."""
 
     rank: int
@@ -36,7 +36,7 @@ class Straggler:
     """Median lead of the other ranks over the iterations."""
 
 
-def stragglers(waits: Sequence[Sequence[float]], least_s: float = LATE_FROM_S) -> tuple[Straggler, ...]:
+def late_ranks(waits: Sequence[Sequence[float]], least_s: float = LATE_FROM_S) -> tuple[LateRank, ...]:
     """The ranks that are at least `least_s` late, the latest first; ``waits[rank][iteration]`` in seconds."""
     if len(waits) < 2:
         return ()
@@ -48,7 +48,7 @@ def stragglers(waits: Sequence[Sequence[float]], least_s: float = LATE_FROM_S) -
         middle = percentile(lead, 0.5)
         enough = max(least_s, LATE_FROM_SHARE * statistics.median(theirs))
         if middle >= enough and percentile(lead, USUALLY) >= enough / 2:
-            found.append(Straggler(rank=rank, seconds=middle))
+            found.append(LateRank(rank=rank, seconds=middle))
     return tuple(sorted(found, key=lambda item: -item.seconds))
 
 
@@ -160,7 +160,7 @@ def traffic(largest: Largest, context: RunContext) -> Traffic | None:
 
 
 def judge(
-    largest: Sequence[Largest], context: RunContext, late: Sequence[Straggler], hosts_by_rank: Sequence[str]
+    largest: Sequence[Largest], context: RunContext, late: Sequence[LateRank], hosts_by_rank: Sequence[str]
 ) -> dict[str, Any]:
     """The verdict in the form of the saved file; its ``sentences`` are printed."""
     crossings = [traffic(item, context) for item in largest]
@@ -307,7 +307,7 @@ def _line(op: str, line: Fit | None, largest: Largest) -> list[str]:
     ]
 
 
-def _late(late: Sequence[Straggler], hosts: Sequence[str], context: RunContext) -> list[str]:
+def _late(late: Sequence[LateRank], hosts: Sequence[str], context: RunContext) -> list[str]:
     if not late:
         return [f"No rank comes late by {1e3 * context.late_from_s:.1g} ms or more."]
     sentences = []

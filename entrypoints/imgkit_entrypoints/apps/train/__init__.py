@@ -2,11 +2,10 @@
 
 From the top down; each module imports only from those below it:
 
-* ``__main__``, the run itself, and ``main_loop``, its steps on the run library;
-* ``evaluation`` (held-out data) and ``step_sums`` (what the ranks add up);
-* ``loop``, one training step;
-* ``components``, the model, data and loss that the options name;
-* ``state`` (what a snapshot keeps) and ``report`` (progress, metrics, curves);
-* ``data`` (samples, their order, batches);
-* ``models``, ``options``, ``plugins``, ``config``, ``schedule``.
+* ``__main__``, the run itself, which loads the model, data and loss that the options name;
+* ``main_loop``, its steps on the run library, and what a checkpoint keeps of them;
+* ``trainer``, one training step, the evaluation, and what the ranks add up;
+* ``run_log`` with ``curves``, ``loggers`` and ``stragglers`` (all that it prints and draws);
+* ``batches`` (samples on the device), ``datasets``, ``order`` (which samples, on which rank), ``models``;
+* ``profiling``, ``options``, ``plugins``, ``config``.
 """

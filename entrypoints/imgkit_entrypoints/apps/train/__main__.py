@@ -10,36 +10,31 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
+from torch import nn
 
 from imgkit_entrypoints import files, json_text, terminal
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.train import components, options, plugins
+from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
+from imgkit_entrypoints.apps.train.batches import Batches
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
-from imgkit_entrypoints.apps.train.data.batches import Batches
-from imgkit_entrypoints.apps.train.data.order import Order, arrange, refuse_uneven
-from imgkit_entrypoints.apps.train.evaluation import Evaluation
-from imgkit_entrypoints.apps.train.loop import Trainer
-from imgkit_entrypoints.apps.train.main_loop import DONE, MainLoop, RunEnd
-from imgkit_entrypoints.apps.train.report import utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges
-from imgkit_entrypoints.apps.train.report.run_log import RunLog
-from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
-from imgkit_entrypoints.apps.train.report.tracing import traced
-from imgkit_entrypoints.apps.train.state import course
-from imgkit_entrypoints.apps.train.state.course import Course
-from imgkit_entrypoints.apps.train.state.export import export
-from imgkit_entrypoints.apps.train.step_sums import StepSums
-from imgkit_entrypoints.apps.train.work_clock import WorkClock
+from imgkit_entrypoints.apps.train.main_loop import DONE, Course, MainLoop, RunEnd, export
+from imgkit_entrypoints.apps.train.order import Order, arrange, refuse_uneven, seed_of
+from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
+from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
+from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers
+from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, told
 
 OF_A_RANK = ("run_dir", "export", "stop_after_s", "log_to")
@@ -59,7 +54,7 @@ def main() -> None:
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)
-        own = components.load(
+        own = load_components(
             config
         )  # mistakes in user code end the run here, before ranks wait for each other
         with ranks.opened() as here:
@@ -89,15 +84,15 @@ def _refuse_other_options(config: Config, here: Ranks) -> None:
         raise UsageError(f"the ranks have different options; {'; '.join(said)}", hint="start all nodes alike")
 
 
-def train(config: Config, own: components.Components, run: Run, here: Ranks, started: StartUp) -> int:
+def train(config: Config, own: Components, run: Run, here: Ranks, started: StartUp) -> int:
     """Run the training; returns the exit code."""
     run.connect(here)
     _refuse_other_options(config, here)
-    found = course.find(config, run)
+    found = main_loop.find(config, run)
     done = Course()
     changes: tuple[str, ...] = ()
     if found is not None:
-        done = course.course_of(found)
+        done = main_loop.course_of(found)
         config, changes = resumed(config, done.config, found.where)
     samples = own.data(config, "train")
     order = _order(config, len(samples), here, new=found is None)
@@ -171,7 +166,7 @@ def _report(
         steps_per_epoch=steps_per_epoch,
         ranks=here.world_size,
         gauges=gauges,
-        slow=SlowRanks(places, say),
+        slow=Stragglers(places, say),
         started=started,
         say=say,
     )
@@ -216,7 +211,7 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: R
             return float(torch.cuda.max_memory_allocated(here.device)) / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-    peak = utilization.peak(torch.cuda.get_device_name(here.device), config.amp) if cuda else None
+    peak = run_log.peak(torch.cuda.get_device_name(here.device), config.amp) if cuda else None
     # The FLOP counter may not know all operations of a user's model.
     known = here.rank == 0 and not plugins.is_plugin(config.model)
     at_peak = peak / trainer.flops_a_sample(batch) if peak and known else None
@@ -247,3 +242,54 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     ranks.run_worker(main)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """Functions that make the model and the data, and the loss."""
+
+    model: Callable[[Config], nn.Module]
+    data: Callable[[Config, str], Any]
+    loss: Callable[[nn.Module, Any], Any]
+
+
+def load_components(config: Config) -> Components:
+    """Find the functions that `config` names, without calling them.
+
+    Raises
+    ------
+    UsageError : a function of the user cannot be imported.
+    """
+    model: Callable[[Config], Any] = (
+        plugins.load(config.model, plugins.MODEL) if plugins.is_plugin(config.model) else _built_in
+    )
+    samples = plugins.load(config.data, plugins.DATA) if plugins.is_plugin(config.data) else datasets.built_in
+    loss = models.loss_of if config.step == "builtin" else plugins.load(config.step, plugins.STEP)
+
+    def seeded_model(config: Config) -> nn.Module:
+        seed_everything(config.seed)
+        made = model(config)
+        if not isinstance(made, nn.Module):
+            raise _wrong(config.model, made, plugins.MODEL)
+        return made
+
+    def seeded_data(config: Config, split: str) -> Any:
+        # Random data is the same on every rank, and differs between the splits.
+        seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
+        made = samples(config, split)
+        if not hasattr(made, "__len__") or not (hasattr(made, "__getitem__") or hasattr(made, "batch")):
+            raise _wrong(config.data, made, plugins.DATA)
+        return made
+
+    return Components(model=seeded_model, data=seeded_data, loss=loss)
+
+
+def _built_in(config: Config) -> nn.Module:
+    made = models.BUILT_IN[config.model](datasets.classes(config))
+    return models.checkpoint_blocks(made) if config.activation_checkpointing else made
+
+
+def _wrong(place: str, made: object, contract: plugins.Contract) -> UsageError:
+    return UsageError(
+        f"the function returned a {type(made).__name__}", where=place, hint=f"expected {contract.signature}"
+    )

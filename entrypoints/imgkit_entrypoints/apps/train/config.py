@@ -1,9 +1,14 @@
-"""The options of one training run. Snapshots keep them, and a later start is compared with them."""
+"""The options of one training run, and what follows from them: steps, lines, learning rate.
+
+Checkpoints keep them, and a later start is compared with them. The learning rate is a function of the step
+alone, so that no checkpoint has to keep it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,3 +145,24 @@ def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Conf
         if key in saved and given[key] != saved[key]
     )
     return dataclasses.replace(config, global_batch=saved["global_batch"]), changed
+
+
+SHAPES = ("constant", "linear", "cosine")
+
+
+def factor(shape: str, step: int, steps: int, warmup: int = 0) -> float:
+    """Factor of the learning rate at `step` (from 0).
+
+    It rises over `warmup` steps, then stays (constant) or falls to 0 at `steps`.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if shape == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def learning_rate(config: Config, step: int, steps: int) -> float:
+    """The learning rate at `step` (from 0) of `steps`."""
+    return config.lr * factor(config.schedule, step, steps, config.warmup)

@@ -1,23 +1,34 @@
-"""The steps of a run on the run library: train, evaluate, save, and end."""
+"""The steps of a run on the run library: train, evaluate, save, and end.
+
+`Course` is the part ``course`` of dist-train's checkpoints: the position in the data, and the options that
+led there. `export` writes the weights alone, for use outside dist-train.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from imgkit_entrypoints.apps.train.config import due
-from imgkit_entrypoints.apps.train.data.batches import MicroBatch
-from imgkit_entrypoints.apps.train.data.order import Position
-from imgkit_entrypoints.apps.train.evaluation import Evaluation
-from imgkit_entrypoints.apps.train.loop import Trainer
-from imgkit_entrypoints.apps.train.report.metrics import Seen
-from imgkit_entrypoints.apps.train.report.run_log import RunLog
-from imgkit_entrypoints.apps.train.state.course import Course
-from imgkit_entrypoints.apps.train.step_sums import LossIsNoNumber
+import torch
+from torch import Tensor
+
+from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints.apps.train.batches import MicroBatch
+from imgkit_entrypoints.apps.train.config import Config, due
+from imgkit_entrypoints.apps.train.order import Position
+from imgkit_entrypoints.apps.train.run_log import RunLog, Seen
+from imgkit_entrypoints.apps.train.trainer import Evaluation, LossIsNoNumber, Trainer
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
+from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.stepping import NotSaved
 
 DONE = "all steps are done"
@@ -103,3 +114,88 @@ class MainLoop:
                 loss = self._held_out.loss(self._run.lives)
                 if self._report:
                     self._report.held_out(step, loss, time.perf_counter() - began)
+
+
+PART = "course.pt"
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """What a snapshot keeps beside model and optimizer; it is needed before these exist."""
+
+    position: Position = field(default_factory=Position)
+    first_loss: float = math.nan
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The options, as JSON has them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values in a snapshot."""
+        return {**dataclasses.asdict(self), "config": dict(self.config)}
+
+    def load_state_dict(self, _: Mapping[str, Any]) -> None:
+        """Do nothing: `course_of` has read it."""
+
+
+def find(config: Config, run: Run) -> FoundCheckpoint | None:
+    """Find the snapshot that ``--resume`` selects; a collective call.
+
+    Raises
+    ------
+    UsageError : the path of ``--resume`` holds no valid snapshot on any node, or ``--resume never`` would
+        replace the snapshots of another run.
+    """
+    if config.resume == "never":
+        try:
+            run.refuse_older()
+        except UsageError as error:
+            hint = "give another --run-dir, or --resume auto"
+            raise UsageError(error.what, where=error.where, hint=hint) from None
+        return None
+    if config.resume == "auto":
+        found = run.find()
+    elif (found := run.find(config.resume)) is None:
+        raise UsageError(
+            "no valid snapshot found",
+            where=str(Path(config.resume)),
+            hint="--resume auto, or --resume never to start over",
+        )
+    return found
+
+
+def course_of(found: FoundCheckpoint) -> Course:
+    """Read the course that a snapshot keeps; a collective call.
+
+    Raises
+    ------
+    UsageError : another program has written it.
+    """
+    try:
+        if PART not in found.parts:
+            raise ValueError("there is none")
+        values = found.tensors(PART)
+        position: Position = json_text.read(Position, values["position"], "position")
+        return Course(
+            position=position, first_loss=float(values["first_loss"]), config=dict(values["config"])
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"this snapshot is of another program: its course is missing or wrong ({error})",
+            where=str(found.where / PART),
+            hint="name another folder by --run-dir",
+        ) from None
+
+
+def export(config: Config, weights: Mapping[str, Tensor], here: Ranks) -> None:
+    """Write the file of ``--export``, if given; torch.load(FILE, weights_only=True) reads it.
+
+    Raises
+    ------
+    UsageError : the file cannot be written.
+    """
+    if config.export is None or here.rank != 0:
+        return
+    content = io.BytesIO()  # torch.save would turn an OSError of its file into a RuntimeError
+    torch.save({key: tensor.detach().cpu() for key, tensor in weights.items()}, content)
+    hint = "the run itself is complete: start it again with another --export to write the weights"
+    with files.replacing(config.export, failed="cannot write the weights", hint=hint) as file:
+        file.write(content.getbuffer())

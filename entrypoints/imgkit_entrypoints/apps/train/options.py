@@ -1,8 +1,13 @@
-"""The options of dist-train. This module does not import torch, so ``--help`` and refusals are quick."""
+"""The options of dist-train, from the command line and from a file.
+
+This module does not import torch, so ``--help`` and refusals are quick. A file's options are turned into
+arguments, so that one set of rules checks both.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import re
@@ -12,10 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from imgkit_entrypoints.apps.train import config_file, plugins
-from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
-from imgkit_entrypoints.apps.train.report import loggers
-from imgkit_entrypoints.apps.train.schedule import SHAPES
+from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints.apps.train import loggers, plugins
+from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, SHAPES, Config
 from imgkit_entrypoints.arguments import Need, duration, natural, positive, refuse_unused
 from imgkit_entrypoints.errors import UsageError
 
@@ -310,7 +314,7 @@ class _Strict(argparse.ArgumentParser):
 def _file_words(text: str) -> tuple[str, ...]:
     """The file's options as command-line words, checked by the same rules with the same messages."""
     try:
-        words = config_file.words(Path(text))
+        words = file_arguments(Path(text))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
@@ -326,3 +330,54 @@ def _file_words(text: str) -> tuple[str, ...]:
     if wrong:
         raise argparse.ArgumentTypeError(f"{text}: {'; '.join(wrong)}")
     return words
+
+
+def file_arguments(path: Path) -> tuple[str, ...]:
+    """Return the options in the file as flags.
+
+    Raises
+    ------
+    OSError : the file cannot be read.
+    ValueError : the file holds no table of options, or this image cannot parse its format.
+    """
+    try:
+        content = _parsed(path)
+    except RecursionError:
+        raise ValueError("its brackets lie too deep within each other") from None
+    if not isinstance(content, dict):
+        raise ValueError("the file holds no table of options")
+    if "config" in content:
+        raise ValueError("the file names another file with `config`; only --config can")
+    found: list[str] = []
+    for key, value in content.items():
+        flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json has stop_after_s
+        if isinstance(value, bool):
+            found += [flag] if value else []  # YAML parses `off` as false
+        elif isinstance(value, dict | list):  # in YAML, few bytes can make one of gigabytes
+            raise ValueError(f"`{key}` holds more than one value")
+        elif value is not None:
+            found.append(f"{flag}={value}")
+    return tuple(found)
+
+
+def _parsed(path: Path) -> Any:
+    if path.suffix == ".toml":
+        try:
+            import tomllib  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            raise ValueError("TOML needs Python 3.11; use JSON instead") from None
+        return tomllib.loads(files.read_text(path))
+    if path.suffix in (".yaml", ".yml"):
+        return _yaml(path)
+    return json_text.load(path)
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise ValueError("YAML needs PyYAML, which is not installed; use JSON instead") from None
+    try:
+        return yaml.safe_load(files.read_text(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error

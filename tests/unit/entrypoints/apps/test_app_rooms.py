@@ -13,9 +13,6 @@ APPS = Path(imgkit_entrypoints.__file__).parent / "apps"
 PREFIX = "imgkit_entrypoints.apps."
 BELOW = {
     "bench/report": set[str](),
-    "train/state": {"train/data"},
-    "train/report": {"train/data"},
-    "train/data": set[str](),
 }
 """Sub-rooms that each sub-room may import; the docstrings of the packages say the same."""
 

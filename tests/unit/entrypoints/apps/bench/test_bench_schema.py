@@ -26,7 +26,7 @@ from imgkit_entrypoints.apps.bench import (
     verdict,
 )
 from imgkit_entrypoints.apps.bench.node_state import Count
-from imgkit_entrypoints.apps.bench.verdict import Straggler
+from imgkit_entrypoints.apps.bench.verdict import LateRank
 from imgkit_entrypoints.errors import UsageError
 
 SCHEMA = json_schema.made()
@@ -97,7 +97,7 @@ def whole() -> dict[str, Any]:
         fingerprint={"nccl": "2.27.3"},
         line_rate_Gbps=None,
         results=results,
-        verdict=verdict.judge([largest], context, [Straggler(rank=1, seconds=0.02)], ["n1"] * 8),
+        verdict=verdict.judge([largest], context, [LateRank(rank=1, seconds=0.02)], ["n1"] * 8),
         complete=True,
         transport=("network IB",),
         arm="rdma",

@@ -137,7 +137,7 @@ def waits(late: dict[int, float], ranks: int = 4, noise_s: float = 0.1e-3) -> li
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
 @pytest.mark.parametrize("seconds", [20e-3, 1e-3])
 def test_late_rank_is_the_one_that_waits_least(seconds: float, ranks: int) -> None:
-    found = verdict.stragglers(waits({1: seconds}, ranks))
+    found = verdict.late_ranks(waits({1: seconds}, ranks))
     assert [item.rank for item in found] == [1]
     assert found[0].seconds == pytest.approx(seconds, rel=0.25)
 
@@ -145,7 +145,7 @@ def test_late_rank_is_the_one_that_waits_least(seconds: float, ranks: int) -> No
 @pytest.mark.parametrize("noise_s", [0.1e-3, 1e-3, 5e-3])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
 def test_noise_names_nobody(ranks: int, noise_s: float) -> None:
-    assert verdict.stragglers(waits({}, ranks, noise_s)) == ()
+    assert verdict.late_ranks(waits({}, ranks, noise_s)) == ()
 
 
 def test_rank_that_is_late_at_times_is_not_named() -> None:
@@ -153,11 +153,11 @@ def test_rank_that_is_late_at_times_is_not_named() -> None:
     for turn in range(0, 100, 3):
         rows[2][turn] = 0.0
         rows[0][turn] = rows[1][turn] = rows[3][turn] = 30e-3
-    assert verdict.stragglers(rows) == ()
+    assert verdict.late_ranks(rows) == ()
 
 
 def test_late_host_is_no_slow_link() -> None:
-    late = verdict.stragglers(waits({2: 5e-3, 3: 5e-3}))
+    late = verdict.late_ranks(waits({2: 5e-3, 3: 5e-3}))
     hosts = ["n1", "n1", "n2", "n2"]
     found = verdict.judge([], context(hosts=("n1", "n2"), ranks=4), late, hosts)
     assert [item["rank"] for item in found["late"]] in ([2, 3], [3, 2])

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints import arguments
-from imgkit_entrypoints.apps.train import options, plugins
+from imgkit_entrypoints.apps.train import options, order, plugins
 from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
-from imgkit_entrypoints.apps.train.data import order
 from imgkit_entrypoints.cli import worker
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError

@@ -1,22 +1,31 @@
-"""One training step of the model and its optimizer, on one rank or many, on CPU or GPU by the same code."""
+"""One training step of the model and its optimizer, on one rank or many, on CPU or GPU by the same code.
+
+`Evaluation` is the loss on held-out data; it leaves the training state unchanged. `StepSums` are the numbers
+of the steps, added up over all ranks: losses, skipped steps, own work. With the sums comes the own work of
+each rank: each adds its seconds to a slot of its own, where all others add 0.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imgkit_entrypoints.apps.train.config import Config
-from imgkit_entrypoints.apps.train.data.batches import MicroBatch
-from imgkit_entrypoints.apps.train.data.order import seed_of
-from imgkit_entrypoints.apps.train.schedule import learning_rate
-from imgkit_entrypoints.apps.train.work_clock import WorkClock
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.apps.train.batches import Batches, MicroBatch
+from imgkit_entrypoints.apps.train.config import Config, learning_rate
+from imgkit_entrypoints.apps.train.order import Order, Position, seed_of
+from imgkit_entrypoints.apps.train.profiling import WorkClock
+from imgkit_entrypoints.apps.train.run_log import Seen
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.run import random_state
+from imgkit_entrypoints.run.agreement import Agreed
 from imgkit_entrypoints.run.ranks import Ranks
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -248,3 +257,93 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.op
         with contextlib.suppress(RuntimeError):  # older torch on CPU
             return kind(parameters, fused=True, **more), True
     return kind(parameters, foreach=False, **more), False
+
+
+class Evaluation:
+    """Evaluates all held-out samples, each once, shared by the ranks in batches of the training's size."""
+
+    def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, here: Ranks) -> None:
+        at_once = min(order.batch_size * order.world_size, order.global_batch)
+        self._order = dataclasses.replace(order, size=len(samples), global_batch=at_once)
+        self._trainer, self._here = trainer, here
+        self._feed = Batches(samples, self._order, config, here, channels_last=trainer.channels_last)
+
+    def loss(self, lives: Callable[[], object]) -> float:
+        """The mean loss over all samples, equal on every rank; a collective call.
+
+        Calls `lives` after each batch, so that the hang watch sees progress.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._here.device)
+        position = Position()
+        with self._trainer.resting():
+            for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
+                samples = self._order.count(position) / self._order.world_size
+                for micro in micro_batches:
+                    total += self._trainer.loss(micro.batch) * (micro.weight * samples)
+                position = after
+                lives()
+        dist.all_reduce(total)
+        return float(total.item()) / self._order.size
+
+
+class LossIsNoNumber(CheckFailed):
+    """A loss was NaN or infinite; all ranks raise it at the same step."""
+
+
+class StepSums:
+    """What the ranks add up at each look; `note` gets it, on every rank."""
+
+    def __init__(
+        self, trainer: Trainer, work: WorkClock, here: Ranks, note: Callable[[Seen], object]
+    ) -> None:
+        self._trainer, self._work, self._note = trainer, work, note
+        self._rank, self._ranks = here.rank, here.world_size
+        self._places = self._ranks if self._ranks > 1 else 0
+        """Numbers that hold the own work of one rank each; a single rank has nobody to compare with."""
+
+    def take(self, *, everything: bool) -> Tensor:
+        """This rank's numbers since the last look, on its device; no call waits for it."""
+        window = self._trainer.window
+        count = len(window) + 1
+        numbers = torch.zeros(count + self._places, dtype=window.dtype, device=window.device)
+        spent = self._work.take()
+        mine = torch.tensor([spent.wait_s, spent.own_s], dtype=window.dtype)
+        mine = mine.to(window.device, non_blocking=True)
+        numbers[: len(window)] = window
+        numbers[len(window)] = mine[0]
+        if self._places:
+            numbers[count + self._rank] = mine[1]
+        window.zero_()
+        window[1] = math.nan  # no norm of the gradient until one is measured
+        return numbers
+
+    def arrived(self, agreed: Agreed) -> None:
+        """Note the means over all ranks.
+
+        Raises
+        ------
+        LossIsNoNumber : a loss of these steps is not finite.
+        """
+        if not agreed.steps:
+            return
+        count = len(agreed.sums) - self._places
+        skipped, norm, loss, *numbers, wait_s = (one / self._ranks for one in agreed.sums[:count])
+        skips = round(skipped)
+        counted = agreed.steps - skips
+        self._note(
+            Seen(
+                step=agreed.step,
+                steps=agreed.steps,
+                loss=loss / counted if counted else math.nan,
+                numbers=tuple(one / counted if counted else math.nan for one in numbers),
+                grad_norm=norm,
+                skipped=skips,
+                seconds=agreed.seconds,
+                own_s=agreed.sums[count:],
+                wait_s=wait_s,
+            )
+        )
+        if not math.isfinite(loss):
+            raise LossIsNoNumber(
+                "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"
+            )

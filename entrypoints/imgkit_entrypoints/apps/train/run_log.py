@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints import __version__, files, json_text, terminal
-from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
-from imgkit_entrypoints.apps.train.report import curves
-from imgkit_entrypoints.apps.train.report.loggers import Loggers
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Metrics, Seen, line
-from imgkit_entrypoints.apps.train.report.slow_ranks import SlowRanks
-from imgkit_entrypoints.apps.train.schedule import learning_rate
+from imgkit_entrypoints.apps.train import curves
+from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config, learning_rate
+from imgkit_entrypoints.apps.train.loggers import Loggers
+from imgkit_entrypoints.apps.train.stragglers import Stragglers
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run.metrics import METRICS, MetricsFile, now
 
@@ -36,7 +35,7 @@ class RunLog:
         steps_per_epoch: int,
         ranks: int,
         gauges: Gauges,
-        slow: SlowRanks,
+        slow: Stragglers,
         started: StartUp,
         say: Callable[[str], None],
     ) -> None:
@@ -151,7 +150,7 @@ class RunLog:
             "evaluation_s": self._evaluation_s,
             "saving_s": saving_s,
             "skipped": self.skipped,
-            "slow_ranks": self._slow.all(),
+            "stragglers": self._slow.all(),
             "longest_save_stall_s": stall_s,
         }
         self._metrics.write(
@@ -206,3 +205,127 @@ def _draw(folder: Path) -> None:
     files.put(
         folder / CURVES, curves.document((loss, curves.StepChart("samples/s", (curve("", "samples_per_s"),))))
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The sums over the latest `steps` steps, up to `step`."""
+
+    step: int
+    steps: int
+    loss: float
+    """Mean over the steps that were not skipped; NaN if one loss was NaN."""
+    skipped: int
+    seconds: float
+    """Duration of the steps on this rank's clock."""
+    grad_norm: float = math.nan
+    """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
+    numbers: tuple[float, ...] = ()
+    """Means of the user's numbers, as that of the loss."""
+    own_s: tuple[float, ...] = ()
+    """Seconds of own work of each rank in a step; 0: not measured. Empty with one rank."""
+    wait_s: float = math.nan
+    """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """One line of ``metrics.jsonl``."""
+
+    time: str
+    """The time of the line, UTC."""
+    step: int
+    epoch: float
+    """Passes over the data so far."""
+    loss: float | None
+    """Mean since the previous line; None if it is not a number, or if every step was skipped."""
+    numbers: dict[str, float | None]
+    """Numbers of the user's step, each a mean over all ranks as that of the loss."""
+    lr: float
+    """Learning rate of this step."""
+    grad_norm: float | None
+    """Norm of this step's gradient, before clipping; None if it is not a number or was not measured."""
+    samples_per_s: float
+    """Rate of all ranks together."""
+    tokens_per_s: float | None
+    """The same in tokens; None if the samples are not rows of tokens."""
+    data_wait: float
+    """Share of the time in which rank 0 had no data to compute on, 0 to 1."""
+    own_work_s: float | None
+    """Seconds of a rank's own work in a step: the median of all ranks, or the fastest of fewer than 4."""
+    wait_s: float | None
+    """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
+    slow: list[dict[str, Any]]
+    """The ranks that are slow now, each a `Straggler`; the slowest 100."""
+    memory_MiB: float
+    """Peak memory of rank 0 so far: tensors on the GPU, or the process on CPU."""
+    skipped: int
+    """Steps that this start skipped because a gradient was not a number."""
+    mfu: float | None
+    """Model FLOP/s as a share of the devices' peak; None if either is unknown."""
+
+
+def line(metrics: Metrics, *, steps: int, ranks: int, left_s: float) -> str:
+    """Write one line of progress."""
+    rate = metrics.samples_per_s
+    loss = "none" if metrics.loss is None else f"{metrics.loss:.6f}"
+    numbers = "".join(
+        f"  {name} {'none' if value is None else format(value, '.6g')}"
+        for name, value in metrics.numbers.items()
+    )
+    skipped = f"  {metrics.skipped} skipped" if metrics.skipped else ""
+    mfu = "" if metrics.mfu is None else f"  {metrics.mfu:.1%} MFU"
+    return (
+        f"step {metrics.step:>{len(str(steps))}}/{steps}  loss {loss}{numbers}  {rate:.0f} samples/s"
+        f" ({rate / ranks:.0f} per rank)  data {metrics.data_wait:.0%}  {metrics.memory_MiB:.0f} MiB"
+        f"{mfu}{skipped}  {clock(left_s)} left"
+    )
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as ``5s``, ``3m20s`` or ``2h05m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """Functions that are read for every line."""
+
+    waited_s: Callable[[], float]
+    """Seconds without data since the start."""
+    memory_MiB: Callable[[], float]
+    samples_per_s_at_peak: float | None = None
+    """Samples per second of one rank at its device's peak; None: unknown."""
+    tokens_a_sample: int | None = None
+    """Tokens of a sample; None: the samples are not rows of tokens."""
+    names: tuple[str, ...] = ()
+    """Names of the user's numbers."""
+
+
+PEAKS: Mapping[str, float] = {
+    r"\bV100-SXM2": 125e12,
+    r"\bA100\b": 312e12,
+    r"\bA30\b": 165e12,
+    r"\bL40S\b": 362e12,
+    r"\bH100 PCIe\b": 756e12,
+    r"\bH100 80GB HBM3\b": 989e12,
+    r"\bH200$": 989e12,
+    r"\bGH200\b": 990e12,
+}
+"""Dense FLOP/s of 16-bit tensor cores with 32-bit sums, by the device name that CUDA reports.
+
+Source: NVIDIA's data sheets (V100 January 2020, A100 and A30 2021, H100, L40S and GH200 2023, H200 2024; half
+of the figure "with sparsity"), read in November 2026. V100 has no bf16. Variants with other clocks, such as
+NVL and custom parts, are left out: no figure is better than a wrong one.
+"""
+
+
+def peak(device: str, amp: str) -> float | None:
+    """Peak FLOP/s of `device`; None if unknown, as for 32-bit types and CPUs."""
+    if amp not in ("bf16", "fp16") or ("V100" in device and amp == "bf16"):
+        return None
+    return next((value for pattern, value in PEAKS.items() if re.search(pattern, device)), None)

@@ -1,4 +1,4 @@
-"""Which ranks are slow: limits, few ranks, unknown times, looks in a row, and what the log says."""
+"""Which ranks are stragglers: limits, few ranks, unknown times, looks in a row, and what the log says."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from imgkit_entrypoints.apps.train.report import slow_ranks
-from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks, usual
+from imgkit_entrypoints.apps.train import stragglers
+from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers, usual
 
 USUAL = (0.100, 0.101, 0.099, 0.100)
 SLOW = (0.100, 0.101, 0.131, 0.100)
 
 
-def judge(ranks: int = 4) -> tuple[SlowRanks, list[str]]:
+def judge(ranks: int = 4) -> tuple[Stragglers, list[str]]:
     """A judge of ranks with two to a node, and what it says."""
     told: list[str] = []
     places = [RankPlace(node=f"node{rank // 2}", local_rank=rank % 2) for rank in range(ranks)]
-    return SlowRanks(places, told.append), told
+    return Stragglers(places, told.append), told
 
 
-def looks(of: SlowRanks, *each: Sequence[float], after: int = 0) -> None:
+def looks(of: Stragglers, *each: Sequence[float], after: int = 0) -> None:
     for number, own_s in enumerate(each, start=1):
         of.note(after + 10 * number, own_s)
 
@@ -73,7 +73,7 @@ def test_third_look_names_the_rank_once() -> None:
     assert (one.now(), told) == ([], [])
     looks(one, SLOW, SLOW, SLOW, after=20)
     assert told == [
-        "rank 2 on node1 (local rank 0) is slow: its own work takes 131 ms a step,"
+        "rank 2 on node1 (local rank 0) is a straggler: its own work takes 131 ms a step,"
         " not 100 ms, the median of all ranks (step 30); check node1 with dist-doctor"
     ]
     assert [(row["rank"], row["node"], row["own_work_s"]) for row in one.now()] == [(2, "node1", 0.131)]
@@ -111,7 +111,7 @@ def test_rank_that_relapses_stays_one_row() -> None:
 def test_rank_that_relapses_again_and_again_is_not_printed() -> None:
     one, told = judge()
     looks(one, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
-    assert len(told) == 2 * slow_ranks.TIMES
+    assert len(told) == 2 * stragglers.TIMES
     assert one.all()[0]["times"] == 9
 
 
@@ -131,6 +131,6 @@ def test_many_slow_ranks_do_not_flood_the_log() -> None:
     one, told = judge(40)
     own_s = [0.1] * 28 + [0.2] * 12
     looks(one, own_s, own_s, own_s)
-    assert len(told) == slow_ranks.LINES + 1
-    assert told[-1] == "4 more ranks became slow or recovered at step 30"
+    assert len(told) == stragglers.LINES + 1
+    assert told[-1] == "4 more ranks became stragglers or recovered at step 30"
     assert len(one.now()) == 12

@@ -13,17 +13,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from imgkit_entrypoints.apps.train import options
+from imgkit_entrypoints.apps.train import curves, options, run_log
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
-from imgkit_entrypoints.apps.train.report import curves, utilization
-from imgkit_entrypoints.apps.train.report.metrics import Gauges, Seen, clock
-from imgkit_entrypoints.apps.train.report.run_log import RunLog
-from imgkit_entrypoints.apps.train.report.slow_ranks import RankPlace, SlowRanks
+from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog, Seen, clock
+from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers
 from imgkit_entrypoints.launch.start_up import StartUp
 
 
-def judge() -> SlowRanks:
-    return SlowRanks([RankPlace(node=f"node{rank}", local_rank=0) for rank in range(2)], print)
+def judge() -> Stragglers:
+    return Stragglers([RankPlace(node=f"node{rank}", local_rank=0) for rank in range(2)], print)
 
 
 def opened(
@@ -125,8 +123,8 @@ def test_slow_rank_stands_in_every_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert (first["own_work_s"], first["wait_s"], first["slow"]) == (0.1, 0.25, [])
     row = {"rank": 1, "node": "node1", "local_rank": 0, "own_work_s": 0.3, "usual_s": 0.1}
     assert last["slow"] == [{**row, "from_step": 1, "to_step": 10, "times": 1}]
-    assert json.loads((tmp_path / "summary.json").read_text())["slow_ranks"] == last["slow"]
-    assert "rank 1 on node1 (local rank 0) is slow" in capsys.readouterr().out
+    assert json.loads((tmp_path / "summary.json").read_text())["stragglers"] == last["slow"]
+    assert "rank 1 on node1 (local rank 0) is a straggler" in capsys.readouterr().out
 
 
 def test_unknown_metrics_are_null(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_utilization_is_told_where_known(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_peak_is_only_told_where_published(device: str, amp: str, flops: float | None) -> None:
-    assert utilization.peak(device, amp) == flops
+    assert run_log.peak(device, amp) == flops
 
 
 def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:

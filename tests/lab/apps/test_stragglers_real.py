@@ -1,4 +1,4 @@
-"""dist-train names the slow rank, and no other: real ranks that sleep, and a fake of a GPU's events."""
+"""dist-train names the straggler, and no other: real ranks that sleep, and a fake of a GPU's events."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ own = own.replace("rows", "fetched").replace("plain", "model")
 # Without a share for BatchNorm's copying, rank 1 would look slow: it waits for rank 0 in its forward pass.
 print(train(2, own + "even --run-dir data"))
 
-from imgkit_entrypoints.apps.train import work_clock
+from imgkit_entrypoints.apps.train import profiling
 own = "--data own.py:rows --model own.py:model --batch-size 2 --accumulate 2 --steps 9 --run-dir "
 print(train(3, own + "timed"))
-begin = work_clock.WorkClock.__init__
+begin = profiling.WorkClock.__init__
 def untimed(self, here):
     begin(self, here)
     self._on = False
-work_clock.WorkClock.__init__ = untimed
+profiling.WorkClock.__init__ = untimed
 print(train(3, own + "untimed"))
 """
 
@@ -36,7 +36,7 @@ print(train(3, own + "untimed"))
 FAKE_GPU = """
 import torch
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.apps.train.work_clock import WorkClock
+from imgkit_entrypoints.apps.train.profiling import WorkClock
 
 class FakeEvent:
     now = passed = made = 0
@@ -81,7 +81,7 @@ def runs(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def summary(run: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((run / "summary.json").read_text())["slow_ranks"]
+    rows: list[dict[str, Any]] = json.loads((run / "summary.json").read_text())["stragglers"]
     return rows
 
 
@@ -92,7 +92,8 @@ def test_slow_rank_is_named_with_its_node(runs: Path) -> None:
     assert found["own_work_s"] > 1.2 * found["usual_s"]  # the limit of the rule
     assert rows[-1]["slow"] == [found]
     assert (
-        "dist-train: rank 1 on n7 (local rank 1) is slow: its own work takes " in (runs / "told").read_text()
+        "dist-train: rank 1 on n7 (local rank 1) is a straggler: its own work takes "
+        in (runs / "told").read_text()
     )
     assert rows[-1]["wait_s"] > 0
 

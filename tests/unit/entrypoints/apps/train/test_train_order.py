@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.train.data.order import Order, Position, arrange, seed_of
-from imgkit_entrypoints.apps.train.schedule import SHAPES, factor
+from imgkit_entrypoints.apps.train.config import SHAPES, factor
+from imgkit_entrypoints.apps.train.order import Order, Position, arrange, seed_of
 from imgkit_entrypoints.errors import UsageError
 
 

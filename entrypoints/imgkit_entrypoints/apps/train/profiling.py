@@ -1,21 +1,27 @@
-"""Clock of this rank's own work in a step, and of its wait for the others. Nothing waits for the clock.
+"""What a step spends its time on: the clock of this rank's own work and of its wait, and traces.
 
-Own work lasts from the end of the last optimizer step, or from the arrival of the step's samples if that is
-later, until this rank's last gradient is ready. The wait lasts from there to the end of the reduction. Before
-the forward pass, DDP copies the buffers of rank 0 (BatchNorm's statistics); this copying counts as neither.
+Nothing waits for the clock. Own work lasts from the end of the last optimizer step, or from the arrival of
+the step's samples if that is later, until this rank's last gradient is ready. The wait lasts from there to
+the end of the reduction. Before the forward pass, DDP copies the buffers of rank 0 (BatchNorm's statistics);
+this copying counts as neither. ``--profile`` writes traces of some steps, one file per rank, for
+chrome://tracing or ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
+from imgkit_entrypoints import files
+from imgkit_entrypoints.apps.train.config import Config
+from imgkit_entrypoints.apps.train.order import Position
 from imgkit_entrypoints.run.ranks import Ranks
 
 MOST = 64
@@ -138,3 +144,48 @@ class WorkClock:
 
     def _between(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
+
+
+Batch = TypeVar("Batch")
+
+
+def traced(
+    steps: Iterable[tuple[Position, Batch]], config: Config, here: Ranks
+) -> Iterable[tuple[Position, Batch]]:
+    """Pass `steps` on unchanged, and record a trace of those that ``--profile`` names."""
+    return _traced(steps, config, here) if config.profile is not None else steps
+
+
+def _traced(
+    steps: Iterable[tuple[Position, Batch]], config: Config, here: Ranks
+) -> Iterator[tuple[Position, Batch]]:
+    wanted, recorder = config.profiled(), None
+    try:
+        for position, batch in steps:
+            if recorder is None and position.step in wanted:
+                recorder = _started(here)
+            yield position, batch
+            if recorder is not None and position.step + 1 not in wanted:
+                _write(recorder, config, here)
+                recorder, wanted = None, range(0)
+    finally:  # the run ended within the traced steps: keep what there is
+        if recorder is not None:
+            _write(recorder, config, here)
+
+
+def _started(here: Ranks) -> profile:
+    cuda = [ProfilerActivity.CUDA] if here.device.type == "cuda" else []
+    recorder = profile(activities=[ProfilerActivity.CPU, *cuda])
+    recorder.start()
+    return recorder
+
+
+def _write(recorder: profile, config: Config, here: Ranks) -> None:
+    here.synchronize()
+    recorder.stop()
+    assert config.run_dir is not None  # options.read has checked it
+    target = config.run_dir / "traces" / f"rank-{here.rank}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = files.temporary_name(target)
+    recorder.export_chrome_trace(str(temporary))
+    files.publish(temporary, target)

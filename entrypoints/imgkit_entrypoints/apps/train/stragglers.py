@@ -1,4 +1,4 @@
-"""Ranks whose own work takes longer than that of the others, look after look. Imports no torch."""
+"""Stragglers: ranks whose own work takes longer than that of the others, look after look. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 SHARE = 0.2
-"""Part of the usual time by which a slow rank exceeds it."""
+"""Part of the usual time by which a straggler exceeds it."""
 MADS = 5
-"""Median absolute deviations by which a slow rank exceeds the median."""
+"""Median absolute deviations by which a straggler exceeds the median."""
 FLOOR_S = 0.001
-"""A slow rank loses more than this in a step: short steps differ by more than `SHARE` from chance."""
+"""A straggler loses more than this in a step: short steps differ by more than `SHARE` from chance."""
 LOOKS = 3
-"""Looks in a row that make a rank slow, and usual again."""
+"""Looks in a row that make a rank a straggler, and usual again."""
 FEW = 4
 """Fewer ranks than this have no meaningful median: the fastest is the usual one."""
 LINES = 8
 """Most ranks that one look reports by a line each."""
 TIMES = 3
-"""Times that the log names the same rank; ranks that share a processor become slow in turn."""
+"""Times that the log names the same rank; ranks that share a processor become stragglers in turn."""
 ROWS = 100
 """Most ranks in a line of ``metrics.jsonl``, which readers bound."""
 
@@ -35,8 +35,8 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRank:
-    """A rank that is or was slow, as ``metrics.jsonl`` and ``summary.json`` have it."""
+class Straggler:
+    """A rank that is or was a straggler, as ``metrics.jsonl`` and ``summary.json`` have it."""
 
     rank: int
     node: str
@@ -66,7 +66,7 @@ class SlowRank:
 
 
 def usual(own_s: Sequence[float]) -> tuple[float, float]:
-    """The usual seconds of own work, and the limit above which a rank is slow; infinite if nothing compares.
+    """The usual seconds of own work, and the limit of stragglers; infinite if nothing compares.
 
     Parameters
     ----------
@@ -84,8 +84,8 @@ def usual(own_s: Sequence[float]) -> tuple[float, float]:
     return middle, limit
 
 
-class SlowRanks:
-    """Names the slow ranks of one start, and those that recover."""
+class Stragglers:
+    """Names the stragglers of one start, and those that recover."""
 
     def __init__(self, places: Sequence[RankPlace], say: Callable[[str], None]) -> None:
         self._places, self._say = places, say
@@ -93,7 +93,7 @@ class SlowRanks:
         """Looks in a row at which a rank was slow and is not named yet, or was usual and is named."""
         self._since: dict[int, int] = {}
         self._named: set[int] = set()
-        self._found: dict[int, SlowRank] = {}
+        self._found: dict[int, Straggler] = {}
 
     def note(self, step: int, own_s: Sequence[float]) -> float:
         """Judge the look at `step` by the own work of each rank, and return the usual seconds."""
@@ -123,7 +123,7 @@ class SlowRanks:
 
     def _name(self, rank: int) -> None:
         before, since = self._found.get(rank), self._since[rank]
-        self._found[rank] = SlowRank(
+        self._found[rank] = Straggler(
             rank=rank,
             **asdict(self._places[rank]),
             from_step=before.from_step if before else since,
@@ -140,13 +140,13 @@ class SlowRanks:
             one = self._found[rank]
             if rank in self._named:
                 self._say(
-                    f"{one.name} is slow: {one.excess}, {whose} (step {step});"
+                    f"{one.name} is a straggler: {one.excess}, {whose} (step {step});"
                     f" check {one.node} with dist-doctor"
                 )
             else:
                 self._say(f"{one.name} is as fast as the others again (step {step})")
         if len(told) > LINES:
-            self._say(f"{len(told) - LINES} more ranks became slow or recovered at step {step}")
+            self._say(f"{len(told) - LINES} more ranks became stragglers or recovered at step {step}")
 
     def now(self) -> list[dict[str, Any]]:
         """The ranks that are slow now, the slowest first, for ``metrics.jsonl``."""

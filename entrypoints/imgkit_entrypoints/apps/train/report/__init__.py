@@ -1,1 +1,0 @@
-"""Progress lines, metrics, curves and traces of a run. Uses only ``data``."""
