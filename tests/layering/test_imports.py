@@ -188,8 +188,8 @@ def test_entrypoints_import_the_standard_library_only() -> None:
         if name.split(".")[0] not in (allowed | {"torch"} if room_of(path) in WITH_TORCH else allowed)
     ]
     # Where a run names the logger, and the image has it.
-    assert [found.rpartition(":")[2] for found in foreign if "/report/loggers.py:" in found] == [" wandb"]
-    assert [found for found in foreign if "/report/loggers.py:" not in found] == []
+    assert [found.rpartition(":")[2] for found in foreign if "/train/loggers.py:" in found] == [" wandb"]
+    assert [found for found in foreign if "/train/loggers.py:" not in found] == []
 
 
 def test_run_library_imports_torch_at_its_first_use() -> None:
