@@ -20,9 +20,9 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.describe import to_json
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import Lock, LockedBase, LockedPlatform, LockRequest
+from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
+from imgkit_builder.recipe.targets import described_json
 from imgkit_entrypoints.system import SystemFacts
 
 FORGED = "ok    signature  good"
@@ -150,7 +150,7 @@ def test_recipe_and_lock_with_hostile_texts(
     check("render", "child.yaml", code=0)
     check("show", "child.yaml")
     Path("mine.yaml").write_text("image: {base: a:1}\n")
-    data = json.loads(to_json(load("mine.yaml")))
+    data = json.loads(described_json(load("mine.yaml")))
     for key in ("name", "description", "file"):
         Path("mine.json").write_text(json.dumps({**data, key: EVIL}))
         check("show", "mine.json")

@@ -40,16 +40,16 @@ from imgkit_builder.oci import config, manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.project import measured, toml_file
 from imgkit_builder.recipe import (
-    image_reference,
     lock_file,
+    problems,
     requirements,
+    rules,
     sources,
     targets,
-    toml_text,
     uv_lock,
 )
-from imgkit_builder.recipe.describe import to_json as recipe_json
 from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import described_json as recipe_json
 from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import fetch, gc, store
 from imgkit_builder.remote.config import Remote
@@ -674,7 +674,7 @@ TARGETS = (
     ),
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
     Target(name="extended", run=_extended, seeds=_recipes, change=mutate.in_text),
-    Target(name="toml", run=_text(toml_text.parse), seeds=_tomls, change=mutate.in_text),
+    Target(name="toml", run=_text(problems.parse), seeds=_tomls, change=mutate.in_text),
     Target(
         name="uv-lock",
         run=_uv_lock,
@@ -749,8 +749,8 @@ TARGETS = (
     ),
     Target(
         name="image-reference",
-        run=_text(image_reference.parse),
-        also=(image_reference.BadReference,),
+        run=_text(rules.parse_reference),
+        also=(rules.BadReference,),
         seeds=_lines("nvcr.io/nvidia/pytorch:24.03-py3", "a.b:5/c@sha256:" + "0" * 64),
         change=mutate.in_text,
     ),

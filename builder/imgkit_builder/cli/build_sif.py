@@ -28,9 +28,9 @@ Answer = tuple[str, dict[str, Any]]
 
 def run(typed: str, options: BuildOptions) -> None:
     """Build the recipe that the user calls `typed`, and print the result."""
-    from imgkit_builder.recipe import whole
+    from imgkit_builder.recipe import portable
 
-    recipe = whole.find(typed)
+    recipe = portable.find(typed)
 
     def attempt(large: bool) -> Answer:
         with reporter(as_json=options.as_json, verbose=options.verbose) as report:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.lock.changes import Change
     from imgkit_builder.lock.order import Wishes
-    from imgkit_builder.recipe.lock import LockedPlatform, LockRequest
-    from imgkit_builder.recipe.model import Recipe
+    from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
 
 SCHEMA = 1
 
@@ -163,10 +162,10 @@ def _lock(
 
 
 def _request(recipe: Recipe, base: str | None) -> LockRequest:
-    from imgkit_builder.recipe import lock_request
+    from imgkit_builder.recipe import lock_follow
 
     try:
-        return lock_request.of(recipe, base=base)
+        return lock_follow.request_of(recipe, base=base)
     except (OSError, ValueError) as error:
         raise UsageError(str(error), where=recipe.where("image", "pip"), hint="correct the file") from error
 

@@ -72,7 +72,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
     """The recipe with the lock that lies in the .sif, and the record of the .sif."""
     from imgkit_builder import __version__
     from imgkit_builder.delta import descriptor, source, tree
-    from imgkit_builder.recipe import load, lock_file, lock_follow, whole
+    from imgkit_builder.recipe import load, lock_file, lock_follow, portable
 
     stack = descriptor.stack(sif)
     record = stack.sif.record
@@ -102,7 +102,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
     if file is not None:
         found = load.load(str(file))
     else:
-        found = whole.from_json(texts[1].decode(errors="replace"), Path(f"{lock.recipe}.json"))
+        found = portable.from_json(texts[1].decode(errors="replace"), Path(f"{lock.recipe}.json"))
         if found.image.copy or found.image.ca or any(one.project for one in found.image.pip):
             raise UsageError(
                 f"the recipe {found.name} takes code or files from beside it, which the .sif has not",

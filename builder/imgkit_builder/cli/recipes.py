@@ -110,17 +110,17 @@ def verb_show(
     if facts is not None:
         show(facts.to_dict(), *facts.lines(), as_json=as_json)
         return
-    from imgkit_builder.recipe import describe, targets
+    from imgkit_builder.recipe import targets
 
     text = targets.as_json(recipe)
     if text is None:
-        text = describe.to_json(load_recipe(recipe))
+        text = targets.described_json(load_recipe(recipe))
     else:
         targets.from_json(text, Path(recipe))
     if as_json:
         terminal.document(text.rstrip() + "\n")
     else:
-        terminal.out(*describe.table(text))
+        terminal.out(*targets.table(text))
 
 
 def _is_image(name: str) -> bool:
@@ -201,11 +201,11 @@ def verb_check(
 
 
 def _print_schema(files: list[str]) -> None:
-    from imgkit_builder.recipe import schema
+    from imgkit_builder.recipe import typecheck
 
     if files:
         raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
-    terminal.document(schema.to_json() + "\n")
+    terminal.document(typecheck.schema_json() + "\n")
 
 
 def _host_effects(recipe: Recipe) -> tuple[Problem, ...]:

@@ -30,7 +30,7 @@ from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.errors import translated
 from imgkit_builder.oci.manifest import STANDIN_LABEL
-from imgkit_builder.recipe.image_reference import BadReference, parse
+from imgkit_builder.recipe.rules import BadReference, parse_reference
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import shown
@@ -178,7 +178,7 @@ def plain(name: str) -> str:
 def check_name(name: str, *, where: str | None = None) -> None:
     """Raise UsageError where `name` is not an image reference, before the engine is asked."""
     try:
-        parse(name)
+        parse_reference(name)
     except BadReference as error:
         raise UsageError(f"not an image name: {error.what}", where=where, hint=error.hint) from error
 

@@ -18,7 +18,7 @@ from imgkit_builder.sif import entries
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe import Recipe
-    from imgkit_builder.recipe.lock import LockedPlatform
+    from imgkit_builder.recipe.model import LockedPlatform
 
 _RANK = ("recipe", "lock", "image")
 """What knows less comes first: a recipe names some packages, a lock also what they need, an image all."""
@@ -311,9 +311,9 @@ def of_recipe(name: str, recipe: Recipe) -> ComparedSide:
     ------
     OSError : a requirements file cannot be read.
     """
-    from imgkit_builder.recipe import lock_request
+    from imgkit_builder.recipe import lock_follow
 
-    request = lock_request.of(recipe)
+    request = lock_follow.request_of(recipe)
     asked = (_of_pip(one) for step in request.pip for one in step.requirements)
     found = (*map(_of_apt, request.apt), *(one for one in asked if one))
     return ComparedSide(

@@ -31,8 +31,7 @@ from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import portable, requirements, sources, targets
-from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedWheel
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedWheel, Recipe
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER

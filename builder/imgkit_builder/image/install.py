@@ -21,8 +21,15 @@ from imgkit_builder.image import uv_inside
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, PipCommand, Project, Text, UvCommand
 from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL
 from imgkit_builder.recipe import lock_file, requirements, uv_lock
-from imgkit_builder.recipe.lock import UV_STEP, LockedDeb, LockedPlatform, LockedWheel
-from imgkit_builder.recipe.model import Constraints, PipStep, Recipe
+from imgkit_builder.recipe.model import (
+    UV_STEP,
+    Constraints,
+    LockedDeb,
+    LockedPlatform,
+    LockedWheel,
+    PipStep,
+    Recipe,
+)
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.uv_lock import UvLock
 from imgkit_entrypoints.errors import UsageError

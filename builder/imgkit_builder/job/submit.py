@@ -180,9 +180,9 @@ def signed_files(job: Job) -> tuple[Path, ...]:
 
 def _check_build(request: Request) -> None:
     """Read the recipe and look for the base here, before the job waits for a node."""
-    from imgkit_builder.recipe import whole
+    from imgkit_builder.recipe import portable
 
-    whole.find(request.build)
+    portable.find(request.build)
     if request.base_from is not None and not request.base_from.exists():
         raise UsageError(
             f"no file {request.base_from}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from imgkit_builder.lock.failures import Failure, Unresolved
-from imgkit_builder.recipe.lock import UV_STEP, LockedDeb, LockedWheel
+from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed

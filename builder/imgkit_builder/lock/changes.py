@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from imgkit_builder.recipe.lock import LockedPlatform
+from imgkit_builder.recipe.model import LockedPlatform
 from imgkit_builder.recipe.requirements import canonical
 
 

@@ -15,9 +15,8 @@ from imgkit_builder.image import context, install, layers, members, render
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
 from imgkit_builder.oci.manifest import BaseImage, Manifest
-from imgkit_builder.recipe import lock_request
-from imgkit_builder.recipe.lock import LockedPlatform, LockRequest
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe import lock_follow
+from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_entrypoints import files
 from imgkit_recipes import FOLDER
@@ -133,7 +132,7 @@ def _order(
                 for number in range(len(request.pip))
             ],
             "steps": [
-                {"packages": one.requirements, "options": lock_request.options_of(step)}
+                {"packages": one.requirements, "options": lock_follow.options_of(step)}
                 for one, step in zip(request.pip, recipe.image.pip, strict=True)
             ],
         }

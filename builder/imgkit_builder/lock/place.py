@@ -8,8 +8,7 @@ from pathlib import Path
 
 from imgkit_builder import __version__
 from imgkit_builder.recipe import lock_file, lock_follow
-from imgkit_builder.recipe.lock import Lock, LockedPlatform
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import Lock, LockedPlatform, Recipe
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 

@@ -22,8 +22,7 @@ from imgkit_builder.lock.answers import BaseFile
 from imgkit_builder.lock.failures import Unresolved
 from imgkit_builder.lock.order import Wishes
 from imgkit_builder.oci.manifest import BaseImage, now_s
-from imgkit_builder.recipe.lock import LockedBase, LockedPlatform, LockedTools, LockRequest
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import LockedBase, LockedPlatform, LockedTools, LockRequest, Recipe
 from imgkit_builder.sif import conversion, mksquashfs
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 

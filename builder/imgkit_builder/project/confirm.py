@@ -13,7 +13,7 @@ from pathlib import Path
 from imgkit_builder.base import files
 from imgkit_builder.project import toml_file
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
-from imgkit_builder.recipe import host_effects, targets, whole
+from imgkit_builder.recipe import host_effects, portable, targets
 from imgkit_builder.recipe.targets import Target
 from imgkit_recipes import FOLDER
 
@@ -96,7 +96,7 @@ def _reach(target: Target) -> Iterator[tuple[str, str]]:
     if not is_json and not target.positions:  # an image
         yield from host_effects.reach(target.system, {})
         return
-    recipe = whole.find(str(target.file))
+    recipe = portable.find(str(target.file))
     # JSON can claim any positions.
     yield from host_effects.reach(recipe.system, {} if is_json else recipe.positions, recipe.image.secrets)
 

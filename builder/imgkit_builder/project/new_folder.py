@@ -33,7 +33,7 @@ class NewFolder:
 def texts(wanted: NewFolder, parent: Target) -> Mapping[str, str]:
     """The content of each file by its name; `parent` is what the word for the recipe means."""
     from imgkit_builder.image.render import environment
-    from imgkit_builder.recipe import extends
+    from imgkit_builder.recipe import load
 
     templates = environment("templates/project", None)
     name = _name(wanted.folder)
@@ -44,7 +44,7 @@ def texts(wanted: NewFolder, parent: Target) -> Mapping[str, str]:
     values = {
         "name": name,
         "remote": wanted.remote,
-        "parent": str(parent.file) if extends.is_path(wanted.recipe) else wanted.recipe,
+        "parent": str(parent.file) if load.is_path(wanted.recipe) else wanted.recipe,
         "description": f"{name}, on {parent.system.title or parent.name}",
         "queue": [(key, value) for key, value in given.items() if value or key in required],
         "unused": [key for key, value in given.items() if not value and key not in required],

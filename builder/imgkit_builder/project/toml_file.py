@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.job import contents, limits
 from imgkit_builder.job import fields as job_fields
-from imgkit_builder.recipe import rules, toml_text
+from imgkit_builder.recipe import problems, rules
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
@@ -55,10 +55,10 @@ class ProjectFile:
     @property
     def recipe(self) -> str:
         """The word for the recipe; a path in the file starts at the file's folder."""
-        from imgkit_builder.recipe import extends
+        from imgkit_builder.recipe import load
 
         word = self.values.recipe
-        is_file = extends.is_path(word) or word.endswith((".sif", ".json"))
+        is_file = load.is_path(word) or word.endswith((".sif", ".json"))
         return str(self.file.parent / word) if is_file else word
 
     @property
@@ -134,8 +134,8 @@ def _text(file: Path) -> str:
 
 def _parsed(text: str, file: Path, found: Collector) -> dict[str, Any]:
     try:
-        return toml_text.parse(text)
-    except toml_text.NotToml as error:
+        return problems.parse(text)
+    except problems.NotToml as error:
         place = Position(file=file, line=error.line, column=error.column)
         found.error(place, (), error.what, 'write KEY = "VALUE"')
     return {}
@@ -146,12 +146,12 @@ def _statements(text: str, file: Path) -> Iterator[tuple[str, Position]]:
 
     No parser of TOML gives places. But a value ends at the first line where its statement is TOML.
     """
-    loads, lines, start = toml_text.parse, text.split("\n"), 0
+    loads, lines, start = problems.parse, text.split("\n"), 0
     for end in range(len(lines)):
         statement = "\n".join(lines[start : end + 1])
         try:
             data = loads(statement)
-        except toml_text.NotToml:
+        except problems.NotToml:
             continue
         column = len(lines[start]) - len(lines[start].lstrip()) + 1
         yield from ((key, Position(file=file, line=start + 1, column=column)) for key in data)

@@ -1,12 +1,14 @@
-"""Applies the rules to a recipe's tree: the table for texts, and rules for several values at once."""
+"""Applies the rules to a recipe's tree: the table for texts, rules for several values at once, and files
+that it names.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from imgkit_builder.recipe import build_secrets, named_files, systems
+from imgkit_builder.recipe import requirements, systems, uv_lock
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
 from imgkit_builder.recipe.rules import ANY, COMMANDS, PLATFORMS, Fault, matches, of_key, of_text
@@ -176,7 +178,7 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
 
 def _together(tree: Table, found: Collector, bad: Checked) -> None:
     """Apply the rules for several values."""
-    build_secrets.check(tree, found)
+    _check_secrets(tree, found)
     for path, node, _ in walk(tree):
         if matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
             _pip_step(path, node, found)
@@ -195,13 +197,13 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
         elif matches(path, ("image", "pip", ANY, "project")) and isinstance(node, Scalar):
             folder = _inside(path, node, found, folder_allowed=True, bad=bad)
             if folder is not None:
-                named_files.project(folder, node.position, path, found)
+                project(folder, node.position, path, found)
         elif path == ("image", "uv") and isinstance(node, Table):
             _uv(node, found, bad)
         elif matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
-                named_files.certificate(file, node.position, path, found)
+                certificate(file, node.position, path, found)
 
 
 def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:
@@ -239,7 +241,7 @@ def _uv(node: Table, found: Collector, bad: Checked) -> None:
     folder = _inside(path, stated.value, found, folder_allowed=True, bad=bad)
     if folder is not None:
         named = {key: _texts(node.entries.get(key)) for key in ("extras", "groups")}
-        named_files.uv_project(folder, stated.value.position, path, found, **named)
+        uv_project(folder, stated.value.position, path, found, **named)
 
 
 def _texts(entry: TableEntry | None) -> tuple[str, ...]:
@@ -353,3 +355,125 @@ def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
         if holds:
             place = Position(file=file, line=number, column=1)
             found.warn(place, path, f"this looks like {holds}", _IN_HISTORY)
+
+
+def _check_secrets(tree: Table, found: Collector) -> None:
+    """Report declarations without exactly one source or without a step, and names without a declaration."""
+    declared: dict[str, tuple[Scalar, KeyPath]] = {}
+    for path, node in _items(tree, "secrets"):
+        name = node.entries["id"].value if "id" in node.entries else None
+        if isinstance(name, Scalar) and name.text in declared:
+            found.error(name.position, (*path, "id"), f"{name.text} is declared twice", "keep one of them")
+        elif isinstance(name, Scalar):
+            declared[name.text] = name, path
+        stated = [key for key in ("env", "file") if key in node.entries]
+        if len(stated) != 1:
+            what = f"needs exactly one of env, file; it has {'both' if stated else 'neither'}"
+            found.error(
+                node.position, path, what, "env: NAME is a variable of this machine, file: PATH a file"
+            )
+    used = set()
+    for list_ in ("pip", "run"):
+        for path, node in _items(tree, list_):
+            for below, item in _named(node, path):
+                used.add(item.text)
+                if item.text not in declared:
+                    hint = choices(item.text, declared) if declared else "declare it below image.secrets"
+                    found.error(item.position, below, f"there is no secret {item.text!r}", hint)
+    for text, (stated_name, place) in declared.items():
+        if text not in used:
+            what = f"no step uses the secret {text}"
+            found.warn(stated_name.position, place, what, f"add secrets: [{text}] to a step of pip or run")
+
+
+def _items(tree: Table, key: str) -> Iterator[tuple[KeyPath, Table]]:
+    """The mappings of the list ``image.KEY``."""
+    path: KeyPath = ("image", key)
+    node, reached = deepest(tree, path)
+    if reached == path and isinstance(node, Items):
+        for index, item in enumerate(node.items):
+            if isinstance(item, Table):
+                yield (*path, index), item
+
+
+def _named(step: YamlNode, path: KeyPath) -> Iterator[tuple[KeyPath, Scalar]]:
+    names = dict(children(step)).get("secrets")
+    if isinstance(names, Items):
+        for index, item in enumerate(names.items):
+            if isinstance(item, Scalar) and item.type == "text":
+                yield (*path, "secrets", index), item
+
+
+def certificate(file: Path, position: Position, path: KeyPath, found: Collector) -> None:
+    """Report a file of ``image.ca`` that is not a certificate as PEM text, or that holds a private key."""
+    try:
+        data = files.read_bytes(file)
+    except OSError as error:
+        found.error(position, path, f"{file.name} cannot be read: {error.strerror}")
+        return
+    if b"PRIVATE KEY-----" in data:
+        hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
+        found.error(position, path, f"{file.name} holds a private key, which would be in the image", hint)
+    elif b"-----BEGIN CERTIFICATE-----" not in data:
+        hint = f"if it is DER, convert it: openssl x509 -inform der -in {file.name} -out certificate.crt"
+        found.error(position, path, f"{file.name} is not a certificate in PEM form", hint)
+
+
+def project(folder: Path, position: Position, path: KeyPath, found: Collector) -> None:
+    """Report a folder of ``project`` without a usable pyproject.toml."""
+    if not (folder / requirements.PYPROJECT).is_file():
+        what = f"{folder.name} has no {requirements.PYPROJECT}"
+        hint = "name the folder that has one" if folder.is_dir() else "name a folder"
+        if (folder / "setup.py").is_file():
+            hint = 'add one beside setup.py: [build-system] with requires = ["setuptools"]'
+        found.error(position, path, what, hint)
+        return
+    try:
+        needed = requirements.of_project(folder)
+    except (OSError, ValueError) as error:
+        found.error(position, path, f"its {requirements.PYPROJECT} cannot be read: {error}")
+        return
+    for one in needed:
+        # PEP 508 spells a path "NAME @ file:...".
+        if requirements.names_other_file(one.rpartition("@")[2]):
+            what = f"depends on {one!r}, a path that is not in the image"
+            found.error(position, path, what, "add a pip step with a project of its own before this one")
+
+
+def uv_project(
+    folder: Path,
+    position: Position,
+    path: KeyPath,
+    found: Collector,
+    *,
+    extras: Sequence[str],
+    groups: Sequence[str],
+) -> None:
+    """Report a folder of ``uv`` without a usable uv.lock, or whose pyproject.toml has changed since."""
+    for name in (requirements.PYPROJECT, uv_lock.UV_LOCK):
+        if not (folder / name).is_file():
+            hint = (
+                "write it: uv lock"
+                if name == uv_lock.UV_LOCK and folder.is_dir()
+                else "name the folder of one"
+            )
+            found.error(position, path, f"{folder.name} has no {name}", hint)
+            return
+    try:
+        pyproject, content = uv_lock.tables(folder)
+        lock = uv_lock.from_tables(pyproject, content)
+        changed = uv_lock.changed(pyproject, lock.stated, extras=extras, groups=groups)
+    except (OSError, ValueError) as error:
+        found.error(position, path, f"its uv.lock cannot be used: {error}")
+        return
+    for name in changed:
+        what = f"uv.lock is not up to date: {_line(folder, name)} and the lock differ about {name}"
+        found.error(position, path, what, "write it again: uv lock")
+
+
+def _line(folder: Path, name: str) -> str:
+    """``pyproject.toml:7`` for the first line that names a distribution, or the file's name."""
+    lines = files.read_text(folder / requirements.PYPROJECT).splitlines()
+    known = re.compile(rf"(?<![A-Za-z0-9]){re.sub('-', '[-_.]+', name)}(?![A-Za-z0-9_.-])", re.IGNORECASE)
+    number = next((number for number, line in enumerate(lines, 1) if known.search(line)), 0)
+    return requirements.PYPROJECT + (f":{number}" if number else "")

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe import image_reference, rules, toml_text
-from imgkit_builder.recipe.lock import SCHEMA, UV_STEP, Lock, LockedPlatform
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe import problems, rules
+from imgkit_builder.recipe.model import LOCK_SCHEMA, UV_STEP, Lock, LockedPlatform, Recipe
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import UsageError
@@ -38,8 +37,8 @@ def _like(pattern: str, what: str) -> rules.Rule:
 def _base(text: str) -> Iterator[rules.Fault]:
     """An image reference; one of --base may lack a tag."""
     try:
-        image_reference.parse(text)
-    except image_reference.BadReference as bad:
+        rules.parse_reference(text)
+    except rules.BadReference as bad:
         yield bad.what, bad.hint
 
 
@@ -153,9 +152,9 @@ def parse(data: str | bytes, file: Path) -> Lock:
         raise _unreadable(error, file) from error
     found = _Faults(file, content)
     values = _parsed(content, found)
-    schema = values.get("schema", SCHEMA)
-    if not found.problems.errors and schema != SCHEMA:
-        later = isinstance(schema, int) and schema > SCHEMA
+    schema = values.get("schema", LOCK_SCHEMA)
+    if not found.problems.errors and schema != LOCK_SCHEMA:
+        later = isinstance(schema, int) and schema > LOCK_SCHEMA
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE" if later else _AGAIN
         what = (
             f"schema {schema} is that of a later imgkit" if later else f"{schema!r} is not a schema of a lock"
@@ -225,8 +224,8 @@ def _places(lines: list[str]) -> Iterator[tuple[KeyPath, int]]:
 
 def _parsed(content: str, found: _Faults) -> dict[str, Any]:
     try:
-        return toml_text.parse(content)
-    except toml_text.NotToml as error:
+        return problems.parse(content)
+    except problems.NotToml as error:
         found.at(error.line, (), error.what)
     return {}
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.recipe import lock_file, lock_request
-from imgkit_builder.recipe.lock import Lock, LockedPlatform
-from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.recipe.problems import shown
-from imgkit_entrypoints import files
+from imgkit_builder.recipe import lock_file, requirements
+from imgkit_builder.recipe.model import (
+    Lock,
+    LockedPlatform,
+    LockedStep,
+    LockRequest,
+    PipStep,
+    Recipe,
+    UvProject,
+)
+from imgkit_builder.recipe.problems import KeyPath, shown
+from imgkit_builder.recipe.uv_lock import UV_LOCK
+from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
@@ -58,13 +68,13 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
         hint = f"{command(recipe)} --platform {platform}; to ignore the lock: --no-lock"
         raise UsageError(f"the lock is not for {platform}; it has: {has}", where=place, hint=hint)
     try:
-        asked = lock_request.of(recipe, base=base)
+        asked = request_of(recipe, base=base)
     except (OSError, ValueError) as error:
         what = f"a file of the recipe cannot be read: {error}"
         raise UsageError(
             what, where=recipe.where("image", "pip"), hint=f"bring it back, or: {again}"
         ) from error
-    stale = lock_request.difference(asked, part.request)
+    stale = difference(asked, part.request)
     if stale:
         where = "--base" if base and stale.path == ("image", "base") else recipe.where(*stale.path)
         raise UsageError(f"the lock {file.name} is stale: {stale.what}", where=where, hint=again)
@@ -100,3 +110,116 @@ def command(recipe: Recipe) -> str:
     """The command that makes the lock of `recipe`."""
     shipped = recipe.file.parent == FOLDER
     return f"imgkit lock {recipe.name if shipped else shlex.quote(str(shown(recipe.file)))}"
+
+
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first value of a recipe that its lock does not know."""
+
+    path: KeyPath
+    """The recipe's value, or the list that lacks one."""
+    what: str
+
+
+def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
+    """What `recipe` asks for, on `base` (default: the recipe's).
+
+    Raises
+    ------
+    OSError : a requirements file or a project's pyproject.toml cannot be read.
+    ValueError : a project's pyproject.toml is not TOML.
+    """
+    image = recipe.image
+    return LockRequest(
+        base=base or image.base,
+        apt=image.apt,
+        constraints=(image.constraints.policy, *image.constraints.drop),
+        uv=_uv(image.uv) if image.uv else "",
+        pip=tuple(_step(one) for one in image.pip),
+    )
+
+
+def _uv(uv: UvProject) -> str:
+    """The digest of what a lock takes from a uv project."""
+    lock = uv.project / UV_LOCK
+    # A recipe out of an image comes without the files that it names; its lock is whole without them.
+    content = files.read_bytes(lock) if lock.is_file() else None
+    words = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
+    return _UNKNOWN if content is None else hashlib.sha256(content + words.encode()).hexdigest()
+
+
+def options_of(step: PipStep) -> tuple[str, ...]:
+    """The options of a pip step, then those that its requirements file states; URLs may hold credentials.
+
+    Raises
+    ------
+    OSError : the requirements file cannot be read.
+    """
+    lines = requirements.of_file(step.requirements) if step.requirements else ()
+    return (*step.options, *(word for line in lines if line.startswith("-") for word in shlex.split(line)))
+
+
+def _step(step: PipStep) -> LockedStep:
+    lines = requirements.of_file(step.requirements) if step.requirements else ()
+    project = requirements.of_project(step.project) if step.project else ()
+    stated = [line for line in lines if not line.startswith("-")]
+    return LockedStep(
+        requirements=_public((*step.packages, *stated, *project)),
+        options=_public(options_of(step)),
+        env=_public(f"{name}={value}" for name, value in sorted(step.env.items())),
+    )
+
+
+def _public(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(public, texts))
+
+
+def public(text: str) -> str:
+    """`text` without credentials in URLs, and with stars for other secrets: others read locks and images."""
+    return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
+
+
+def difference(now: LockRequest, locked: LockRequest) -> Difference | None:
+    """The first value in which the request `now` of a recipe differs from the one that was `locked`."""
+    if now.base != locked.base:
+        return Difference(path=("image", "base"), what=f"the base is {now.base}, and was {locked.base}")
+    if found := _of_list(now.apt, locked.apt, ("image", "apt"), "the apt packages"):
+        return found
+    if now.constraints != locked.constraints:
+        words = (" ".join(one.constraints) for one in (now, locked))
+        return Difference(path=("image", "constraints"), what="constraints: {}, and was {}".format(*words))
+    if now.uv not in (locked.uv, _UNKNOWN):
+        said = (
+            "uv.lock, or the chosen extras and groups, have changed" if now.uv else "there is no uv project"
+        )
+        return Difference(path=("image", "uv"), what=said)
+    for number, (new, old) in enumerate(zip(now.pip, locked.pip, strict=False)):
+        path: KeyPath = ("image", "pip", number)
+        found = (
+            _of_list(new.requirements, old.requirements, (*path, "packages"), "the packages of this pip step")
+            or _of_list(new.options, old.options, (*path, "options"), "the options of this pip step")
+            or _of_list(new.env, old.env, (*path, "env"), "the variables of this pip step")
+        )
+        if found:
+            return found
+    if len(now.pip) != len(locked.pip):
+        last = ("image", "pip", len(locked.pip)) if len(now.pip) > len(locked.pip) else ("image", "pip")
+        return Difference(path=last, what=f"there are {len(now.pip)} pip steps, and were {len(locked.pip)}")
+    return None
+
+
+def _of_list(now: Sequence[str], locked: Sequence[str], path: KeyPath, what: str) -> Difference | None:
+    if now == locked:
+        return None
+    added = next((number for number, one in enumerate(now) if one not in locked), None)
+    if added is not None:
+        return Difference(
+            path=(*path, added), what=f"{what} have {now[added]!r}, which the lock does not know"
+        )
+    gone = next((one for one in locked if one not in now), None)
+    if gone is not None:
+        return Difference(path=path, what=f"{what} no longer have {gone!r}")
+    return Difference(path=path, what=f"{what} have another order")

@@ -1,16 +1,23 @@
-"""A recipe as one JSON text that needs no other recipe and names no folder of this machine."""
+"""A recipe as one JSON text that needs no other recipe and names no folder of this machine: written and
+read.
+"""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import importlib.resources
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe import describe, lock_request
-from imgkit_builder.recipe.lock import LockedStep
-from imgkit_builder.recipe.model import KeyPath, PipStep, Recipe
+from imgkit_builder.recipe import lock_follow, rules, targets
+from imgkit_builder.recipe.model import Image, KeyPath, LockedStep, PipStep, Recipe
+from imgkit_builder.recipe.problems import Position, key_text
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import UsageError
 
 
 def to_json(recipe: Recipe) -> str:
@@ -24,7 +31,7 @@ def to_json(recipe: Recipe) -> str:
     OSError : a requirements file cannot be read.
     """
     image = recipe.image
-    asked = lock_request.of(recipe).pip
+    asked = lock_follow.request_of(recipe).pip
     image = dataclasses.replace(
         image,
         ca=tuple(_stated(recipe, file, "image", "ca", number) for number, file in enumerate(image.ca)),
@@ -44,7 +51,7 @@ def to_json(recipe: Recipe) -> str:
             for number, one in enumerate(image.copy)
         ),
     )
-    content = json_text.parse(describe.to_json(dataclasses.replace(recipe, image=image)))
+    content = json_text.parse(targets.described_json(dataclasses.replace(recipe, image=image)))
     content |= {"file": recipe.file.name, "values": [], "warnings": []}
     return json.dumps(_public(content), indent=2, sort_keys=True) + "\n"
 
@@ -56,7 +63,7 @@ def _public(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [_public(one) for one in value]
     # The name of a variable says that it holds a secret.
-    return lock_request.public(f"{name}={value}").partition("=")[2] if isinstance(value, str) else value
+    return lock_follow.public(f"{name}={value}").partition("=")[2] if isinstance(value, str) else value
 
 
 def _step(recipe: Recipe, number: int, step: PipStep, asked: LockedStep) -> PipStep:
@@ -75,3 +82,86 @@ def _stated(recipe: Recipe, path: Path, *where: str | int) -> Path:
     position = recipe.positions.get(where)
     folder = position.file.parent if position else recipe.file.parent
     return path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
+
+
+def find(ref: str) -> Recipe:
+    """Load the recipe `ref`: a shipped name, a JSON file or, outside the one-file tool, a recipe's file.
+
+    Raises
+    ------
+    UsageError : there is no such recipe, it has problems, or the one-file tool cannot read it.
+    """
+    text = targets.as_json(ref)
+    if text is not None:
+        return from_json(text, Path(ref))
+    from imgkit_builder.recipe.load import load
+
+    return load(ref)
+
+
+def from_json(text: str, file: Path) -> Recipe:
+    """Read the text of ``imgkit show RECIPE --json``, which `file` holds.
+
+    Raises
+    ------
+    UsageError : as `targets.from_json`, or the image part holds a value that no recipe may have.
+    """
+    target = targets.from_json(text, file)
+    try:
+        data: dict[str, Any] = json_text.parse(text)
+        part = data["image"]
+        part["run"] = [{"command": one} if isinstance(one, str) else one for one in part["run"]]
+        image: Image = json_text.read(Image, part, "image")
+        sha256, description = str(data["sha256"]), str(data["description"])
+        stated = {row["key"]: row for row in data["values"] if row["line"] is not None}
+        source = Path(str(data["file"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"its image part cannot be read: {error}", where=str(file), hint=targets.HINT
+        ) from error
+    faults = [f"description: {what}" for what, _ in rules.printable(description.strip())]
+    positions = dict(target.positions)
+    for path, value in targets.values_of(image, ("image",)):
+        found = (*rules.of_key(path), *(rules.of_text(path, str(value)) if value is not None else ()))
+        faults += [f"{key_text(path)}: {what}" for what, _ in found]
+        # A step that is one text has a row for itself, and none for its command.
+        rows = (stated.get(key_text(path[:end])) for end in range(len(path), 1, -1))
+        if row := next(filter(None, rows), None):
+            place = Position(file=Path(row["file"]), line=row["line"], column=row["column"])
+            for depth in range(len(path), 0, -1):
+                positions.setdefault(path[:depth], place)
+    if faults:
+        raise targets.several(faults, file, targets.HINT)
+    return Recipe(
+        name=target.name,
+        description=description,
+        image=_with_own_files(image),
+        system=target.system,
+        file=source if source.is_absolute() else file.absolute().with_name(source.name),
+        sha256=sha256,
+        positions=positions,
+    )
+
+
+def _with_own_files(image: Image) -> Image:
+    """`image` with the requirements files of a shipped recipe, which lie inside the one-file tool."""
+    shipped = [
+        step.requirements for step in image.pip if step.requirements and not step.requirements.is_absolute()
+    ]
+    if not shipped:
+        return image
+    folder = Path(tempfile.mkdtemp(prefix="imgkit-recipe-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in shipped:
+        (folder / name.name).write_bytes(
+            importlib.resources.files("imgkit_recipes").joinpath(name.name).read_bytes()
+        )
+    return dataclasses.replace(
+        image,
+        pip=tuple(
+            dataclasses.replace(step, requirements=folder / step.requirements.name)
+            if step.requirements in shipped and step.requirements
+            else step
+            for step in image.pip
+        ),
+    )

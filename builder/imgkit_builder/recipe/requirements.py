@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe import toml_text
+from imgkit_builder.recipe import problems
 from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
@@ -49,7 +49,7 @@ def of_project(folder: Path) -> tuple[str, ...]:
     ToolMissing : this Python cannot read TOML.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
-    content: dict[str, Any] = toml_text.parse(text)
+    content: dict[str, Any] = problems.parse(text)
     project = content.get("project", {})
     stated = project.get("dependencies", []) if isinstance(project, dict) else None
     if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):

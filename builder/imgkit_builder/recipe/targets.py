@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.oci.manifest import InstalledProject
-from imgkit_builder.recipe import describe, problems, rules
+from imgkit_builder.recipe import problems, rules
 from imgkit_builder.recipe import systems as registry
+from imgkit_builder.recipe.model import Recipe, RunCommand
 from imgkit_builder.recipe.problems import KeyPath, Position, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints import system as systems
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
+from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import PipStep
@@ -151,7 +153,7 @@ def bundled_json() -> str:
     import imgkit_recipes
     from imgkit_builder.recipe.load import load
 
-    recipes = {name: json_text.parse(describe.to_json(load(name))) for name in imgkit_recipes.recipe_names()}
+    recipes = {name: json_text.parse(described_json(load(name))) for name in imgkit_recipes.recipe_names()}
     return json.dumps(recipes).replace(json.dumps(f"{imgkit_recipes.FOLDER}/")[1:-1], "")
 
 
@@ -164,8 +166,8 @@ def from_json(text: str, file: Path) -> Target:
     """
     try:
         data: dict[str, Any] = json_text.parse(text)
-        if data["schema"] != describe.SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}, not {describe.SCHEMA}")
+        if data["schema"] != SHOW_SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, not {SHOW_SCHEMA}")
         stated = {row["key"]: row for row in data["values"] if row["line"] is not None}
         facts = systems.from_json(json.dumps(data["system"]))
         platforms = tuple(str(platform) for platform in data["image"]["platforms"])
@@ -229,3 +231,101 @@ def values_of(content: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
             yield from values_of(value, (*path, index))
     else:
         yield path, content
+
+
+SHOW_SCHEMA = 1
+
+_WORDS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
+"""Fields whose name YAML omits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One value of a recipe; `position` is None for a default."""
+
+    key: str
+    value: str | int | None
+    position: Position | None
+
+
+def values(recipe: Recipe) -> tuple[Value, ...]:
+    """Every value of `recipe` in the order of the reference; an empty list or mapping counts as None."""
+    return tuple(
+        value
+        for part, content in (("image", recipe.image), ("system", recipe.system))
+        for value in _below((part,), content, recipe.positions)
+    )
+
+
+def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[Value]:
+    parts: list[tuple[str | int, Any]] | None = None
+    if isinstance(content, RunCommand) and content.short is not None:
+        yield from _below(path, content.short, positions)
+        return
+    if dataclasses.is_dataclass(content):
+        parts = [(known.name, getattr(content, known.name)) for known in dataclasses.fields(content)]
+    elif isinstance(content, Mapping):
+        parts = list(content.items())
+    elif isinstance(content, tuple):
+        parts = list(enumerate(content))
+    if parts:
+        for part, below in parts:
+            if path == ("image", "constraints") and part == "drop" and not below:
+                continue
+            if isinstance(path[-1], int) and below in ((), None, {}):
+                continue  # a step shows only what it has
+            yield from _below((*path, part), below, positions)
+        return
+    value = None if parts is not None else str(content) if isinstance(content, Path) else content
+    yield Value(key=key_text(_WORDS.get(path, path)), value=value, position=positions.get(path))
+
+
+def table(text: str) -> list[str]:
+    """The text of `to_json` as the lines of a table: key, value, and ``file:line`` or ``default``."""
+    recipe = json_text.parse(text)
+    head = f"{recipe['name']}: {recipe['description']}" if recipe["description"] else recipe["name"]
+    rows = [(row["key"], shown(_plain(row["value"])), _place(row)) for row in recipe["values"]]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = min(max(len(value) for _, value, _ in rows), 60)
+    lines = [head, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
+    lines += [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
+    return lines
+
+
+def _run(command: RunCommand) -> str | dict[str, Any]:
+    return dataclasses.asdict(command) if command.short is None else command.short
+
+
+def _plain(value: str | int | None) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return "default" if row["default"] else f"{Path(row['file']).name}:{row['line']}"
+
+
+def described_json(recipe: Recipe) -> str:
+    """One JSON object: the resolved parts, and `values` with their places."""
+    rows = [
+        {
+            "key": row.key,
+            "value": row.value,
+            "default": row.position is None,
+            "file": str(row.position.file) if row.position else None,
+            "line": row.position.line if row.position else None,
+            "column": row.position.column if row.position else None,
+        }
+        for row in values(recipe)
+    ]
+    content = {
+        "schema": SHOW_SCHEMA,
+        "name": recipe.name,
+        "description": recipe.description,
+        "file": str(recipe.file),
+        "sha256": recipe.sha256,
+        "image": {**dataclasses.asdict(recipe.image), "run": [_run(one) for one in recipe.image.run]},
+        "system": dataclasses.asdict(recipe.system),
+        "values": rows,
+        "warnings": [str(warning) for warning in recipe.warnings],
+    }
+    return json.dumps(content, indent=2, default=str)

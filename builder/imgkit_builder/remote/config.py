@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import files
 from imgkit_builder.job.ssh import hostlist
-from imgkit_builder.recipe import toml_text
+from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.problems import choices
 from imgkit_entrypoints.errors import UsageError
 
@@ -198,8 +198,8 @@ def _checked(text: str) -> dict[str, Any]:
     from pydantic import ValidationError
 
     try:
-        data = toml_text.parse(text)
-    except toml_text.NotToml as error:
+        data = problems.parse(text)
+    except problems.NotToml as error:
         where = f"{path()}:{error.line}"
         raise UsageError(error.what, where=where, hint="correct the file") from error
     try:

@@ -30,7 +30,7 @@ from imgkit_builder.delta import apply, descriptor, source, tree
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, LOCK_TOML, MANIFEST_JSON, Manifest
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.lock import LockedPlatform
+from imgkit_builder.recipe.model import LockedPlatform
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.sif import check, coverage, image, table
 from imgkit_builder.sif.image import IMGKIT_OBJECT, DataType

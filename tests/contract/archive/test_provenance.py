@@ -20,7 +20,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.lock import (
+from imgkit_builder.recipe.model import (
     Lock,
     LockedBase,
     LockedDeb,

@@ -11,10 +11,9 @@ import pytest
 
 from imgkit_builder.image import install, render, uv_inside
 from imgkit_builder.lock import answers
-from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, uv_lock, whole
+from imgkit_builder.recipe import lock_file, lock_follow, portable, uv_lock
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import UV_STEP, Lock, LockedBase, LockedPlatform
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import UV_STEP, Lock, LockedBase, LockedPlatform, Recipe
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 RECORDED = Path(__file__).parents[1] / "recipe" / "my-project"
@@ -38,7 +37,7 @@ def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1_700_000_000,
-        request=lock_request.of(recipe),
+        request=lock_follow.request_of(recipe),
         base=LockedBase(name="python:3", digest=f"sha256:{'b' * 64}"),
         pip=answers.uv_wheels(json.dumps(choice.wheels)),
     )
@@ -102,9 +101,9 @@ def test_recipe_of_an_image_needs_no_uv_lock(recipe: Recipe, tmp_path: Path) -> 
     found = locked(recipe, tmp_path)
     text = portable.to_json(found)
     (tmp_path / "elsewhere").mkdir()
-    again = whole.from_json(text, tmp_path / "elsewhere" / "mine.json")
+    again = portable.from_json(text, tmp_path / "elsewhere" / "mine.json")
     assert found.lock is not None
-    assert lock_request.difference(lock_request.of(again), found.lock.request) is None
+    assert lock_follow.difference(lock_follow.request_of(again), found.lock.request) is None
 
 
 def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:

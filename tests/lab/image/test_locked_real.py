@@ -16,15 +16,9 @@ from pathlib import Path
 import pytest
 from labkit import docker, host_address, imgkit, imgkit_json
 
-from imgkit_builder.recipe import lock_file, lock_request
+from imgkit_builder.recipe import lock_file, lock_follow
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import (
-    Lock,
-    LockedBase,
-    LockedDeb,
-    LockedPlatform,
-    LockedWheel,
-)
+from imgkit_builder.recipe.model import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel
 
 pytestmark = pytest.mark.docker
 
@@ -159,7 +153,7 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
     return LockedPlatform(
         platform=docker("image", "inspect", base, "--format", "{{.Os}}/{{.Architecture}}"),
         source_date_epoch=EPOCH,
-        request=lock_request.of(load(file), base=base),
+        request=lock_follow.request_of(load(file), base=base),
         base=LockedBase(name=base, id=docker("image", "inspect", base, "--format", "{{.Id}}")),
         apt=tuple(debs),
         pip=(

@@ -21,7 +21,7 @@ import pytest
 from labkit import IMGKIT, docker, host_address, imgkit, imgkit_json, until
 
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.lock import LockedPlatform
+from imgkit_builder.recipe.model import LockedPlatform
 
 pytestmark = pytest.mark.docker
 

@@ -17,7 +17,7 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.instructions import Definition, Step
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
-from imgkit_builder.recipe import describe, whole
+from imgkit_builder.recipe import portable, targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import CopyStep, Recipe
 from imgkit_builder.sif.conversion import Archive
@@ -112,7 +112,7 @@ def test_json_is_the_whole_recipe(tmp_path: Path) -> None:
         "  pip: [{packages: [numpy]}]\n  copy: [{source: code}]\nsystem: {scheduler: standalone}\n"
     )
     recipe = load(tmp_path / "mine.yaml")
-    again = whole.from_json(describe.to_json(recipe), tmp_path / "mine.json")
+    again = portable.from_json(targets.described_json(recipe), tmp_path / "mine.json")
     assert again.image == recipe.image
     assert again.image.copy == (CopyStep(source=tmp_path / "code"),)
     assert (again.name, again.sha256, again.file) == (recipe.name, recipe.sha256, recipe.file)
@@ -131,7 +131,7 @@ def test_json_is_the_whole_recipe(tmp_path: Path) -> None:
 )
 def test_json_with_wrong_image_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
     (tmp_path / "mine.yaml").write_text("image: {base: 'b:1'}\nsystem: {scheduler: standalone}\n")
-    data = json.loads(describe.to_json(load(tmp_path / "mine.yaml")))
+    data = json.loads(targets.described_json(load(tmp_path / "mine.yaml")))
     data["image"].update(change)
     with pytest.raises(UsageError, match=said):
-        whole.from_json(json.dumps(data), tmp_path / "mine.json")
+        portable.from_json(json.dumps(data), tmp_path / "mine.json")

@@ -13,7 +13,13 @@ from imgkit_builder.delta.source import OpenedImage
 from imgkit_builder.examine import differences
 from imgkit_builder.examine.differences import ComparedSide, Differences, compare
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import LockedBase, LockedDeb, LockedPlatform, LockedWheel, LockRequest
+from imgkit_builder.recipe.model import (
+    LockedBase,
+    LockedDeb,
+    LockedPlatform,
+    LockedWheel,
+    LockRequest,
+)
 
 STATUS = b"Package: curl\nVersion: 7.88\nArchitecture: amd64\n"
 SITE = "usr/lib/python3/dist-packages"

@@ -16,9 +16,9 @@ from imgkit_builder.cli.app import build_app
 from imgkit_builder.delta.layers import Memory
 from imgkit_builder.examine import rebuilt
 from imgkit_builder.examine.rebuilt import DifferentEntry
-from imgkit_builder.recipe import describe, lock_file
+from imgkit_builder.recipe import lock_file, targets
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import Lock, LockedBase, LockedPlatform, LockRequest
+from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
 from imgkit_builder.sif.entries import OwnFile
 from imgkit_entrypoints.errors import UsageError
 
@@ -123,7 +123,7 @@ def locked_sif(folder: Path, lock: bytes, recipe: Path) -> Path:
     inside = folder / "root/opt/imgkit"
     inside.mkdir(parents=True)
     (inside / "lock.toml").write_bytes(lock)
-    (inside / "recipe.json").write_text(describe.to_json(load(recipe)))
+    (inside / "recipe.json").write_text(targets.described_json(load(recipe)))
     subprocess.run(
         ["mksquashfs", folder / "root", folder / "root.squashfs", "-comp", "gzip"], check=True, stdout=DEVNULL
     )

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import render
-from imgkit_builder.recipe.model import BuildSecret, Constraints, CopyStep, PipStep, Recipe, RunCommand
+from imgkit_builder.recipe.model import (
+    BuildSecret,
+    Constraints,
+    CopyStep,
+    PipStep,
+    Recipe,
+    RunCommand,
+)
 from imgkit_entrypoints.errors import UsageError
 
 MakeRecipe = Callable[..., Recipe]

@@ -9,15 +9,15 @@ import pytest
 
 from imgkit_builder.image import install
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import (
+from imgkit_builder.recipe.model import (
     LockedBase,
     LockedDeb,
     LockedPlatform,
     LockedStep,
     LockedWheel,
     LockRequest,
+    Recipe,
 )
-from imgkit_builder.recipe.model import Recipe
 
 DEB = LockedDeb(
     name="jq",

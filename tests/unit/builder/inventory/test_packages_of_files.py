@@ -6,7 +6,14 @@ from imgkit_builder.inventory import licences, packages
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory, Package
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.lock import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel, LockRequest
+from imgkit_builder.recipe.model import (
+    Lock,
+    LockedBase,
+    LockedDeb,
+    LockedPlatform,
+    LockedWheel,
+    LockRequest,
+)
 
 STATUS = """\
 Package: curl

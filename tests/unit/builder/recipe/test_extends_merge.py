@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_builder.recipe.extends import APPENDED, ATOMIC, merge
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.load import APPENDED, ATOMIC, load, merge
 from imgkit_builder.recipe.problems import KeyPath, Position, RecipeErrors
 from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from imgkit_builder.recipe.image_reference import BadReference, ImageReference, parse
+from imgkit_builder.recipe.rules import BadReference, ImageReference, parse_reference
 
 SHA = "sha256:" + "0" * 64
 
@@ -26,7 +26,9 @@ SHA = "sha256:" + "0" * 64
 )
 def test_good_reference_comes_apart(text: str, parts: tuple[str, str, str, str]) -> None:
     registry, repository, tag, digest = parts
-    assert parse(text) == ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
+    assert parse_reference(text) == ImageReference(
+        registry=registry, repository=repository, tag=tag, digest=digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,5 +66,5 @@ def test_good_reference_comes_apart(text: str, parts: tuple[str, str, str, str])
 )
 def test_bad_reference_is_refused(text: str) -> None:
     with pytest.raises(BadReference) as caught:
-        parse(text)
+        parse_reference(text)
     assert caught.value.what

@@ -10,7 +10,7 @@ import pytest
 
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import (
+from imgkit_builder.recipe.model import (
     Lock,
     LockedBase,
     LockedDeb,

@@ -13,16 +13,9 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import install, render
-from imgkit_builder.recipe import lock_file, lock_follow, lock_request, portable, toml_text, whole
+from imgkit_builder.recipe import lock_file, lock_follow, portable, problems
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.lock import (
-    Lock,
-    LockedBase,
-    LockedDeb,
-    LockedPlatform,
-    LockedWheel,
-)
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
@@ -51,7 +44,7 @@ def locked(recipe: Recipe, **changes: object) -> Path:
     part = LockedPlatform(
         platform=PLATFORM,
         source_date_epoch=1700000000,
-        request=lock_request.of(recipe),
+        request=lock_follow.request_of(recipe),
         base=LockedBase(name=recipe.image.base, digest=f"sha256:{'b' * 64}"),
         apt=(
             LockedDeb(
@@ -162,7 +155,7 @@ def test_portable_recipe_is_same_recipe_without_its_files(recipe: Recipe, tmp_pa
     text = portable.to_json(recipe)
     assert str(recipe.file.parent) not in text
     recipe.file.with_name("needed.txt").unlink()
-    again = whole.from_json(text, tmp_path / "recipe.json")
+    again = portable.from_json(text, tmp_path / "recipe.json")
     assert (again.name, again.sha256, again.system) == (recipe.name, recipe.sha256, recipe.system)
     assert again.image.pip[1].packages == ("numpy==1.26.4",)
     assert portable.to_json(again) == text
@@ -177,15 +170,15 @@ def test_portable_recipe_and_lock_hold_no_password_of_the_recipe(write: Write) -
         "  run: ['curl --user ann:seCret-79 https://example.org/x']\n"
     )
     recipe = load(write(f"image:\n  base: example.org/base:1\n{steps}", "mine.yaml"))
-    texts = [portable.to_json(recipe), str(lock_request.of(recipe))]
+    texts = [portable.to_json(recipe), str(lock_follow.request_of(recipe))]
     assert not any("seCret" in text for text in texts)
     assert all("example.org/simple" in text for text in texts)
 
 
 def test_portable_recipe_asks_for_what_its_lock_has(recipe: Recipe, tmp_path: Path) -> None:
-    asked = lock_request.of(recipe)
-    again = whole.from_json(portable.to_json(recipe), tmp_path / "recipe.json")
-    assert lock_request.difference(lock_request.of(again), asked) is None
+    asked = lock_follow.request_of(recipe)
+    again = portable.from_json(portable.to_json(recipe), tmp_path / "recipe.json")
+    assert lock_follow.difference(lock_follow.request_of(again), asked) is None
 
 
 def test_portable_recipe_is_same_in_any_folder(recipe: Recipe, write: Write) -> None:
@@ -247,7 +240,7 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
     shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
     recipe = load(tmp_path / "locked.yaml")
     file = lock_file.beside(recipe)
-    content = toml_text.parse(file.read_text())
+    content = problems.parse(file.read_text())
     usual = rendered(lock_follow.follow(recipe, platform=PLATFORM))
     assert usual[0].count("RUN") > 5
     taken = set()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from imgkit_builder.recipe.extends import APPENDED
-from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.load import APPENDED, load
 from imgkit_builder.recipe.problems import key_text
 from imgkit_builder.recipe.typecheck import places
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.recipe import describe, targets
+from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
@@ -22,7 +22,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(recipe: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(describe.to_json(load(recipe)))
+    content: dict[str, Any] = json.loads(targets.described_json(load(recipe)))
     return content
 
 
