@@ -60,7 +60,7 @@ from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import goodput, nccl_ras
+from imgkit_entrypoints.launch import goodput, nccl
 from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Wanted
@@ -485,8 +485,8 @@ def _goodput_start() -> goodput.CountedStart:
 
 
 def _ras_report(data: bytes, _: Path) -> None:
-    lines = nccl_ras.report(data)
-    assert len(lines) <= nccl_ras.SHOWN + 1
+    lines = nccl.report(data)
+    assert len(lines) <= nccl.SHOWN + 1
     assert all(line.isascii() and line.isprintable() for line in lines)
 
 

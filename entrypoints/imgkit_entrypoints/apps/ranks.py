@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO
-from imgkit_entrypoints.launch import hang_watch
+from imgkit_entrypoints.launch import watchdog
 from imgkit_entrypoints.run.ranks import Ranks
 
 REFUSE_S = 5.0
@@ -52,7 +52,7 @@ def opened(
         torch.cuda.set_device(device)
         # device_id makes NCCL connect now, on the right GPU, instead of guessing it at the first collective.
         backend, connected = "nccl", {"device_id": device}
-    with contextlib.nullcontext() if store else hang_watch.connecting(os.environ):
+    with contextlib.nullcontext() if store else watchdog.connecting(os.environ):
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **connected
         )

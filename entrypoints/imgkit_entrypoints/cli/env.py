@@ -14,7 +14,7 @@ from imgkit_entrypoints.cli.worker import Worker
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import plan
-from imgkit_entrypoints.launch.request import LaunchOptions
+from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.schedulers.placement import Placement
 from imgkit_entrypoints.system import SystemFacts, to_json
 

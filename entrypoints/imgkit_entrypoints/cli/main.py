@@ -15,7 +15,7 @@ from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 from imgkit_entrypoints.launch import delta_check, plan
-from imgkit_entrypoints.launch.request import Series
+from imgkit_entrypoints.launch.plan import Series
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.arguments import Parser, natural, positive
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch.request import FAILURES, LaunchOptions, Request, Timeouts
+from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import NAMES
 from imgkit_entrypoints.schedulers.placement import Size, Wanted

@@ -18,7 +18,7 @@ from imgkit_entrypoints.fabric import sockets
 from imgkit_entrypoints.facts import mounts
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.launch import plan
-from imgkit_entrypoints.launch.request import LaunchOptions
+from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
 
@@ -64,7 +64,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
             hint="add --plan; to start a run here: unset IMGKIT_ROOT",
         )
     from imgkit_entrypoints.launch import supervisor  # --plan prints sooner without them
-    from imgkit_entrypoints.launch.run_folder import RunFolder
+    from imgkit_entrypoints.launch.stop_protocol import RunFolder
     from imgkit_entrypoints.rollcall import differences
     from imgkit_entrypoints.rollcall.messages import Caller
 

@@ -13,7 +13,7 @@ from imgkit_entrypoints.cli import options
 from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import user_program
-from imgkit_entrypoints.launch.request import LaunchOptions
+from imgkit_entrypoints.launch.plan import LaunchOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,18 @@
 """The head's decisions about attempts: when one is over, whether another one starts, and with which nodes.
 
-Nodes report to the head, and nobody else decides. The rules are pure functions (membership.py).
+Nodes report to the head, and nobody else decides. `Attempts` keeps the state; `assigned`, `verdict` and
+`cause` are the rules, pure functions of what the head knows. A node has a number from the roll call,
+which never changes, and a node rank in an attempt. The head is number 0, and rank 0 of every attempt.
 """
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
-from imgkit_entrypoints.launch import membership
-from imgkit_entrypoints.launch.membership import FailedAttempt
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING
 from imgkit_entrypoints.rollcall.session import LeadingRoll
 from imgkit_entrypoints.schedulers.placement import Size
@@ -72,12 +73,12 @@ class Attempts:
         """
         self._left_out |= set(but)
         alive = [number for number in self._roll.alive if number not in self._left_out]
-        ranks = membership.assigned(alive, self._size, self._counts, self._ranks or None)
+        ranks = assigned(alive, self._size, self._counts, self._ranks or None)
         if not ranks:
             code = self._trouble.code if self._trouble else EXIT_TOOL_FAILED
             self._end(f"{_nodes(len(alive))} left, and the run needs {self._needed()}", code)
             return
-        if self._failures and (why := membership.verdict(self._failures, self._most)):
+        if self._failures and (why := verdict(self._failures, self._most)):
             causes = "; before that: ".join(one.cause for one in self._failures[:-3:-1])
             self._end(f"{why} ({causes})", self._trouble.code if self._trouble else EXIT_TOOL_FAILED)
             return
@@ -148,7 +149,7 @@ class Attempts:
 
     def _cause(self, gone: Collection[int], bad: Mapping[int, int]) -> str:
         named, why = self._roll.named, self._roll.gone
-        return membership.cause(
+        return cause(
             {named(number): why[number] for number in sorted(gone)},
             {named(number): code for number, code in bad.items()},
         )
@@ -211,3 +212,92 @@ class RendezvousWatch:
 
 def _nodes(count: int) -> str:
     return f"{count} node" + ("s" if count != 1 else "")
+
+
+QUICK_S = 60.0
+"""A second failure so soon after a start ends the run, where no worker has noted its progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAttempt:
+    """The end of an attempt that did not finish."""
+
+    cause: str
+    """The node, and what the head has seen of it: a lost connection, silence, or an exit code."""
+    place: int | None
+    """Furthest place of a worker (launch/watchdog.py); None: no worker has noted one."""
+    after_s: float
+    """Seconds from the attempt's start."""
+
+    @property
+    def step(self) -> int | None:
+        """The step at which the furthest worker was; None where none is known, or before the first step."""
+        return None if self.place is None or self.place < 0 else (self.place + 1) // 2
+
+
+def assigned(
+    alive: Sequence[int], size: Size, counts: Collection[int] = (), before: Mapping[int, int] | None = None
+) -> Mapping[int, int]:
+    """Return the node ranks of the next attempt by number; empty where too few nodes are there.
+
+    A node keeps its rank of the attempt before. A rank that is free goes to a node whose own rank no longer
+    exists, else to a spare. So with a spare all other ranks stay as they were.
+
+    Parameters
+    ----------
+    alive : numbers of the nodes that are there, in order.
+    counts : numbers of nodes that the program can go on with; empty: any.
+    before : node ranks by number of the attempt before; None: this is the first one.
+    """
+    allowed = [
+        count for count in range(size.least, min(size.most, len(alive)) + 1) if not counts or count in counts
+    ]
+    if not allowed:
+        return {}
+    nnodes = allowed[-1]
+    kept = {number: rank for number, rank in (before or {}).items() if number in alive and rank < nnodes}
+    free = sorted(set(range(nnodes)) - set(kept.values()))
+    # Nodes that have trained come first: their host memory and caches hold the data.
+    waiting = sorted(set(alive) - kept.keys(), key=lambda number: (number not in (before or {}), number))
+    return kept | dict(zip(waiting, free, strict=False))
+
+
+def verdict(failures: Sequence[FailedAttempt], most: int) -> str:
+    """Return why the run ends after the last of `failures`; empty: a further attempt may help.
+
+    Parameters
+    ----------
+    most : failures that the run survives (``--max-failures``).
+    """
+    if len(failures) > most:
+        times = f"{most} failure" + ("s" if most != 1 else "")
+        return f"--max-failures {most}: the run survives {times}" if most else "--max-failures 0"
+    if len(failures) < 2:
+        return ""
+    first, last = failures[-2:]
+    if first.step is not None and first.step == last.step:
+        return f"two failures in a row at step {last.step}; a new attempt would fail there as well"
+    if first.step is None and last.step is None and max(first.after_s, last.after_s) < QUICK_S:
+        return (
+            f"two failures in a row before the first step, {first.after_s:.0f} s and {last.after_s:.0f} s "
+            "after the start"
+        )
+    return ""
+
+
+def cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
+    """Return the cause of a failure: nodes that are lost with the reason, else the first code of a node.
+
+    A node whose connection has closed explains the failures of the others, whose workers waited for its own.
+    """
+    if lost:
+        return "; ".join(f"lost {node}: {why}" for node, why in lost.items())
+    node, code = next(iter(codes.items()))
+    return f"{node} ended with {_code(code)}"
+
+
+def _code(code: int) -> str:
+    try:
+        return f"exit code {code} ({signal.Signals(code - 128).name})"
+    except ValueError:
+        return f"exit code {code}"

@@ -1,7 +1,7 @@
 """The check that a job's delta is really mounted: a runtime may ignore it silently.
 
-A runtime does so if an admin has set ``enable overlay = no``, or if an overlay in a .sif is not in the group
-of the root partition. The job would then run the base, and nobody would know.
+A runtime does so if an admin has set ``enable overlay = no``, or if an overlay in a .sif is not in the
+group of the root partition. The job would then run the base, and nobody would know.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""The whole decision about a launch, as one value. This module reads nothing from the machine."""
+"""The whole decision about a launch: what a command line requests, and the plan that `make` derives from it.
+
+This module reads nothing from the machine. The plan's argv has markers for values that are known later,
+when the nodes have met; `filled` replaces them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from imgkit_entrypoints import fabric
@@ -16,17 +20,76 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
-from imgkit_entrypoints.launch.markers import (
-    ATTEMPT_PENDING,
-    LOGS_PENDING,
-    NNODES_PENDING,
-    NODE_RANK_PENDING,
-    PORT_PENDING,
-)
-from imgkit_entrypoints.launch.request import FAILURES, Request
 from imgkit_entrypoints.rollcall import ports
-from imgkit_entrypoints.schedulers.placement import Placement, Size
+from imgkit_entrypoints.schedulers.placement import Placement, Size, Wanted
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
+
+FAILURES = 3
+"""Failures that a run with a range or spares survives where the user gives no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The processes that the user wants on this node; ``auto`` leaves a value to the plan."""
+
+    nproc: str = "auto"
+    device: str = "auto"
+    max_failures: int | None = None
+    """Failures that the run survives by a new attempt; None: `FAILURES` with a range or spares, else 0."""
+    start: str = "auto"
+    """Whether the workers are forks of torchrun (fork) or interpreters of their own (exec)."""
+    log_dir: str | None = None
+    prefix: bool = True
+    """Each line of output bears ``[host:rank]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds that the supervisor waits."""
+
+    grace_s: float = 60.0
+    """Time from a stop request to the end by force."""
+    rollcall_s: float = 120.0
+    """Time in which all nodes must call, and longest time of torchrun's rendezvous."""
+    hang_after_s: float = 60.0
+    """Time after which a worker that does not move is reported; 0: never."""
+    lost_after_s: float = 30.0
+    """Silence after which a node counts as lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """The launch's part of a command line."""
+
+    wanted: Wanted
+    request: Request
+    timeouts: Timeouts
+    show_plan: bool
+    network_test: bool = True
+    """The nodes test the network between them before torchrun starts."""
+    secret_file: str | None = None
+    """The file that the user or the job script names; ``-`` is standard input."""
+    require_secret: bool = False
+    """Several nodes do not start without a secret."""
+    preflight: str = ""
+    """How the nodes are measured before the start, one of `messages.MODES`; empty: not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """An app that may be launched several times, with other arguments or variables each time."""
+
+    words: tuple[str, ...]
+    """The app's own arguments; those of the launch are in `asked`."""
+    command: tuple[str, ...]
+    """Every word that the user typed."""
+    asked: LaunchOptions
+    place: Placement
+    env: Mapping[str, str]
+    launch: Callable[[Sequence[str], Mapping[str, str]], int]
+    """Launches the app once with the given arguments and added variables; the exit code of this node."""
+    say: Callable[[str], None]
+
 
 SCHEMA = 1
 
@@ -338,3 +401,28 @@ def _rendezvous(place: Placement) -> tuple[str, ...]:
         *("--rdzv-backend", "static", "--nnodes", nnodes, "--node-rank", node_rank),
         *("--master-addr", head, "--master-port", PORT_PENDING),
     )
+
+
+PORT_PENDING = "<port from the roll call>"
+"""Stands for torchrun's port: the head chooses a free one during the roll call."""
+NNODES_PENDING = "<number of nodes of this attempt>"
+"""Stands for the nodes that train, where a range or spares let attempts differ."""
+NODE_RANK_PENDING = "<node rank of this attempt>"
+"""Stands for this node's number among them."""
+ATTEMPT_PENDING = "<attempt>"
+"""Stands for the attempt's number, also within a path."""
+LOGS_PENDING = "<log folder of this run>"
+"""Stands for a folder that the supervisor removes after the run. torchrun would leave its own behind."""
+
+
+def filled(
+    argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
+) -> list[str]:
+    """Return `argv` with the values in place of the markers."""
+    values = {
+        PORT_PENDING: str(port),
+        NNODES_PENDING: str(nnodes),
+        NODE_RANK_PENDING: str(node_rank),
+        LOGS_PENDING: str(logs),
+    }
+    return [values.get(word, word).replace(ATTEMPT_PENDING, f"attempt{attempt}") for word in argv]

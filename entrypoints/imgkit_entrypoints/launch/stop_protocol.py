@@ -1,8 +1,9 @@
-"""The stop protocol between the launcher and the program: two files in ``IMGKIT_STOP_DIR``, a node's folder.
+"""How a run is stopped: signals, files in the run's folder, and the protocol between node agent and program.
 
-The launcher makes ``stop`` when the program should save and end; its one line is the reason. A program that
-has saved writes ``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits
-with 0. The launcher then exits with 85, "requeue me", or with 0 if a person asked. At a step boundary::
+**The program's side** is two files in ``IMGKIT_STOP_DIR``, a node's folder. The node agent makes ``stop``
+when the program should save and end; its one line is the reason. A program that has saved writes
+``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0. The
+node agent then exits with 85, "requeue me", or with 0 if a person requested it. At a step boundary::
 
     stop, job = Path(os.environ["IMGKIT_STOP_DIR"]), os.environ["IMGKIT_JOB_ID"]
     if (stop / "stop").exists():
@@ -12,22 +13,34 @@ with 0. The launcher then exits with 85, "requeue me", or with 0 if a person ask
 
 Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
 
-A program that cannot go on with any number of nodes writes those that it can go on with into ``node-counts``,
-one line of numbers. Where a range of nodes shrinks, the launchers take the largest of them.
+A program that cannot go on with any number of nodes writes those that it can go on with into
+``node-counts``, one line of numbers. Where a range of nodes shrinks, the head takes the largest of them.
+
+**Requests** come as signals (`CollectedSignals`) or as files in the run's folder (IMGKIT_RUN_DIR,
+`RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``:
+the run saves and ends with 0, nobody requeues it, and it does not start again while the file is there. A
+job script touches ``stop-for-requeue`` before its time limit: the run saves and ends with 85, and the
+next start clears the file. Reasons: docs/adr/0009-one-stop-file.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 STOP, SAVED, COUNTS = "stop", "state-saved", "node-counts"
 PHASE = "torchrun"
@@ -117,3 +130,159 @@ def node_counts(place: Path) -> tuple[int, ...]:
         return ()
     counts = [digits(word) for word in words]
     return tuple(count for count in counts if count)
+
+
+BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
+RESULT = "result"
+"""Name of the file that tells a job script how a run with a range or spares has ended: ``JOB_ID CODE``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """A reason to save and end."""
+
+    reason: str
+    requeue: bool
+    """The run is to go on later: it ends with 85. False: a person wants it to stay ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """A folder whose files ask a run to stop."""
+
+    path: Path
+    say: Callable[[str], None] = field(default=terminal.err, compare=False)
+    """Tells the user why a file does not count, once for each."""
+    _told: set[str] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
+        """The folder that IMGKIT_RUN_DIR names, if any."""
+        given = env.get("IMGKIT_RUN_DIR")
+        return cls(path=Path(given), say=say) if given else None
+
+    def stop_file(self) -> Path | None:
+        """The file by which a person has asked this run to stop, and not to start."""
+        return self.path / BY_PERSON if self._has(BY_PERSON) else None
+
+    def refuse_stopped(self) -> None:
+        """Raise UsageError where a person has asked the run not to start."""
+        if file := self.stop_file():
+            raise UsageError(
+                "this file keeps the run from starting",
+                where=str(file),
+                hint=f"rm {shlex.quote(str(file))}",
+            )
+
+    def clear(self) -> None:
+        """Remove the marks and the script's request of an earlier start.
+
+        Raises
+        ------
+        UsageError : one is there and cannot be removed.
+        """
+        for name in (FOR_REQUEUE, SAVED, RESULT, fence.FILE):
+            try:
+                (self.path / name).unlink(missing_ok=True)
+            except OSError as error:
+                if not self._has(name):
+                    continue  # what does not count may stay
+                raise UsageError(
+                    f"the marks of an earlier run cannot be removed: {error.strerror}",
+                    where=f"IMGKIT_RUN_DIR: {error.filename}",
+                    hint="name a writable folder that all nodes share",
+                ) from error
+
+    def request(self) -> StopRequest | None:
+        """The request that is there now; of two, the one of a person counts."""
+        for name in (BY_PERSON, FOR_REQUEUE):
+            if self._has(name):
+                return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
+        return None
+
+    def _has(self, name: str) -> bool:
+        try:
+            why = files.foreign(self.path / name)
+        except OSError:  # also where a network disk fails
+            return False
+        if why and name not in self._told:
+            self._told.add(name)
+            self.say(f"warning: {self.path / name} does not count: {why}")
+        return not why
+
+    def hand_on(self, stop_folder: Path) -> None:
+        """Copy the mark of a saved state from a node's stop folder to here, whole or not at all.
+
+        A scheduler's exit code does not tell a job script that the state was saved: Slurm reports the code of
+        a task that it has killed.
+
+        Raises
+        ------
+        OSError : the mark cannot be read or written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        files.put(self.path / SAVED, files.read_own(stop_folder / SAVED))
+
+    def end(self, job_id: str, code: int) -> None:
+        """Leave the exit code of the whole run.
+
+        Raises
+        ------
+        OSError : it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        files.put(self.path / RESULT, f"{job_id} {code}\n")
+
+
+REPEAT_S = 2.0
+"""A signal that repeats sooner is the same one: launchers forward what the scheduler sends to all anyway."""
+
+
+class CollectedSignals:
+    """The stop signals that this process has received, in order."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.again = False
+        """TERM or INT came a second time: the user wants the end now."""
+        self._at: dict[int, float] = {}
+        self._reader, self._writer = os.pipe()
+        for descriptor in (self._reader, self._writer):
+            os.set_blocking(descriptor, False)
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Handle signal `number`."""
+        now = time.monotonic()
+        last = self._at.get(number)
+        self._at[number] = now
+        if last is None:
+            self.got.append(number)
+        elif now - last > REPEAT_S and number in (signal.SIGTERM, signal.SIGINT):
+            self.again = True
+
+    def first(self) -> str:
+        """Name of the first signal; empty while there is none."""
+        return signal.Signals(self.got[0]).name if self.got else ""
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when a signal arrives."""
+        return self._reader
+
+    def drain(self) -> None:
+        """Read away the bytes that the signals have left in the descriptor."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[CollectedSignals]:
+        """Collect signals within this context; afterwards the old handlers are back."""
+        before = {number: signal.signal(number, self.note) for number in STOP_SIGNALS}
+        woken = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        try:
+            yield self
+        finally:
+            signal.set_wakeup_fd(woken)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._reader)
+            os.close(self._writer)

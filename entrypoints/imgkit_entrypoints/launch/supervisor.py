@@ -1,12 +1,20 @@
 """Run torchrun, or one program, on this node and end it well: on request, or when a node is lost or fails.
 
-The nodes meet; the head then starts attempts (attempts.py), and every node takes part in them (node.py).
+The nodes meet (`run`); the head then starts attempts (attempts.py), and every node takes part in them
+(`NodeRun`): each attempt's torchrun below its guard, and the waiting in between.
+
+Three processes: this one, which takes the signals and holds the heartbeat; the guard, below which
+everything runs (guard.py); torchrun. Schedulers signal every process of a job step, so torchrun and its
+workers start with `STOP_SIGNALS` blocked. Only this process acts on them, by the stop flag
+(stop_protocol.py). A user program has them unblocked again (user_program.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,22 +22,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import fence
-from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, NoPlan
-from imgkit_entrypoints.launch import flight_recorder, guard, stop_protocol
-from imgkit_entrypoints.launch.attempts import Attempts
-from imgkit_entrypoints.launch.node import NodeRun, Surroundings
-from imgkit_entrypoints.launch.run_folder import RunFolder
-from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
+from imgkit_entrypoints.launch import guard, guarded, nccl, plan, start_up, stop_protocol
+from imgkit_entrypoints.launch.attempts import Attempts, RendezvousWatch
+from imgkit_entrypoints.launch.goodput import GoodputTimer
+from imgkit_entrypoints.launch.guarded import ForcedEnd, GuardedCommand
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s
-from imgkit_entrypoints.launch.timekeeper import Timekeeper
+from imgkit_entrypoints.launch.stop_protocol import CollectedSignals, RunFolder, StopRequest
+from imgkit_entrypoints.launch.watchdog import Watchdog
 from imgkit_entrypoints.rollcall import descriptors
-from imgkit_entrypoints.rollcall.session import LeadingRoll, LoneRoll, Roll
+from imgkit_entrypoints.rollcall.messages import (
+    STARTING,
+    WORKERS,
+    AllDone,
+    AttemptEnded,
+    EndAttempt,
+    Failed,
+    Lost,
+    Start,
+    StopAsked,
+)
+from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, LoneRoll, Roll
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.launch.request import Timeouts
+    from imgkit_entrypoints.launch.plan import Timeouts
     from imgkit_entrypoints.rollcall.messages import Caller
     from imgkit_entrypoints.schedulers.placement import Placement
+
 
 Say = Callable[..., None]
 
@@ -51,12 +71,12 @@ def run(
 
     Parameters
     ----------
-    argv : markers in it are filled in (markers.py).
+    argv : markers in it are filled in (`plan.filled`).
     env : the whole environment of the child; the stop protocol's variables and the line prefix are added.
         IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
     max_failures : lost nodes and failed workers that the run survives by a new attempt.
     secret : what all nodes of the run know, and no stranger (rollcall/proof.py); None: an open start.
-    goodput : who knows where the time goes, see `Timekeeper`.
+    goodput : who knows where the time goes, see `GoodputTimer`.
     preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
 
     Raises
@@ -79,7 +99,7 @@ def run(
         with _result(shared if head and place.size else None, job_id, say) as result, ExitStack() as held:
             if shared:
                 shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
-            times = held.enter_context(Timekeeper(env, place, say, goodput))
+            times = held.enter_context(GoodputTimer(env, place, say, goodput))
             started = StartUp(min(times.began_s, process_began_s()))
             started.ends("container", process_began_s())
             started.ends("launcher")
@@ -161,7 +181,7 @@ def _variables(env: Mapping[str, str], me: Caller, stop_folder: Path, job_id: st
         **env,
         "IMGKIT_STOP_DIR": str(stop_folder),
         "IMGKIT_JOB_ID": job_id,
-        **flight_recorder.variables(env, me.identity.torch, job_id),
+        **nccl.recorder_variables(env, me.identity.torch, job_id),
     }
 
 
@@ -217,3 +237,313 @@ def _meet(
     for warning in roll.warnings if place.node_rank == 0 else ():
         say(f"warning: {warning}")
     return roll
+
+
+PEER_FAILED_S = 10.0
+"""Time that this node's workers have to fail with a message of their own, once another node has failed."""
+TICK_S = 1.0
+"""Longest time between two looks at the other nodes, the stop file and the workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a run finds on this node."""
+
+    argv: Sequence[str]
+    """The command with its markers (`plan.filled`)."""
+    env: Mapping[str, str]
+    """Environment of the command."""
+    open_files: int
+    """Soft limit of the command's open files."""
+    host: str
+    stop_folder: Path
+    run_folder: RunFolder | None
+    """Set on the one node that looks after it for all."""
+    job_id: str
+    head: bool
+    roll: Roll
+    attempts: Attempts | None
+    """Set on the head, where a failure may be followed by another attempt."""
+    times: GoodputTimer
+    started: StartUp
+    """The time until the first attempt."""
+    signals: CollectedSignals
+    rendezvous_s: float
+    """Longest time of torchrun's rendezvous."""
+    grace_s: float
+    hang_after_s: float
+    say: Callable[..., None]
+
+
+class NodeRun:
+    """One node from the first attempt to the end of the run.
+
+    It reacts to the guard, the other nodes, the signals and the stop file.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        self.node = around
+        self.stop: StopRequest | None = None
+        self.end = ForcedEnd()
+        """The end of the program by force; between attempts, the end of the waiting."""
+        self.lost = False
+        """A node that the run cannot do without is lost."""
+        self.stalled = False
+        """Torchrun's rendezvous of this attempt took too long; only the head knows."""
+        self.codes: tuple[int, ...] | None = None
+        """Exit codes of all nodes once every node is done; of an elastic run, the code of the run."""
+        self._start: Start | None = None
+        self._cancelled = 0
+        """The attempt that was over before it has begun here."""
+        self._child: GuardedCommand | None = None
+
+    def to_the_end(self) -> int:
+        """Take part until the run is over; return the exit code of this node."""
+        code = self._all_attempts() if self.node.roll.elastic else self._only_attempt()
+        if code != EXIT_SAVED:
+            return code
+        if self.stop and not self.stop.requeue:
+            return 0  # a person asked for it: nobody is to requeue the job
+        self._mark_the_run()
+        return EXIT_SAVED
+
+    def _only_attempt(self) -> int:
+        place = self.node.roll.place
+        start = Start(attempt=1, nnodes=place.nnodes, node_rank=place.node_rank, port=self.node.roll.port)
+        code = self._take_part(start)
+        # A node that leaves with an error lets schedulers kill those that still save.
+        if code not in (0, EXIT_SAVED) and not self.stop:
+            return code
+        self._wait_for_the_others()
+        if self.stop and EXIT_SAVED in (self.codes or ()):
+            return EXIT_SAVED  # schedulers report the highest code of all nodes
+        return code
+
+    def _all_attempts(self) -> int:
+        code = EXIT_NO
+        while True:
+            self._wait_for_the_others()
+            if self._start is None or self.lost:
+                break
+            start, self._start = self._start, None
+            if start.node_rank is not None:
+                code = self._take_part(start)
+        if self.codes is not None:
+            return self.codes[0]
+        if self.lost:
+            return EXIT_TOOL_FAILED
+        return 128 + self.node.signals.got[0] if self.node.signals.got else code
+
+    def _take_part(self, start: Start) -> int:
+        """Run the command once, report how it has ended, and return the exit code of this node alone."""
+        node, began, code = self.node, time.time(), EXIT_NO
+        self.end, self.stalled, node.roll.phase = ForcedEnd(), False, STARTING
+        stop_protocol.clear(node.stop_folder)
+        if self.stop:  # it has come while the others started
+            self._raise_flag(self.stop)
+        watch = Watchdog(node.stop_folder, node.host, node.hang_after_s, lambda: nccl.question(node.env))
+        first_s = node.times.attempt(node.stop_folder, start.nnodes)
+        if start.attempt > self._cancelled:
+            with GuardedCommand(
+                self._command(start),
+                {
+                    **node.env,
+                    "IMGKIT_ATTEMPT": str(start.attempt),
+                    start_up.VARIABLE: self._started(start.attempt).text(),
+                    start_up.FIRST_ATTEMPT: f"{first_s:.3f}",
+                },
+                node.say,
+                speaks_for_all=node.head,
+                open_files=node.open_files,
+            ) as child:
+                if start.attempt > 1 and node.attempts:
+                    waited_s = time.monotonic() - node.attempts.noticed
+                    node.say(f"torchrun starts again {waited_s:.1f} s after the failure was noticed")
+                self._child = child
+                self._supervise(child, watch)
+            code = self._node_code(child.wait())
+            self._child = None
+            if code not in (0, EXIT_SAVED):
+                self._explain(child, began)
+        node.times.ended(code)
+        node.roll.span = None
+        node.roll.ended(
+            AttemptEnded(
+                code=code,
+                attempt=start.attempt,
+                place=watch.furthest(),
+                counts=stop_protocol.node_counts(node.stop_folder),
+            )
+        )
+        return code
+
+    def _started(self, attempt: int) -> StartUp:
+        """The start so far; a later attempt begins with torchrun."""
+        return self.node.started if attempt == 1 else StartUp(time.monotonic())
+
+    def _command(self, start: Start) -> list[str]:
+        assert start.node_rank is not None  # noqa: S101 - a spare has no command
+        return plan.filled(
+            self.node.argv,
+            attempt=start.attempt,
+            port=start.port,
+            nnodes=start.nnodes,
+            node_rank=start.node_rank,
+            logs=self.node.stop_folder / "logs" / f"attempt{start.attempt}",
+        )
+
+    def _supervise(self, child: GuardedCommand, watch: Watchdog) -> None:
+        """React until nothing of the command is left."""
+        node = self.node
+        rendezvous = (
+            RendezvousWatch(node.roll, node.rendezvous_s) if isinstance(node.roll, LeadingRoll) else None
+        )
+        while True:
+            self._wait(child, node.signals)
+            if not child.read():
+                return
+            self._react()
+            node.roll.span = watch.span
+            if node.roll.phase != WORKERS:
+                node.roll.phase = start_up.noted(node.stop_folder)
+            if rendezvous and not self.stalled and (why := rendezvous.stalled()):
+                self.stalled = True
+                self.end.now(why)
+            for text in watch.look(node.roll.everyone):
+                node.say(*text.split("\n"))
+            if self.end.due():
+                if not self.end.begun:
+                    node.say(f"ending the program: {self.end.why}")
+                child.send(self.end.step())
+
+    def _node_code(self, code: int) -> int:
+        """Return the exit code of this node alone, where its command ended with `code`."""
+        node = self.node
+        step, problem = stop_protocol.saved_step(node.stop_folder, node.job_id)
+        if problem:
+            node.say(f"warning: {problem}")
+        if step is not None:
+            node.say(f"state saved at step {step}")
+            return EXIT_SAVED
+        if code == 0:
+            return 0
+        if self.lost or self.stalled:
+            return EXIT_TOOL_FAILED
+        if self.end.begun:
+            return 128 + node.signals.got[0] if node.signals.got else EXIT_NO
+        if code == -signal.SIGKILL:
+            node.say(
+                "the program was killed (SIGKILL), often by the kernel because memory ran out: "
+                "dmesg | grep -i oom"
+            )
+        return code if code > 0 else 128 - code
+
+    def _explain(self, child: GuardedCommand, began: float) -> None:
+        """Say what is known about a failure of the attempt that began at `began` (seconds of the epoch)."""
+        if not self.stop and not self.end.begun:
+            from imgkit_entrypoints.launch import explain
+
+            for found in explain.explain(child.tail()):
+                self.node.say(*found.lines)
+        if dumps := nccl.recorder_dumps(self.node.env, began):
+            self.node.say(dumps)
+
+    def _wait_for_the_others(self) -> None:
+        """Wait until all nodes are done, or until the next attempt starts."""
+        node = self.node
+        self.end = ForcedEnd()
+        if self.stop:
+            self.end.within(self._patience_s(), "the other nodes are not done")
+        self._react()
+        while self._start is None and self.codes is None and not self.lost and not node.signals.again:
+            self._wait(node.signals)
+            self._react()
+            if self.end.due() and not self.lost:
+                node.say("the other nodes are not done; leaving without them")
+                break
+
+    def _patience_s(self) -> float:
+        """Seconds that the others have to save and end, in which this node has nothing to do."""
+        return self.node.grace_s + 3 * guarded.END_STEP_S
+
+    def _wait(self, *sources: GuardedCommand | CollectedSignals) -> None:
+        left = min(TICK_S, max(0.0, self.end.deadline - time.monotonic()))
+        self.node.roll.wait(sources, left)
+        self.node.signals.drain()
+
+    def _react(self) -> None:
+        self.node.times.refresh()
+        for event in self.node.roll.tick():
+            self._hear(event)
+        self._act_on_signals()
+        self._look_for_the_stop_file()
+        if self.node.attempts:
+            self.node.attempts.look(stopped=self.stop is not None)
+
+    def _act_on_signals(self) -> None:
+        signals = self.node.signals
+        if signals.again and not self.end.begun:
+            self.end.within(0.0, "a second signal")
+        elif signals.got and not self.stop:
+            self._ask_all(StopRequest(reason=signals.first(), requeue=True))
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, StopAsked):
+            self._stop(StopRequest(reason=f"{event.reason} on {event.node}", requeue=event.requeue))
+        elif isinstance(event, Start):
+            self._start = event
+        elif isinstance(event, EndAttempt):
+            self._cancelled = event.attempt
+            if self._child:
+                self.end.now(event.why)
+        elif isinstance(event, Lost):
+            self.lost = True
+            self.node.say(f"lost {event.node}: {event.why}")
+            if self.node.roll.elastic:
+                self.end.now(f"{event.node} is lost")
+            else:
+                self.end.within(0.0, f"{event.node} is lost")
+        elif isinstance(event, Failed):
+            self.node.say(f"{event.node} ended with exit code {event.code}; its own output says why")
+            if not self.stop:
+                self.end.within(PEER_FAILED_S, f"{event.node} has failed")
+        elif isinstance(event, AllDone):
+            self.codes = event.codes
+
+    def _look_for_the_stop_file(self) -> None:
+        """React to a request that a job script or a person has left in the run's folder."""
+        folder = self.node.run_folder
+        if folder and not self.stop and (request := folder.request()):
+            self._ask_all(request)
+
+    def _ask_all(self, request: StopRequest) -> None:
+        self.node.roll.ask_stop(request.reason, requeue=request.requeue)
+        self._stop(request)
+
+    def _stop(self, request: StopRequest) -> None:
+        """Ask the program to save and end, once. Of two requests, the one of a person counts."""
+        if self.stop:
+            self.stop = request if self.stop.requeue else self.stop
+            return
+        self.stop = request
+        if self._child:
+            self._raise_flag(request)
+        else:
+            self.end.within(self._patience_s(), "the other nodes are not done")
+
+    def _raise_flag(self, request: StopRequest) -> None:
+        grace_s = self.node.grace_s
+        stop_protocol.raise_flag(self.node.stop_folder, request.reason)
+        self.node.say(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
+        self.end.within(grace_s, "the grace time is over")
+
+    def _mark_the_run(self) -> None:
+        """Leave the mark in the run's folder, which all nodes and the job script share."""
+        node = self.node
+        if node.run_folder is None:
+            return
+        try:
+            node.run_folder.hand_on(node.stop_folder)
+        except OSError as error:
+            why = f"{node.run_folder.path}: {error.strerror}"
+            node.say(f"warning: {why}; the job script will not see that the state was saved")

@@ -1,12 +1,15 @@
 """A worker's first steps before the user program: signals and ``--local_rank``.
 
-The supervisor starts torchrun and its workers with the stop signals blocked. This module unblocks them for
-the user program and gives them a handler that does nothing. So the program may set handlers of its own, and
-the commands that it starts have the usual ones. A process that it forks, such as torch's data workers, must
-survive what a scheduler sends to every process. It must still end by ``Process.terminate()``, since
-multiprocessing waits for it at exit. So in a forked process TERM counts only if it comes from its parent.
+The supervisor starts torchrun and its workers with the stop signals blocked. This module unblocks them
+for the user program and gives them a handler that does nothing. So the program may set handlers of its
+own, and the commands that it starts have the usual ones. A process that it forks, such as torch's data
+workers, must survive what a scheduler sends to every process. It must still end by
+``Process.terminate()``, since multiprocessing waits for it at exit. So in a forked process TERM counts
+only if it comes from its parent.
 
-Run by path, standard library only: ``python3 user_program.py [--pass-local-rank] [-m] PROGRAM ARGS``.
+Run by path with the standard library alone, since an import would leave modules of imgkit in the user
+program, or take them from its PYTHONPATH: ``python3 user_program.py [--pass-local-rank] [-m] PROGRAM
+ARGS``.
 """
 
 from __future__ import annotations
@@ -17,20 +20,16 @@ import signal
 import sys
 import threading
 
-
-def _stop_signals() -> tuple[signal.Signals, ...]:
-    # Not an import: that would leave modules of imgkit in the user program, or take them from its PYTHONPATH.
-    shared = runpy.run_path(os.path.join(os.path.dirname(__file__), "signals.py"))  # noqa: PTH118, PTH120
-    return tuple(shared["STOP_SIGNALS"])
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that request a stop. guard.py needs no list: it inherits the mask of blocked signals."""
 
 
 def main(words: list[str]) -> None:
     """Run the program as ``python3 PROGRAM ARGS`` would."""
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # torchrun is above, and the launcher
-        numbers = _stop_signals()
-        for number in numbers:
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.register_at_fork(after_in_child=_heed_the_parent)
     options = []
     while words[0] in ("--pass-local-rank", "-m"):

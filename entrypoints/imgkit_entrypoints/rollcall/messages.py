@@ -100,7 +100,7 @@ class AttemptEnded:
     code: int
     attempt: int = 1
     place: int | None = None
-    """Furthest place of a worker of this node (launch/hang_watch.py); None: no worker notes its place."""
+    """Furthest place of a worker of this node (launch/watchdog.py); None: no worker notes its place."""
     counts: tuple[int, ...] = ()
     """Numbers of nodes that the program can go on with; empty: it has not said."""
 

@@ -92,7 +92,7 @@ class Roll(ABC):
         self.attempt = 1
         """Messages about another attempt do not count."""
         self.span: Span | None = None
-        """Places of this node's workers (launch/hang_watch.py); every beat carries them."""
+        """Places of this node's workers (launch/watchdog.py); every beat carries them."""
         self.phase = STARTING
         """How far torchrun of this node is (`messages.PHASES`); a change goes to the head at once."""
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch.hang_watch import Pulse
-from imgkit_entrypoints.launch.progress import ProgressNotes
+from imgkit_entrypoints.launch.goodput import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
+from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run import disk, random_state, ranks, rehearsal, stepping, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, NumberLog
 from imgkit_entrypoints.run.checkpoints import CheckpointWriter, FoundCheckpoint

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
-from imgkit_entrypoints.launch.hang_watch import Pulse
-from imgkit_entrypoints.launch.progress import ProgressNotes
+from imgkit_entrypoints.launch.goodput import ProgressNotes
+from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run import checkpoints, resumable, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement, NumberLog
 from imgkit_entrypoints.run.checkpoints import CheckpointWriter, FoundCheckpoint

@@ -14,8 +14,8 @@ from typing import Any
 
 from imgkit_entrypoints import fence, files
 from imgkit_entrypoints.launch import stop_protocol
-from imgkit_entrypoints.launch.run_folder import RunFolder
-from imgkit_entrypoints.launch.signals import REPEAT_S, STOP_SIGNALS
+from imgkit_entrypoints.launch.stop_protocol import REPEAT_S, RunFolder
+from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 FOR_GOOD = "the stop file"
 """A person's request: the run is not requeued, and does not start while the file exists."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
 from simulated_nodes import HERE, ME, SECRET, SimulatedNodes
 
 from imgkit_entrypoints.launch import supervisor
-from imgkit_entrypoints.launch.request import Timeouts
+from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.schedulers.placement import Placement
 
 TARGETS = {1000: 0.5, 4096: 2.0}

@@ -13,7 +13,7 @@ import pytest
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.launch import stop_protocol
-from imgkit_entrypoints.launch.run_folder import RunFolder
+from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
 STRANGER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
@@ -226,12 +226,12 @@ def test_saved_mark_of_a_stranger_does_not_count(shared: Path) -> None:
 
 @as_root
 def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared: Path) -> None:
-    from imgkit_entrypoints.launch import flight_recorder
+    from imgkit_entrypoints.launch import nccl
 
     env = {"IMGKIT_DEVICE": "cuda", "IMGKIT_RUN_DIR": str(shared)}
     own = shared / f"imgkit-nccl-{os.geteuid()}"
-    assert flight_recorder.variables(env, "2.13", "7")["TORCH_FR_DUMP_TEMP_FILE"] == f"{own}/nccl-7-rank-"
+    assert nccl.recorder_variables(env, "2.13", "7")["TORCH_FR_DUMP_TEMP_FILE"] == f"{own}/nccl-7-rank-"
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     own.rmdir()
     as_stranger(lambda: own.mkdir(0o777))
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in flight_recorder.variables(env, "2.13", "7")
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in nccl.recorder_variables(env, "2.13", "7")

@@ -18,7 +18,7 @@ from imgkit_entrypoints import fabric, facts, terminal
 from imgkit_entrypoints.apps.bench import node_state, options, record, sizes
 from imgkit_entrypoints.apps.bench.record import BenchRun, Result
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
-from imgkit_entrypoints.launch.request import LaunchOptions, Series
+from imgkit_entrypoints.launch.plan import LaunchOptions, Series
 from imgkit_entrypoints.schedulers.placement import Placement
 
 

@@ -27,7 +27,7 @@ from imgkit_entrypoints.launch.preflight.verdict import (
     better,
     judge,
 )
-from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import reader, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopAsked

@@ -6,18 +6,18 @@ import resource
 import sys
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import attempts, forced_end, hang_watch, node, signals, supervisor
-from imgkit_entrypoints.launch.request import Timeouts
+from imgkit_entrypoints.launch import attempts, guarded, stop_protocol, supervisor, watchdog
+from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
 from imgkit_entrypoints.rollcall.messages import Caller, Identity
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
-forced_end.END_STEP_S, node.PEER_FAILED_S, signals.REPEAT_S = 0.5, 1.0, 0.2
-hang_watch.ANSWER_S, attempts.LEAST_S = 2.0, 1.0
+guarded.END_STEP_S, supervisor.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
+watchdog.ANSWER_S, attempts.LEAST_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
-node.TICK_S = options.get("tick_s", 1.0)
+supervisor.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
 if "open_files" in options:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

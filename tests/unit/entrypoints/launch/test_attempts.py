@@ -29,7 +29,7 @@ attempt, stop = int(os.environ["IMGKIT_ATTEMPT"]), os.environ["IMGKIT_STOP_DIR"]
 first = os.environ["IMGKIT_FIRST_ATTEMPT"]
 print("attempt", attempt, "rank", rank, "of", nnodes, "port", port, "works;", "first at", first, flush=True)
 """
-PULSE = "from imgkit_entrypoints.launch.hang_watch import Pulse\n"
+PULSE = "from imgkit_entrypoints.launch.watchdog import Pulse\n"
 HANG = WORK + "time.sleep(100)"
 HANG_ONCE = WORK + "time.sleep(100 * (attempt == 1))"
 SAVE = (

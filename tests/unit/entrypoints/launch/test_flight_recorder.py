@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_entrypoints.launch import flight_recorder
+from imgkit_entrypoints.launch import nccl
 
 STUB = str(Path(__file__).with_name("stub_torchrun.py"))
 FAKE = """
@@ -50,8 +50,7 @@ def test_failure_without_dumps_names_none(
 def test_older_torch_has_the_older_names() -> None:
     cuda = {"IMGKIT_DEVICE": "cuda", "IMGKIT_RUN_DIR": "/runs/one"}
     new, old = (
-        flight_recorder.variables(cuda, torch, "7")
-        for torch in ("2.13.0+cu130", "2.3.0a0+40ec155e58.nv24.03")
+        nccl.recorder_variables(cuda, torch, "7") for torch in ("2.13.0+cu130", "2.3.0a0+40ec155e58.nv24.03")
     )
     assert new["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/one/nccl-7-rank-"
     assert old["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/runs/one/nccl-7-rank-"
@@ -66,5 +65,5 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    assert flight_recorder.variables(own, "2.13", "7") == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert nccl.recorder_variables(own, "2.13", "7") == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert list(tmp_path.iterdir()) == []  # no folder is made for files that go elsewhere

@@ -18,10 +18,8 @@ import pytest
 from hypothesis import strategies
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.launch import goodput, progress
-from imgkit_entrypoints.launch.goodput import Attempt, CountedStart, Goodput, Parts
-from imgkit_entrypoints.launch.progress import Progress
-from imgkit_entrypoints.launch.timekeeper import Timekeeper
+from imgkit_entrypoints.launch import goodput
+from imgkit_entrypoints.launch.goodput import Attempt, CountedStart, Goodput, GoodputTimer, Parts, Progress
 from imgkit_entrypoints.schedulers.placement import Placement
 
 from .conftest import until
@@ -194,12 +192,12 @@ def test_damaged_file_is_refused(text: str) -> None:
 
 
 # ---- the launcher
-def keeper(folder: Path, said: list[str], **env: str) -> Timekeeper:
+def keeper(folder: Path, said: list[str], **env: str) -> GoodputTimer:
     place = Placement(
         **{"scheduler": "manual", "nnodes": 2, "node_rank": 0, "hosts": (), "head": "", "port": None},
         **{"job_id": "7", "source": {}},
     )
-    return Timekeeper({"IMGKIT_RUN_DIR": str(folder), **env}, place, said.append, goodput.TOLD)
+    return GoodputTimer({"IMGKIT_RUN_DIR": str(folder), **env}, place, said.append, goodput.TOLD)
 
 
 @pytest.mark.parametrize("text", [*DAMAGED[:3], "\0" * 5000])
@@ -262,7 +260,7 @@ def test_wrong_start_of_the_job_does_not_count(tmp_path: Path, wrong: str) -> No
 
 WORKER = """
 import os, sys, time
-from imgkit_entrypoints.launch.progress import ProgressNotes
+from imgkit_entrypoints.launch.goodput import ProgressNotes
 
 rank = int(os.environ["LOCAL_RANK"])
 notes = ProgressNotes(os.environ["IMGKIT_STOP_DIR"], rank)
@@ -361,5 +359,5 @@ def test_head_alone_tells(nodes: Any) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(40), b"\xff" * 40])
 def test_notes_that_are_none_are_not_read(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / progress.NAME).write_bytes(data)
-    assert progress.read(tmp_path) is None
+    (tmp_path / goodput.PROGRESS_FILE).write_bytes(data)
+    assert goodput.read_progress(tmp_path) is None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.launch.membership import FailedAttempt, assigned, cause, verdict
+from imgkit_entrypoints.launch.attempts import FailedAttempt, assigned, cause, verdict
 from imgkit_entrypoints.schedulers.placement import Size
 
 SPARE = Size.parse("2+1")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_entrypoints.launch import nccl_ras
+from imgkit_entrypoints.launch import nccl
 
 from .test_hang_watch import SOON, STUB, WAITS, worker
 
@@ -140,7 +140,7 @@ def fake_ras(answer: str | bytes, **how: Any) -> Iterator[FakeRas]:
 
 def told(env: dict[str, str]) -> str:
     """What the report says."""
-    asked = nccl_ras.question(env)
+    asked = nccl.question(env)
     if asked is None:
         return "not asked"
     end = time.monotonic() + 60
@@ -181,7 +181,7 @@ def test_ranks_that_all_agree_are_told() -> None:
 
 
 def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ras, "_GREETING_S", 0.2)
+    monkeypatch.setattr(nccl, "_GREETING_S", 0.2)
     with fake_ras(HEAD + BEHIND, mute=2) as ras:
         assert "MISMATCH" in told(ras.env())
     with fake_ras(HEAD + BEHIND, mute=9) as ras:
@@ -189,7 +189,7 @@ def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest
 
 
 def test_answer_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ras, "LIMIT_S", 0.5)
+    monkeypatch.setattr(nccl, "LIMIT_S", 0.5)
     with fake_ras(HEAD, ends=False) as ras:
         assert told(ras.env()) in ("", f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer")
 
@@ -214,7 +214,7 @@ def test_characters_that_move_the_cursor_are_not_told() -> None:
         text = told(ras.env())
     assert text.replace("\n", "").isprintable()
     assert max(map(len, text.splitlines())) < 200
-    assert len(text.splitlines()) == nccl_ras.SHOWN + 2
+    assert len(text.splitlines()) == nccl.SHOWN + 2
     assert text.endswith("and 78 more lines")
 
 
@@ -239,7 +239,7 @@ def test_nothing_listens_says_nothing() -> None:
     ],
 )
 def test_address_is_the_one_of_nccl(changed: dict[str, str], place: object) -> None:
-    assert nccl_ras.address({"IMGKIT_DEVICE": "cuda", **changed}) == place
+    assert nccl.ras_address({"IMGKIT_DEVICE": "cuda", **changed}) == place
 
 
 def test_answer_stands_below_the_stacks(nodes: Any) -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts, compute
-from imgkit_entrypoints.launch import markers, plan
-from imgkit_entrypoints.launch.markers import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING
-from imgkit_entrypoints.launch.request import Request
+from imgkit_entrypoints.launch import plan
+from imgkit_entrypoints.launch.plan import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING, Request
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
@@ -302,5 +301,5 @@ def test_spare_that_waits_in_vain_is_a_warning(scheduler):
 def test_attempts_have_log_folders_of_their_own():
     assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/node0"
     made = make(log_dir="/logs", max_failures=1)
-    argv = markers.filled(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
+    argv = plan.filled(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
     assert argv[argv.index("--log-dir") + 1] == "/logs/node0/attempt2"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import node, run_folder
-from imgkit_entrypoints.launch.run_folder import RunFolder, StopRequest
+from imgkit_entrypoints.launch import stop_protocol, supervisor
+from imgkit_entrypoints.launch.stop_protocol import RunFolder, StopRequest
 
 STUB = str(Path(__file__).with_name("stub_torchrun.py"))
 SAVE = (
@@ -85,7 +85,7 @@ def test_mark_that_cannot_be_removed_is_refused(tmp_path: Path) -> None:
     """A folder that this user may only read holds a mark of root, which counts."""
     for folder in (tmp_path, *list(tmp_path.parents)[:3]):
         folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
-    (tmp_path / run_folder.FOR_REQUEUE).touch()
+    (tmp_path / stop_protocol.FOR_REQUEUE).touch()
     pid = os.fork()
     if pid == 0:
         os.setuid(12345)
@@ -99,7 +99,7 @@ def test_mark_that_cannot_be_removed_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path) -> None:
-    (run_dir / run_folder.FOR_REQUEUE).mkdir(parents=True)
+    (run_dir / stop_protocol.FOR_REQUEUE).mkdir(parents=True)
     nodes.start(["true"])
     assert nodes.codes() == [0]
     assert "does not count" in nodes.output()
@@ -108,7 +108,7 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(tmp_path: Path, person_first: bool) -> None:
     around: Any = SimpleNamespace(stop_folder=tmp_path, grace_s=1.0, say=lambda _: None)
-    seen = node.NodeRun(around)
+    seen = supervisor.NodeRun(around)
     person = StopRequest(reason="a file", requeue=False)
     requests = (person, StopRequest(reason="SIGTERM", requeue=True))
     for request in requests if person_first else requests[::-1]:

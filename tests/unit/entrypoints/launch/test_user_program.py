@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints.launch import signals, user_program
+from imgkit_entrypoints.launch import user_program
 
-STOPS = signals.STOP_SIGNALS
+STOPS = user_program.STOP_SIGNALS
 FORK = "import multiprocessing as mp, os, signal, subprocess, sys, time; mp.set_start_method('fork')\n"
 CHILD = (
     FORK + "child = mp.Process(target=time.sleep, args=(100,), daemon=True); child.start(); time.sleep(0.3)\n"

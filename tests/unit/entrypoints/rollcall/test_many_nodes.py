@@ -19,7 +19,7 @@ from rollcall_nodes import CallThread, close, placement, stranger
 from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
 from imgkit_entrypoints.launch import supervisor
-from imgkit_entrypoints.launch.request import Timeouts
+from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import descriptors, ports
 from imgkit_entrypoints.rollcall.proof import NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement

@@ -17,7 +17,7 @@ import pytest
 from imgkit_entrypoints.apps.bench import compare, nccl_log, options, record
 from imgkit_entrypoints.cli import options as launch_options
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch.request import Series
+from imgkit_entrypoints.launch.plan import Series
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 FAKE_LOG = {

@@ -17,7 +17,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, NoPlan
 from imgkit_entrypoints.launch.preflight import run, verdict
 from imgkit_entrypoints.launch.preflight.run import STORE, Needs
-from imgkit_entrypoints.launch.signals import CollectedSignals
+from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import session
 from imgkit_entrypoints.rollcall.messages import Measure, Measured
 from imgkit_entrypoints.rollcall.session import LoneRoll, Roll

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from imgkit_entrypoints import files
 
-if TYPE_CHECKING:  # a worker imports this module, but needs neither
-    from imgkit_entrypoints.launch.nccl_ras import Question
+if TYPE_CHECKING:
+    from imgkit_entrypoints.launch.nccl import Question
     from imgkit_entrypoints.rollcall.messages import Span
+
 
 SIGNAL = 40
 """Asks for the stacks. No scheduler sends a real-time signal, and glibc uses only 32 and 33."""
@@ -132,7 +133,7 @@ class _Worker:
         return max(after_s * (PATIENCE_BEFORE if patient else 1), self.longest_s * PATIENCE)
 
 
-class HangWatch:
+class Watchdog:
     """The workers of one node, as its launcher sees them."""
 
     def __init__(

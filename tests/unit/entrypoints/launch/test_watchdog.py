@@ -13,7 +13,7 @@ STUB = str(Path(__file__).with_name("stub_torchrun.py"))
 WORKER = """
 import itertools, os, signal, sys, time
 from pathlib import Path
-from imgkit_entrypoints.launch.hang_watch import Pulse
+from imgkit_entrypoints.launch.watchdog import Pulse
 
 node = int(os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"].split(":")[0][-1])
 rank = 2 * node + int(os.environ["LOCAL_RANK"])

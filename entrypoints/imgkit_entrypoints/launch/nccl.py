@@ -1,23 +1,30 @@
-"""NCCL's own view of a hang: which ranks a communicator misses, and which have launched fewer collectives.
+"""What NCCL itself knows of a hang: an answer of its RAS threads, and the files of its flight recorder.
 
-From 2.24 on, every process with a communicator has a RAS thread that answers on a port of its node. The
-protocol is lines of text; NCCL closes the connection after its answer. Format and limits: NCCL User Guide,
-"RAS", and src/ras/client_support.cc of NCCL 2.24.3 to 2.30.7.
+RAS says which ranks a communicator misses, and which have launched fewer collectives. From 2.24 on, every
+process with a communicator has a RAS thread that answers on a port of its node. The protocol is lines of
+text; NCCL closes the connection after its answer. Format and limits: NCCL User Guide, "RAS", and
+src/ras/client_support.cc of NCCL 2.24.3 to 2.30.7.
+
+The flight recorder is torch's: files about each rank's collectives after a timeout.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.schedulers.hostlist import number_ranges
 
-DEFAULT = "localhost:28028"
+RAS_DEFAULT = "localhost:28028"
 LIMIT_S = 8.0
 """Time for all of it. NCCL waits `_PEERS_S` for a process that is silent, and as long again in large jobs."""
 MOST_BYTES = 1 << 20
@@ -33,11 +40,11 @@ _OTHERS = re.compile(r"Warnings|=+")
 _RANK = re.compile(r"  Rank (\d{1,9}) -- GPU [^-]{1,40} managed by process \d+ on node (\S+)")
 
 
-def address(env: Mapping[str, str]) -> tuple[str, int] | None:
+def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return host and port at which NCCL answers; None where the workers of `env` have no NCCL or no RAS."""
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
-    host, _, port = env.get("NCCL_RAS_ADDR", DEFAULT).rpartition(":")
+    host, _, port = env.get("NCCL_RAS_ADDR", RAS_DEFAULT).rpartition(":")
     number = digits(port)
     if not host or number is None or not 0 < number < 1 << 16:
         return None  # NCCL does not listen there either
@@ -46,7 +53,7 @@ def address(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 def question(env: Mapping[str, str]) -> Question | None:
     """Ask the NCCL of the workers of `env`; None where it cannot be asked."""
-    place = address(env)
+    place = ras_address(env)
     return Question(*place) if place else None
 
 
@@ -140,3 +147,72 @@ def _folded(lines: list[str]) -> Iterator[str]:
             yield from (line for line, _ in group)
         else:
             yield f"  Ranks {number_ranges(match[1] for _, match in group if match)} on node {node}"
+
+
+DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variables with the beginning of the files' names, to which torch adds the rank. Older versions read the
+second; newer ones warn about it."""
+RENAMED = (2, 9)
+"""Version of torch that first reads the first name, and records and dumps by itself."""
+
+
+def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]:
+    """Return the variables that make torch of version `torch` record and dump where `dumps` looks.
+
+    Variables that `env` already has are left out.
+    """
+    if env.get("IMGKIT_DEVICE") != "cuda":
+        return {}
+    folder = None if any(name in env for name in DUMP_PREFIXES) else _folder(env)
+    place = str(folder / f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-") if folder else ""
+    version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
+    found = {
+        # torchrun sets 1, which tears NCCL down during the dump. This is torch's own default.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    if version and tuple(map(int, version.groups())) >= RENAMED:
+        found[DUMP_PREFIXES[0]] = place
+    else:
+        found |= {DUMP_PREFIXES[1]: place, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    if not place:
+        found = {name: value for name, value in found.items() if name not in DUMP_PREFIXES}
+    return {name: value for name, value in found.items() if name not in env}
+
+
+def _folder(env: Mapping[str, str]) -> Path | None:
+    """The run's folder, or one of this user's own where others could plant links, which torch follows."""
+    folder = Path(env.get("IMGKIT_RUN_DIR") or tempfile.gettempdir())
+    try:
+        shared = folder.stat().st_mode & 0o022
+    except OSError:
+        return folder  # a folder that the run makes
+    if not shared:
+        return folder
+    own = folder / f"imgkit-nccl-{os.geteuid()}"
+    try:
+        files.make_own_folder(own)
+    except OSError:
+        return None
+    return own
+
+
+def recorder_dumps(env: Mapping[str, str], since: float) -> str:
+    """Return a line about the files written after `since` (seconds of the epoch); empty if there are none."""
+    place = next((env[name] for name in DUMP_PREFIXES if env.get(name)), "")
+    if not place:
+        return ""
+    written = [
+        path for path in Path(place).parent.glob(f"{Path(place).name}*") if path.stat().st_mtime >= since
+    ]
+    if not written:
+        return ""
+    ranks = ", ".join(sorted((path.name.removeprefix(Path(place).name) for path in written), key=_as_number))
+    return (
+        f"NCCL's flight recorder has written {place}N for rank {ranks}, with the collectives. "
+        f"To compare them: torchfrtrace --prefix {Path(place).name} {Path(place).parent}"
+    )
+
+
+def _as_number(text: str) -> tuple[int, str]:
+    return (-1 if (number := digits(text)) is None else number, text)
