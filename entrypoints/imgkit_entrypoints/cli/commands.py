@@ -25,8 +25,6 @@ class Command:
     """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
     series: str | None = None
     """Module whose ``run(Series)`` may launch the app several times instead of once; it imports no torch."""
-    here: str | None = None
-    """Module whose ``main(words, env)`` is the whole command; it launches workers if it needs them."""
     goodput: str = ""
     """Who knows where the time of a run goes (launch/goodput.py); empty: nobody asks."""
 
@@ -69,12 +67,10 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-env",
         summary="print the facts of this node and the settings of a launch, with reasons",
-        here="imgkit_entrypoints.cli.env",
     ),
     Command(
         name="dist-doctor",
         summary="check this node's network, limits and libraries, and print the fixes",
-        here="imgkit_entrypoints.cli.doctor",
     ),
 )
 

@@ -1,21 +1,28 @@
-"""Dispatch: find the command of a ``dist-*`` program, and run it."""
+"""Every ``dist-*`` program: find the command and run it; ``dist-env`` and ``dist-doctor`` run here."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_entrypoints import terminal
-from imgkit_entrypoints.cli import options, start, worker
+from imgkit_entrypoints import __version__, fabric, facts, json_text, schedulers, terminal
+from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
+from imgkit_entrypoints.cli.start import Worker
 from imgkit_entrypoints.doctor import saved_environment
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
+from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import delta_check, plan
-from imgkit_entrypoints.launch.plan import Series
+from imgkit_entrypoints.launch.plan import LaunchOptions, Series
+from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.system import SystemFacts, to_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_run(words, os.environ))
     except ImgkitError as error:
-        if options.plan_wanted(words, os.environ):
+        if start.plan_wanted(words, os.environ):
             parts = {"what": error.what, "where": error.where, "hint": error.hint}
             terminal.document(json.dumps({"schema": plan.SCHEMA, "error": parts}, indent=2) + "\n")
         terminal.err(*f"{words[0] if words else 'imgkit_entrypoints'}: {error}".split("\n"))
@@ -42,11 +49,11 @@ def _run(words: tuple[str, ...], env: Mapping[str, str]) -> int:
     command = _command(words[0] if words else "")
     env = saved_environment.replayed(env)
     delta_check.require(env)
-    if command.here is not None:
-        return int(importlib.import_module(command.here).main(words[1:], env))
+    if command.name in _HERE:
+        return _HERE[command.name](words[1:], env)
     if words[1:] and words[1] in command.verbs:
         return int(importlib.import_module(command.verbs[words[1]]).main(words[2:]))
-    parse = worker.of_user_program if command.app is None else worker.of_app
+    parse = start.parse_user_program if command.app is None else start.parse_app
     asked, program = parse(command, words, env)
     place = start.place(asked.wanted, env)
     if command.series is None:
@@ -67,3 +74,126 @@ def _command(name: str) -> Command:
             return known
     names = ", ".join(known.name for known in COMMANDS)
     raise UsageError(f"unknown command {name!r}", hint=f"one of: {names}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    host: HostFacts
+    system: SystemFacts | None
+    place: Placement | ImgkitError
+    network: fabric.FabricPlan
+    odd: tuple[str, ...]
+    """Warnings about the place."""
+
+    def place_dict(self) -> dict[str, object]:
+        if isinstance(self.place, ImgkitError):
+            error = self.place
+            return {"error": {"what": error.what, "where": error.where, "hint": error.hint}}
+        return {**dataclasses.asdict(self.place), "source": dict(self.place.source)}
+
+
+def _dist_env(words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Print it as text, as JSON or as export lines; the exit code."""
+    parser = start.launch_parser("dist-env", "print what this node shows and what it means for a launch", env)
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="print one JSON object")
+    shape.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
+    chosen = parser.parse_args(words)
+    asked = start.read_options(chosen, ("dist-env", *words))
+    if asked.show_plan:
+        nothing = Worker(start=(), words=(), own=True)
+        return start.launch(asked, nothing, env, start.place(asked.wanted, env))
+    found = _look(asked, env)
+    if chosen.shell:
+        for name, value in sorted(found.network.env.items()):
+            terminal.document(f"export {name}={shlex.quote(value)}\n")
+    elif chosen.json:
+        terminal.document(json.dumps(_json(found), indent=2) + "\n")
+    else:
+        terminal.out(*_lines(found))
+    return 0
+
+
+def _look(asked: LaunchOptions, env: Mapping[str, str]) -> _Findings:
+    host, system = facts.gather(env=env), facts.system_facts(env=env)
+    place: Placement | ImgkitError
+    odd: tuple[str, ...] = ()
+    nnodes, head = 1, ""
+    try:
+        place = start.place(asked.wanted, env)
+        odd = schedulers.warnings(place, asked.wanted, env, recipe=system.scheduler if system else "")
+        nnodes, head = place.nnodes, place.head
+    except ImgkitError as error:
+        place = error
+    network = fabric.choose(host, system, env, nnodes=nnodes, head=head)
+    return _Findings(host=host, system=system, place=place, network=network, odd=odd)
+
+
+def _json(found: _Findings) -> dict[str, object]:
+    return {
+        "schema": plan.SCHEMA,
+        "imgkit": __version__,
+        "host": dataclasses.asdict(found.host),
+        "system": None if found.system is None else json_text.parse(to_json(found.system)),
+        "placement": found.place_dict(),
+        "fabric": {
+            **dataclasses.asdict(dataclasses.replace(found.network, env=dict(found.network.env))),
+            "warnings": list(map(str, found.network.warnings)),
+            "blockers": list(map(str, found.network.blockers)),
+        },
+    }
+
+
+def _lines(found: _Findings) -> list[str]:
+    host, system, network = found.host, found.system, found.network
+    title = system.title or system.scheduler if system else "no /opt/imgkit/system.json"
+    return [
+        f"host       {host.hostname}, {host.arch}, Python {host.python}",
+        f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})",
+        f"system     {title}",
+        *(
+            f"placement  {name}: {value}"
+            for name, value in found.place_dict().items()
+            if value not in (None, "", (), {})
+        ),
+        f"fabric     {network.kind}: {network.reason}",
+        *(
+            f"  {'set ' if decision.used else 'note'} {start.line(decision)}"
+            for decision in network.decisions
+        ),
+        *(f"  warn {text}" for text in (*found.odd, *network.warnings, *network.blockers)),
+    ]
+
+
+_ALL_NODES = "imgkit_entrypoints.apps.doctor"
+
+
+def _dist_doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Check this node, or all nodes of the job with one collective between them; the exit code."""
+    from imgkit_entrypoints.doctor import node  # no other command needs its checks
+
+    summary = "check this node, and under a launcher all nodes, for distributed runs"
+    both = start.launch_parser("dist-doctor", summary, env)
+    node.add_arguments(both)
+    both.add_argument("--bundle", metavar="FILE", help="save what was read here, to replay it elsewhere")
+    both.parse_args(words)
+    parsed, rest = start.launch_parser("dist-doctor", summary, env).parse_known_args(words)
+    asked = start.read_options(parsed, ("dist-doctor", *words))
+    if not any(word.startswith("--bundle") for word in rest) and not saved_environment.is_replay(env):
+        try:
+            place = start.place(asked.wanted, env)
+        except NoPlan as error:
+            start.say(*f"this node only: {error}".split("\n"))
+        else:
+            if place.nnodes > 1 or asked.request.nproc != "auto":
+                request = dataclasses.replace(asked.request, prefix=False)
+                asked = dataclasses.replace(asked, request=request)
+                return start.launch(asked, start.module_worker(_ALL_NODES, rest), env, place)
+    return node.main(rest, {**env, "IMGKIT_DEVICE": asked.request.device})
+
+
+_HERE: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {
+    "dist-env": _dist_env,
+    "dist-doctor": _dist_doctor,
+}
+"""Commands that run in this process, and launch workers only if they need them."""

@@ -13,7 +13,7 @@ import pytest
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps.share import share
-from imgkit_entrypoints.cli import options
+from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, shim
 from imgkit_entrypoints.errors import UsageError
 
@@ -71,21 +71,21 @@ def test_switch_that_is_neither_on_nor_off_is_refused():
     ],
 )
 def test_preflight_takes_no_word_after_it(words: tuple[str, ...], given: str, mode: str):
-    parser = options.parser("dist-run", "", {"IMGKIT_PREFLIGHT": given})
+    parser = start.launch_parser("dist-run", "", {"IMGKIT_PREFLIGHT": given})
     parsed, rest = parser.parse_known_args([*words, "full", "train.py"])
-    assert options.read(parsed, ()).preflight == mode
+    assert start.read_options(parsed, ()).preflight == mode
     assert rest == ["full", "train.py"]
 
 
 @pytest.mark.parametrize("words", [("--preflight=fast",), ("--preflight=",)])
 def test_unknown_preflight_is_refused(words: tuple[str, ...]):
     with pytest.raises(UsageError, match="preflight"):
-        options.parser("dist-run", "", {}).parse_known_args(words)
+        start.launch_parser("dist-run", "", {}).parse_known_args(words)
 
 
 def test_unknown_preflight_of_the_variable_is_refused():
     with pytest.raises(UsageError, match="'yes' is none of 0, 1, full"):
-        options.parser("dist-run", "", {"IMGKIT_PREFLIGHT": "yes"})
+        start.launch_parser("dist-run", "", {"IMGKIT_PREFLIGHT": "yes"})
 
 
 def test_preflight_of_single_ranks_is_refused():

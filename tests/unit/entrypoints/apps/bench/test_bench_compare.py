@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.apps.bench import compare, nccl_log, options, record
-from imgkit_entrypoints.cli import options as launch_options
+from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.plan import Series
 from imgkit_entrypoints.schedulers.placement import Placement, Size
@@ -111,9 +111,7 @@ def series(
     launch: Sequence[str] = (),
     at: Placement | None = None,
 ) -> int:
-    asked = launch_options.read(
-        launch_options.parser("dist-bench", "", {}).parse_args(launch), ("dist-bench",)
-    )
+    asked = start.read_options(start.launch_parser("dist-bench", "", {}).parse_args(launch), ("dist-bench",))
     given = Series(
         words=words,
         command=("dist-bench", *words),

@@ -13,7 +13,7 @@ import pytest
 from imgkit_entrypoints import arguments
 from imgkit_entrypoints.apps.train import options, order, plugins
 from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
-from imgkit_entrypoints.cli import worker
+from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 
@@ -335,7 +335,7 @@ def test_option_without_effect_is_refused(own: Path, words: str, said: str) -> N
 def test_launcher_refuses_before_torchrun_starts() -> None:
     words = ("dist-train", "--amp", "bf16", "--dtype", "fp64", "--device", "cpu")
     with pytest.raises(UsageError, match="--amp would have no effect with --dtype fp64"):
-        worker.of_app(next(one for one in COMMANDS if one.name == "dist-train"), words, {})
+        start.parse_app(next(one for one in COMMANDS if one.name == "dist-train"), words, {})
 
 
 @pytest.mark.parametrize(
