@@ -55,14 +55,14 @@ from imgkit_builder.remote import fetch, gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, runtime_build, table
-from imgkit_entrypoints import fabric, facts, json_text, schedulers, system
+from imgkit_entrypoints import fabric, facts, json_text, system
 from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import goodput, nccl
 from imgkit_entrypoints.run import disk
-from imgkit_entrypoints.schedulers import hostlist
+from imgkit_entrypoints.schedulers import hostlist, resolve
 from imgkit_entrypoints.schedulers.placement import Wanted
 from imgkit_entrypoints.system import SystemFacts
 
@@ -473,7 +473,7 @@ def _placement(data: bytes, _: Path) -> None:
         if isinstance(found, dict):
             env = {name: value for name, value in found.items() if isinstance(value, str)}
     file = env.get("FILE")
-    schedulers.place(Wanted(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
+    resolve.place(Wanted(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
 def _goodput_start() -> goodput.CountedStart:

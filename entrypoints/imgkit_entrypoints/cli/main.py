@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_entrypoints import __version__, fabric, facts, json_text, schedulers, terminal
+from imgkit_entrypoints import __version__, fabric, facts, json_text, terminal
 from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.cli.start import Worker
@@ -21,6 +21,7 @@ from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import delta_check, plan
 from imgkit_entrypoints.launch.plan import LaunchOptions, Series
+from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement
 from imgkit_entrypoints.system import SystemFacts, to_json
 
@@ -121,7 +122,7 @@ def _look(asked: LaunchOptions, env: Mapping[str, str]) -> _Findings:
     nnodes, head = 1, ""
     try:
         place = start.place(asked.wanted, env)
-        odd = schedulers.warnings(place, asked.wanted, env, recipe=system.scheduler if system else "")
+        odd = resolve.warnings(place, asked.wanted, env, recipe=system.scheduler if system else "")
         nnodes, head = place.nnodes, place.head
     except ImgkitError as error:
         place = error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_entrypoints import __version__, fabric, facts, schedulers, terminal
+from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import Parser, natural, positive
 from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.doctor import saved_environment
@@ -28,8 +28,9 @@ from imgkit_entrypoints.launch import plan, user_program
 from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.rollcall.messages import MODES
-from imgkit_entrypoints.schedulers import NAMES
+from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, Size, Wanted
+from imgkit_entrypoints.schedulers.resolve import NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +323,7 @@ def place(wanted: Wanted, env: Mapping[str, str]) -> Placement:
     ------
     NoPlan : there is none, or two launchers contradict each other.
     """
-    return schedulers.place(wanted, env, facts.Reader(root=facts.root_of(env)).text)
+    return resolve.place(wanted, env, facts.Reader(root=facts.root_of(env)).text)
 
 
 def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: Placement) -> int:
@@ -337,7 +338,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     made = plan.make(
         asked.request, worker.argv, place=where, host=host, system=system, env=env, own=worker.own
     )
-    odd = schedulers.warnings(where, asked.wanted, env, recipe=system.scheduler if system else "")
+    odd = resolve.warnings(where, asked.wanted, env, recipe=system.scheduler if system else "")
     child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
     files = absent_files(facts.Reader(root=facts.root_of(env)), child)
     absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in files)

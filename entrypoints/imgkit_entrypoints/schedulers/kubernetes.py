@@ -42,9 +42,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 OWN: tuple[str, ...] = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
 """Variables that only operators set; anybody may set RANK and the like."""
 
-FORWARD: tuple[str, ...] = ()
-"""Variables that a job passes to the processes: none, the operator sets them all."""
-
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
     """Variables that show a pod of a training operator; empty in a worker, which has RANK too."""

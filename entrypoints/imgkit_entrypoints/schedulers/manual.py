@@ -29,9 +29,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "hosts": (NODES,),
 }
 
-FORWARD: tuple[str, ...] = (NODES, "IMGKIT_NODE_RANK")
-"""Variables that the user sets on each node, unless the flags are given."""
-
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
     """Variables, or flags written as variables, that ask for several nodes."""

@@ -1,4 +1,4 @@
-"""The knowledge that the MPI launchers share: their start line, and how a rank finds its node.
+"""The MPI launchers Open MPI, Cray PALS and Hydra: their start line, and how a rank finds its node.
 
 An MPI launcher starts ranks. It tells a rank how many ranks run on its node, and nothing else about nodes.
 With one rank per node, a rank stands for its node and torchrun starts the workers. With several ranks per
@@ -54,10 +54,15 @@ class RankVariables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiLauncher:
-    """One MPI launcher: the variables of its ranks, and the words of its start line."""
+    """One MPI launcher: the variables of its ranks, and the argv of its start line."""
 
-    name: str
+    NAME: str
+    """In capitals like the constant of a module: both are a `Scheduler` (resolve.py)."""
     fields: RankVariables
+    shown_by: tuple[str, ...]
+    """Variables each of which shows that this launcher started the process."""
+    shown_with: tuple[str, ...] = ()
+    """Variables of which one must be set as well for `shown_by` to count."""
     forward: tuple[str, ...]
     """Variables that the start line passes on where they are set."""
     program: str
@@ -67,6 +72,11 @@ class MpiLauncher:
     """Options that start one process on each node and leave it unbound."""
     export: tuple[str, ...]
     """Words that set variable {name} to {value} for the processes."""
+
+    def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
+        """Variables that show this launcher; empty if it did not start this process."""
+        counts = not self.shown_with or present(env, *self.shown_with)
+        return present(env, *self.shown_by) if counts else ()
 
     def exporting(self, name: str, value: str) -> tuple[str, ...]:
         """Words that set variable `name` for all processes."""
@@ -116,7 +126,7 @@ class MpiLauncher:
             "job_id": ", ".join(job_id_from),
         }
         return Placement(
-            scheduler=self.name,
+            scheduler=self.NAME,
             nnodes=nnodes,
             node_rank=node_rank,
             hosts=hosts,
@@ -133,7 +143,7 @@ class MpiLauncher:
 
     def _no_head(self, nnodes: int, own: str) -> NoPlan:
         return NoPlan(
-            f"the run has {nnodes} nodes, but {self.name} does not say which host has rank 0",
+            f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
             where="IMGKIT_HEAD",
             hint=f"start it with `{self.typed('IMGKIT_HEAD', own or 'HOST')} ...`: the host of rank 0, under "
             "a name that the other nodes can reach",
@@ -189,7 +199,7 @@ def _unknown(launcher: MpiLauncher, env: Mapping[str, str], what: str, names: Se
     hosts = "" if env.get(NODES) else ", and there is no host list"
     return NoPlan(
         f"the number of {what} is unknown: {missing}{hosts}",
-        where=" ".join(there) or launcher.name,
+        where=" ".join(there) or launcher.NAME,
         hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the hosts in the order of "
         "their ranks, and the container without --cleanenv",
     )
@@ -215,10 +225,10 @@ def _compare(
     where = f"{hosts_from}, {size_from or local_from}"
     listed = ", ".join(hosts[:8])
     if nnodes == 1:
-        what = f"{launcher.name} started this on 1 node, but the job has {len(hosts)} ({listed})"
+        what = f"{launcher.NAME} started this on 1 node, but the job has {len(hosts)} ({listed})"
         raise WrongStart(what, where=where, nnodes=len(hosts))
     raise NoPlan(
-        f"{launcher.name} started {nnodes} nodes, but {hosts_from} lists {len(hosts)}: {listed}",
+        f"{launcher.NAME} started {nnodes} nodes, but {hosts_from} lists {len(hosts)}: {listed}",
         where=where,
         hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the {nnodes} hosts in the "
         "order of their ranks",
@@ -238,3 +248,68 @@ def _node_rank(fields: RankVariables, env: Mapping[str, str], own: Direct, nnode
     if not fills_nodes and own.rank // nnodes == own.local_rank:
         return own.rank % nnodes, name  # consecutive ranks are on different nodes
     return own.rank // own.local_world_size, name  # consecutive ranks fill a node before the next
+
+
+OPENMPI = MpiLauncher(
+    NAME="openmpi",
+    # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on one node, not the node's index: it is not read.
+    fields=RankVariables(
+        rank=("OMPI_COMM_WORLD_RANK",),
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job_id=("PMIX_NAMESPACE",),
+    ),
+    shown_by=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # not PMIX_*: srun sets them too
+    forward=("IMGKIT_NODES", "IMGKIT_HEAD"),  # each with its own -x
+    program="mpirun",
+    count="-np",
+    # The default binds torchrun, and with it all workers of the node, to one core.
+    once_per_node=("--map-by", "ppr:1:node", "--bind-to", "none"),
+    export=("-x", "{name}={value}"),
+)
+"""Open MPI 4 and 5."""
+
+PALS = MpiLauncher(
+    NAME="pals",
+    # PALS_PPN, PALS_CPU_BIND and PALS_DEPTH are inputs that sites preset: they show nothing. Some systems do
+    # not set PALS_SIZE, so PMI_SIZE comes first and the host list last. Slurm's Cray plugin sets PALS_* as
+    # well: there Slurm places the process.
+    fields=RankVariables(
+        rank=("PALS_RANKID",),
+        world_size=("PMI_SIZE", "PALS_SIZE"),
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_world_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        node_rank=("PALS_NODEID",),
+        job_id=("PBS_JOBID", "PALS_APID"),
+    ),
+    shown_by=("PALS_RANKID", "PALS_NODEID"),
+    forward=("IMGKIT_NODES",),  # mpiexec passes the environment on, the container may not
+    program="mpiexec",
+    count="-n",
+    once_per_node=("--ppn", "1", "--cpu-bind", "none"),
+    export=("--env", "{name}={value}"),
+)
+"""Cray PALS, the ``mpiexec`` of HPE systems with PBS."""
+
+HYDRA_OWN: tuple[str, ...] = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""Variables that only Hydra sets; Slurm's and HPE's launchers set PMI_* too."""
+
+HYDRA = MpiLauncher(
+    NAME="hydra",
+    fields=RankVariables(
+        rank=("PMI_RANK",),
+        world_size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        job_id=("PBS_JOBID", "SLURM_JOB_ID"),
+    ),
+    shown_by=(*HYDRA_OWN, "PMI_RANK", "PMI_SIZE"),
+    shown_with=("PMI_RANK",),
+    forward=("IMGKIT_NODES", "IMGKIT_HEAD"),  # each with its own -genv
+    program="mpiexec",
+    count="-n",
+    once_per_node=("-ppn", "1", "-bind-to", "none"),
+    export=("-genv", "{name}", "{value}"),
+)
+"""MPICH and Intel MPI, whose launcher is called Hydra."""

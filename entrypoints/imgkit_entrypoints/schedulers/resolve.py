@@ -1,14 +1,21 @@
-"""Flags, environment and launcher resolved to one `Placement`, and the refusals where they disagree."""
+"""Flags, environment and launcher resolved to one `Placement`, and the refusals where they disagree.
+
+Every launcher's module is pure: environment and files come in as arguments. Two launchers that show at
+once are refused, unless a known overlap explains it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
-from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers import flags, launchers, manual, standalone
-from imgkit_entrypoints.schedulers.environment import hostname, short
-from imgkit_entrypoints.schedulers.launchers import Scheduler
-from imgkit_entrypoints.schedulers.placement import Placement, Read, Wanted, WrongStart
+from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
+from imgkit_entrypoints.schedulers.environment import hostname, number, port_in, present, short, size_in
+from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, Wanted, WrongStart
 
 
 def place(wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
@@ -22,23 +29,23 @@ def place(wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
     NoPlan : no placement can be right; the hint says what to start instead.
     UsageError : a flag that no environment makes right.
     """
-    wanted = flags.with_variables(wanted, env)
-    flags.check(wanted)
+    wanted = _with_variables(wanted, env)
+    _check_flags(wanted)
     _refuse_nesting(env)
-    asked = flags.as_environment(wanted, env)
-    claimants = launchers.claimants(asked)
+    asked = _as_environment(wanted, env)
+    claimants = _claimants(asked)
     if wanted.scheduler:
-        found = _place_by(launchers.named(wanted.scheduler, asked), wanted, asked, read)
-    elif flags.complete(wanted):
+        found = _place_by(_named(wanted.scheduler, asked), wanted, asked, read)
+    elif _complete(wanted):
         found = manual.place(asked, read)
         _compare_rank(claimants, found, asked, read)
     elif len(claimants) > 1:
-        launchers.refuse_two(claimants[:2], asked)
+        _refuse_two(claimants[:2], asked)
     else:
         module = claimants[0] if claimants else manual if manual.claims(asked) else standalone
         found = _place_by(module, wanted, asked, read)
     _check_host(found, read)
-    return flags.applied(found, wanted, env)
+    return _applied(found, wanted, env)
 
 
 def warnings(found: Placement, wanted: Wanted, env: Mapping[str, str], *, recipe: str) -> tuple[str, ...]:
@@ -46,7 +53,7 @@ def warnings(found: Placement, wanted: Wanted, env: Mapping[str, str], *, recipe
     alone = found.scheduler == standalone.NAME and found.direct is None
     if not alone or wanted.scheduler or wanted.nnodes:
         return ()
-    text = launchers.unseen(recipe, env)
+    text = unseen(recipe, env)
     meant = (
         "only this machine is used. In a job, start the container without --cleanenv. To use one machine on "
         "purpose: --nnodes 1"
@@ -128,3 +135,242 @@ def _check_host(found: Placement, read: Read) -> None:
             where=f"{source}: {', '.join(found.hosts[:8])}",
             hint="list the hosts in the order of their ranks: awk '!s[$0]++' keeps the order, sort does not",
         )
+
+
+# Field of `Wanted` -> the variable that the modules read; `as_environment` writes flags there.
+_VARIABLES: Mapping[str, str] = {
+    "nnodes": "IMGKIT_NNODES",
+    "node_rank": "IMGKIT_NODE_RANK",
+    "head": "IMGKIT_HEAD",
+    "port": "IMGKIT_PORT",
+    "direct": "IMGKIT_DIRECT",
+}
+
+
+def _with_variables(wanted: Wanted, env: Mapping[str, str]) -> Wanted:
+    """Fill in the ``IMGKIT_*`` variables where no flag is given.
+
+    Raises
+    ------
+    NoPlan : a variable cannot be parsed.
+    """
+    node_rank, direct = wanted.node_rank, wanted.direct
+    if node_rank is None and env.get("IMGKIT_NODE_RANK"):
+        node_rank = number(env, "IMGKIT_NODE_RANK")
+    if direct is None and env.get("IMGKIT_DIRECT"):
+        direct = env["IMGKIT_DIRECT"].lower() not in ("0", "false", "no", "off")
+    return dataclasses.replace(
+        wanted,
+        scheduler=wanted.scheduler or env.get("IMGKIT_SCHEDULER"),
+        size=wanted.size or size_in(env, "IMGKIT_NNODES"),
+        node_rank=node_rank,
+        head=wanted.head or env.get("IMGKIT_HEAD"),
+        port=port_in(env, "IMGKIT_PORT") if wanted.port is None else wanted.port,
+        direct=direct,
+    )
+
+
+def _check_flags(wanted: Wanted) -> None:
+    """Refuse flags that no environment makes right.
+
+    Raises
+    ------
+    UsageError : names the flag and the values that it takes.
+    """
+    if wanted.scheduler and wanted.scheduler not in NAMES:
+        raise UsageError(
+            f"unknown scheduler {wanted.scheduler!r}", where="--scheduler", hint=f"one of: {', '.join(NAMES)}"
+        )
+    if wanted.port is not None and not 1 <= wanted.port <= 65535:
+        raise UsageError(f"{wanted.port} is not a port", where="--port", hint="give a number from 1 to 65535")
+
+
+def _as_environment(wanted: Wanted, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with every flag written as its variable, and no variable that was not parsed."""
+    asked = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
+    for field, name in _VARIABLES.items():
+        value = getattr(wanted, field)
+        if value is not None and value != "":
+            asked[name] = str(int(value)) if isinstance(value, (bool, int)) else value
+    return asked
+
+
+def _complete(wanted: Wanted) -> bool:
+    """True if the flags say everything about this node, so that no launcher need be asked."""
+    several = wanted.nnodes is not None and wanted.nnodes > 1
+    return several and wanted.node_rank is not None and wanted.head is not None
+
+
+def _applied(found: Placement, wanted: Wanted, env: Mapping[str, str]) -> Placement:
+    """Return the placement with the requested port and range, and with sources under the user's names.
+
+    Raises
+    ------
+    NoPlan : a flag contradicts what was found.
+    """
+    _compare_flags(found, wanted)
+    port, source = found.port, dict(found.source)
+    if wanted.port is not None:
+        port, source["port"] = wanted.port, _VARIABLES["port"]
+    for field, name in source.items():
+        for asked, variable in _VARIABLES.items():
+            if name == variable and not env.get(variable):
+                source[field] = f"--{asked.replace('_', '-')}"
+    return dataclasses.replace(
+        found,
+        port=port,
+        direct=_direct_of(found, wanted),
+        size=found.size if wanted.size is None else None if wanted.size.fixed else wanted.size,
+        source={field: name for field, name in source.items() if name},
+    )
+
+
+def _compare_flags(found: Placement, wanted: Wanted) -> None:
+    """Refuse a flag that differs from the launcher: neither may win silently."""
+    size = wanted.size
+    if size and not size.least <= found.nnodes <= size.started:
+        raise NoPlan(
+            f"--nnodes is {size}, but {found.scheduler} started {found.nnodes}",
+            where=found.source.get("nnodes", "--nnodes"),
+            hint=f"leave --nnodes out, or start the command on {size.started} nodes. For a separate run on "
+            "each node: --scheduler standalone",
+        )
+    if wanted.node_rank is not None and wanted.node_rank != found.node_rank:
+        raise NoPlan(
+            f"--node-rank is {wanted.node_rank}, but {found.scheduler} says that this is node "
+            f"{found.node_rank}",
+            where=found.source.get("node_rank", "--node-rank"),
+            hint="leave --node-rank out. To override the launcher: --scheduler manual with --nnodes, "
+            "--node-rank and --head",
+        )
+
+
+def _direct_of(found: Placement, wanted: Wanted) -> Direct | None:
+    if wanted.direct is False and found.direct is not None:
+        raise NoPlan(
+            f"{found.direct.local_world_size} processes were started on this node, but direct mode is "
+            "switched off",
+            where=found.source.get("nnodes", found.scheduler),
+            hint=BY_NAME[found.scheduler].per_node_command(wanted.command, nnodes=found.nnodes, env={}),
+        )
+    if wanted.direct and found.direct is None:
+        return Direct(rank=found.node_rank, local_rank=0, world_size=found.nnodes, local_world_size=1)
+    return found.direct
+
+
+class Scheduler(Protocol):
+    """The interface of a launcher's module; each also has a `start_argv` with arguments of its own."""
+
+    @property
+    def NAME(self) -> str:
+        """Name of the launcher, a value of ``--scheduler``."""
+
+    def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
+        """Variables that show this launcher; empty if it did not start this process."""
+
+    def place(self, env: Mapping[str, str], read: Read) -> Placement:
+        """Node of this process; raises WrongStart where only one node of several was started."""
+
+    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+        """Command that starts one process on each node."""
+
+
+SHOWING: tuple[str, ...] = ("slurm", "pbs")
+"""Schedulers of recipes that show in every job; the others do not show in a job of one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Two launchers whose variables appear together for a known reason: the first one places the process."""
+
+    first: str
+    second: str
+    unless: tuple[str, ...] = ()
+    """If any of these is set, the second launcher really is at work too."""
+
+
+LAUNCHERS: tuple[Scheduler, ...] = (slurm, PALS, pbs, OPENMPI, HYDRA, kubernetes)
+BY_NAME: Mapping[str, Scheduler] = {module.NAME: module for module in (*LAUNCHERS, manual, standalone)}
+
+# Name in recipes and flags -> the modules that it may mean.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "runai": ("kubeflow",),
+    "kubernetes": ("kubeflow",),
+    "mpi": ("openmpi", "pals", "hydra"),  # PALS sets PMI_* too
+}
+NAMES: tuple[str, ...] = tuple(sorted((*BY_NAME, *ALIASES)))
+"""All values of ``--scheduler``."""
+
+OVERLAPS: tuple[Overlap, ...] = (
+    # In its own steps, Slurm's Cray plugin sets PALS_*, and its pmi2 and pmix plugins set PMI_*.
+    Overlap(first="slurm", second="pals"),
+    Overlap(first="slurm", second="hydra", unless=HYDRA_OWN),
+    Overlap(first="pals", second="hydra", unless=HYDRA_OWN),
+    # mpiexec is the right way to start inside a PBS job: it knows the ranks, PBS knows only the job.
+    Overlap(first="pals", second="pbs"),
+    Overlap(first="openmpi", second="pbs"),
+    Overlap(first="hydra", second="pbs"),
+    # RANK, WORLD_SIZE and MASTER_ADDR alone are torch's own names, which many job scripts export.
+    *(
+        Overlap(first=module.NAME, second="kubeflow", unless=kubernetes.OWN)
+        for module in (slurm, PALS, pbs, OPENMPI, HYDRA)
+    ),
+)
+
+
+def _claimants(env: Mapping[str, str]) -> list[Scheduler]:
+    """Launchers that show, without those that a known overlap explains."""
+    found = [module for module in LAUNCHERS if module.claims(env)]
+    names = {module.NAME for module in found}
+    explained: set[str] = set()
+    for overlap in OVERLAPS:  # the order matters: an explained launcher explains no other
+        if overlap.first in names - explained and not present(env, *overlap.unless):
+            explained.add(overlap.second)
+    return [module for module in found if module.NAME not in explained]
+
+
+def _named(name: str, env: Mapping[str, str]) -> Scheduler:
+    """Module that ``--scheduler`` names.
+
+    Raises
+    ------
+    NoPlan : its variables are not set.
+    """
+    meant = [BY_NAME[each] for each in ALIASES.get(name, (name,))]
+    if meant[0] in (manual, standalone):
+        return meant[0]
+    claiming = [module for module in meant if module.claims(env)]
+    if not claiming:
+        others = ", ".join(module.NAME for module in LAUNCHERS if module.claims(env))
+        raise NoPlan(
+            f"none of {name}'s variables is set",
+            where="--scheduler",
+            hint=f"the variables of {others} are set: leave --scheduler out"
+            if others
+            else f"start it with {name}, and the container without --cleanenv and --containall",
+        )
+    return claiming[0]
+
+
+def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+    """One variable of each launcher that shows."""
+    return tuple(shown[0] for module in LAUNCHERS if (shown := module.claims(env)))
+
+
+def unseen(name: str, env: Mapping[str, str]) -> str:
+    """One clause if `name`, the recipe's scheduler, should show and no launcher does; else empty."""
+    if name not in SHOWING or claims(env):
+        return ""
+    return f"the recipe says {name}, but no scheduler variable is set here"
+
+
+def _refuse_two(claimants: Sequence[Scheduler], env: Mapping[str, str]) -> NoReturn:
+    """Raise the NoPlan that names both launchers and the flag that decides."""
+    shown = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
+    flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)
+    raise NoPlan(
+        f"{' and '.join(shown)} both seem to have started this process",
+        where=", ".join(module.claims(env)[0] for module in claimants),
+        hint=f"choose one: {flags} (or set IMGKIT_SCHEDULER). For a separate run on each node: --scheduler "
+        "standalone",
+    )

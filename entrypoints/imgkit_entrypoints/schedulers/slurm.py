@@ -50,9 +50,6 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
     "hosts": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 }
 
-FORWARD: tuple[str, ...] = ()
-"""Variables that a job script passes to the processes: none, srun passes the whole environment on."""
-
 OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """srun's options for a step that goes on without a lost node; the job needs --no-kill as well."""
 

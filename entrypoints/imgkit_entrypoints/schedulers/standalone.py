@@ -11,7 +11,6 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read
 
 NAME = "standalone"
 WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-FORWARD: tuple[str, ...] = ()
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:

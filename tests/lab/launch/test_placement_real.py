@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("placement")]
 SHOW = """
 import os, sys
 from pathlib import Path
-from imgkit_entrypoints import schedulers
+from imgkit_entrypoints.schedulers import resolve
+
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.schedulers.placement import Wanted
 def read(path):
@@ -26,7 +27,7 @@ def read(path):
     except OSError:
         return None
 try:
-    found = schedulers.place(Wanted(command=("python3", sys.argv[0])), os.environ, read)
+    found = resolve.place(Wanted(command=("python3", sys.argv[0])), os.environ, read)
 except ImgkitError as error:
     print(error.exit_code, error)
 else:

@@ -224,7 +224,7 @@ def installed() -> Installed:
 
 
 def _check_plugin(name: str, found: Any) -> None:
-    from imgkit_entrypoints.schedulers import NAMES
+    from imgkit_entrypoints.schedulers.resolve import NAMES
 
     entry = registry.entry_of(name)
     lacking = [each for each in vars(System) if each[0] != "_" and not hasattr(found, each)]

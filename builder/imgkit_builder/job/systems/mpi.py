@@ -18,13 +18,14 @@ from imgkit_builder.job.words import line
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.schedulers import manual, openmpi
+from imgkit_entrypoints.schedulers import manual
+from imgkit_entrypoints.schedulers.mpi import OPENMPI
 
 MASTER_PORT = 29500
 """torchrun's default, for the user's own programs. Launchers of imgkit agree on a free port."""
 FORWARD = (
-    *(*openmpi.FIELDS.rank, *openmpi.FIELDS.world_size),
-    *(*openmpi.FIELDS.local_rank, *openmpi.FIELDS.local_world_size, *openmpi.FIELDS.job_id),
+    *(*OPENMPI.fields.rank, *OPENMPI.fields.world_size),
+    *(*OPENMPI.fields.local_rank, *OPENMPI.fields.local_world_size, *OPENMPI.fields.job_id),
     *("IMGKIT_NODES", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Variables that docker passes into the container; other runtimes pass all of mpirun's."""
@@ -145,7 +146,7 @@ def _by_mpirun(job: Job) -> Script:
         )
     else:
         where = ("-H", ",".join(hosts)) if hosts else ()
-        words = openmpi.start_argv(command, nnodes=job.nodes, forward=forward, options=(*where, *more))
+        words = OPENMPI.start_argv(command, nnodes=job.nodes, forward=forward, options=(*where, *more))
     notes = (
         f"# On {hosts[0]}, or on none of them: mpirun gives rank 0 to its own host.\n"
         if job.nodes > 1

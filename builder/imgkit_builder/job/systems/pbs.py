@@ -21,7 +21,8 @@ from imgkit_builder.job.words import Shell, line
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
-from imgkit_entrypoints.schedulers import pals, pbs
+from imgkit_entrypoints.schedulers import pbs
+from imgkit_entrypoints.schedulers.mpi import PALS
 
 RUN_DIR = "IMGKIT_RUN_DIR"
 PATIENCE_S = 30
@@ -149,13 +150,13 @@ def _lines(words: Sequence[str]) -> list[str]:
 def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
     """The words that run the command on this node, or by mpiexec on all nodes."""
     by_pals = job.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
-    known = pals.FIELDS.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
+    known = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     secret = (VARIABLE,) if job.makes_secret else ()
     words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR, *secret))
     if not by_pals:
         return words
     network = (Shell('"${network[@]}"'),) if rdzv else ()
-    return pals.start_argv(words, nnodes=job.nodes, options=network)
+    return PALS.start_argv(words, nnodes=job.nodes, options=network)
 
 
 def _remote(by_task: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.fabric import spelling
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
-from imgkit_entrypoints.schedulers import claims, unseen
+from imgkit_entrypoints.schedulers.resolve import claims, unseen
 
 LIBC = (
     "/usr/lib/{machine}-linux-gnu/libc.so.6",

@@ -18,7 +18,7 @@ import pytest
 
 from imgkit_entrypoints.launch import nccl
 
-from .test_hang_watch import SOON, STUB, WAITS, worker
+from .test_watchdog import SOON, STUB, WAITS, worker
 
 HEAD = """NCCL version 2.27.3+cuda12.9 compiled with CUDA 12.9
 CUDA runtime version 12090, driver version 12090

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size, Wanted, job_port
 
 STEP = {
@@ -33,7 +33,7 @@ def wanted(nnodes: object = None, **flags: Any) -> Wanted:
 
 
 def place(env: dict[str, str], host: str = "", **flags: Any) -> Placement:
-    return schedulers.place(wanted(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
+    return resolve.place(wanted(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
 
 
 def test_head_and_port_of_the_user_win() -> None:
@@ -174,7 +174,7 @@ def test_impossible_variables_are_named(name: str, text: str) -> None:
 
 
 def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, ...]:
-    return schedulers.warnings(place(env, **flags), wanted(**flags), env, recipe=recipe)
+    return resolve.warnings(place(env, **flags), wanted(**flags), env, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", ["slurm", "pbs"])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size, Wanted
 
 Env = dict[str, str]
@@ -30,7 +30,7 @@ NOTHING = files()
 def place(
     env: Env, read: Callable[[str], str | None] = NOTHING, flags: Mapping[str, Any] | None = None
 ) -> Placement:
-    return schedulers.place(Wanted(**(flags or {})), env, read)
+    return resolve.place(Wanted(**(flags or {})), env, read)
 
 
 def slurm_job(nodes: int, nodelist: str, **more: str) -> Env:

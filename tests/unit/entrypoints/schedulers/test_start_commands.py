@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers import hydra, manual, openmpi, pals, pbs, slurm
+from imgkit_entrypoints.schedulers import manual, pbs, resolve, slurm
+from imgkit_entrypoints.schedulers.mpi import HYDRA, OPENMPI, PALS
 from imgkit_entrypoints.schedulers.placement import Wanted
 
 COMMAND = ("singularity", "exec", "my image.sif", "dist-train", "--name", "it's $5")
@@ -21,9 +21,9 @@ def test_start_words_are_one_process_a_node() -> None:
     forward = {"IMGKIT_HEAD": "x 9"}
     assert {
         "slurm": slurm.start_argv(node, nnodes=2, cpus=80, options=["--network=disable_rdzv_get"]),
-        "pals": pals.start_argv(node, nnodes=2, forward=forward),
-        "openmpi": openmpi.start_argv(node, nnodes=2, forward=forward),
-        "hydra": hydra.start_argv(node, nnodes=2, forward=forward),
+        "pals": PALS.start_argv(node, nnodes=2, forward=forward),
+        "openmpi": OPENMPI.start_argv(node, nnodes=2, forward=forward),
+        "hydra": HYDRA.start_argv(node, nnodes=2, forward=forward),
         "pbs": pbs.start_argv(node, line="4"),
         "manual": manual.start_argv(
             ("sh", "dist-run", "a.py", "-x"), nnodes=2, node_rank=1, head="x9", port=7
@@ -61,7 +61,7 @@ def test_printed_srun_has_the_cpus_of_the_smallest_node() -> None:
 
 def refusal(env: dict[str, str], command: tuple[str, ...], content: dict[str, str]) -> str:
     with pytest.raises(NoPlan) as caught:
-        schedulers.place(Wanted(command=command), env, content.get)
+        resolve.place(Wanted(command=command), env, content.get)
     return caught.value.hint or ""
 
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from imgkit_entrypoints import schedulers
 from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, Wanted
 
 # The fewest variables that each launcher sets, on node 1 of 2.
@@ -48,7 +48,7 @@ BY_SLURM = {("slurm", "pals")}
 
 
 def place(env: dict[str, str], scheduler: str | None = None) -> Placement:
-    return schedulers.place(Wanted(scheduler=scheduler), {"IMGKIT_NODES": "n1,n2", **env}, {"/none": ""}.get)
+    return resolve.place(Wanted(scheduler=scheduler), {"IMGKIT_NODES": "n1,n2", **env}, {"/none": ""}.get)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
