@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_entrypoints.rollcall import messages, ports, session
+from imgkit_entrypoints.rollcall.link import NodeProof, Seal
 from imgkit_entrypoints.rollcall.messages import Beat, Call, Caller, Identity, Offer, Probed
-from imgkit_entrypoints.rollcall.proof import NodeProof, Seal
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 HERE = "127.0.0.1"

@@ -358,7 +358,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
         )
     from imgkit_entrypoints.launch import supervisor  # --plan prints sooner without them
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
-    from imgkit_entrypoints.rollcall import differences
+    from imgkit_entrypoints.rollcall import gather
     from imgkit_entrypoints.rollcall.messages import Caller
 
     if made.mode == "direct" and asked.preflight:
@@ -382,7 +382,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     carrier = sockets.selected(host, child) if asked.network_test else None
     me = Caller(
         host=host.hostname,
-        identity=differences.identity(torch=host.torch_version, nccl=host.nccl_version),
+        identity=gather.identity(torch=host.torch_version, nccl=host.nccl_version),
         nproc=made.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
         address=carrier.addresses[0] if carrier else "",

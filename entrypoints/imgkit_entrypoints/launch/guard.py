@@ -8,7 +8,7 @@ pipe means that the launcher is gone, whatever killed it; the guard then ends ev
 
 Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS FILES COMMAND...``.
 torchrun and the workers inherit the mask of blocked signals through it. FILES is their soft limit of open
-files, since the launcher of the head raises its own (rollcall/descriptors.py).
+files, since the launcher of the head raises its own (rollcall/gather.py).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ workers start with `STOP_SIGNALS` blocked. Only this process acts on them, by th
 from __future__ import annotations
 
 import contextlib
+import resource
 import secrets
 import signal
 import time
@@ -30,7 +31,6 @@ from imgkit_entrypoints.launch.guarded import ForcedEnd, GuardedCommand
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals, RunFolder, StopRequest
 from imgkit_entrypoints.launch.watchdog import Watchdog
-from imgkit_entrypoints.rollcall import descriptors
 from imgkit_entrypoints.rollcall.messages import (
     STARTING,
     WORKERS,
@@ -75,7 +75,7 @@ def run(
     env : the whole environment of the child; the stop protocol's variables and the line prefix are added.
         IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
     max_failures : lost nodes and failed workers that the run survives by a new attempt.
-    secret : what all nodes of the run know, and no stranger (rollcall/proof.py); None: an open start.
+    secret : what all nodes of the run know, and no stranger (rollcall/link.py); None: an open start.
     goodput : who knows where the time goes, see `GoodputTimer`.
     preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
 
@@ -89,7 +89,7 @@ def run(
     head, job_id = place.node_rank == 0, place.job_id or stop_protocol.LOCAL_JOB
     elastic, word = place.size is not None or max_failures > 0, secrets.token_hex(4)
     with (
-        descriptors.limit_kept() as open_files,  # the roll call may raise it
+        limit_kept() as open_files,
         CollectedSignals().collecting() as signals,
         stop_protocol.folder(wanted, place.node_rank) as folder,
     ):
@@ -148,6 +148,16 @@ def run(
             finally:
                 roll.close()
         return result.code
+
+
+@contextlib.contextmanager
+def limit_kept() -> Iterator[int]:
+    """Yield this process' soft limit of open files, and restore it: the roll call may raise it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 @dataclass(slots=True)

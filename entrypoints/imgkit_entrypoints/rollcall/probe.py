@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall.links import Links
+from imgkit_entrypoints.rollcall.head_roll import Links
 from imgkit_entrypoints.rollcall.messages import Failure, Offer, Probed, ProbeOrder
 
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)

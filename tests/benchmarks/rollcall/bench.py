@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import spread
 
 from imgkit_entrypoints.rollcall import gather, messages, ports
+from imgkit_entrypoints.rollcall.link import NodeProof
 from imgkit_entrypoints.rollcall.messages import Call, Caller, Identity
-from imgkit_entrypoints.rollcall.proof import NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET = os.urandom(32)

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from imgkit_entrypoints.launch.preflight.run import STORE
-from imgkit_entrypoints.rollcall import messages, reader
+from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.messages import Measure, Measured
 
 EARLIER_S = 1.5
@@ -38,7 +38,7 @@ class Orders:
 
     def _taken(self) -> tuple[Measure, threading.Timer] | None:
         line = self._lines.readline()
-        order = reader.from_head(line) if line else None
+        order = messages.from_head(line) if line else None
         if not isinstance(order, Measure):
             return None
         timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), self._give_up, [order])

@@ -28,7 +28,7 @@ from imgkit_entrypoints.launch.preflight.verdict import (
     judge,
 )
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
-from imgkit_entrypoints.rollcall import reader, session
+from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
@@ -324,7 +324,7 @@ class MeasuringProcess:
                 inherited=(theirs.fileno(),),
             )
         self._child.__enter__()
-        self._link = Link(ours, reader.from_node)
+        self._link = Link(ours, messages.from_node)
 
     def begin(self, order: Measure) -> None:
         """Have the process measure; `answer` has the result later."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from imgkit_entrypoints.rollcall import descriptors, messages, reader, session
+from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.rollcall import messages, session
+from imgkit_entrypoints.rollcall.head_roll import Links, Turn
 from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.links import Links, Turn
 from imgkit_entrypoints.rollcall.messages import AttemptEnded, Beat, FromNode, StopAsked
 
 LARGE = StopAsked(node="node 0 of 4", reason="x" * 60_000)
@@ -30,7 +31,7 @@ class Nodes:
             end, mine = socket.socketpair()
             end.settimeout(60)
             self.ends[rank] = end
-            self.links.add(rank, Link(mine, reader.from_node))
+            self.links.add(rank, Link(mine, messages.from_node))
 
     def until(self, good: Callable[[Turn], bool]) -> Turn:
         """Wait for a turn."""
@@ -62,7 +63,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def test_message_costs_work_for_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    with descriptors.limit_kept():
+    with supervisor.limit_kept():
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.closing(Nodes(min(4096, hard // 2 - 200))) as nodes:
@@ -123,7 +124,7 @@ def test_closed_link_is_gone_once(nodes: Nodes) -> None:
 def test_reset_while_the_head_sends_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
         end = socket.create_connection(server.getsockname())
-        nodes.links.add(2, Link(server.accept()[0], reader.from_node))
+        nodes.links.add(2, Link(server.accept()[0], messages.from_node))
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         end.close()
         nodes.links.send_all(LARGE)

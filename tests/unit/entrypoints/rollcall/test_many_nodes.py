@@ -20,8 +20,8 @@ from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
 from imgkit_entrypoints.launch import supervisor
 from imgkit_entrypoints.launch.plan import Timeouts
-from imgkit_entrypoints.rollcall import descriptors, ports
-from imgkit_entrypoints.rollcall.proof import NodeProof
+from imgkit_entrypoints.rollcall import gather, ports
+from imgkit_entrypoints.rollcall.link import NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement
 
 
@@ -45,7 +45,7 @@ def launcher(place: Placement, printed: Path) -> None:
 def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
     place, printed = replace(placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 1020 + descriptors.ROOM:
+    if hard < 1020 + gather.ROOM:
         pytest.skip(f"the hard limit of open files is {hard}")
     head = os.fork()
     if not head:
@@ -54,7 +54,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
         finally:
             os._exit(1)
     try:
-        with descriptors.limit_kept():
+        with supervisor.limit_kept():
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             with contextlib.closing(SimulatedNodes(place)) as nodes:
                 nodes.call()
@@ -64,7 +64,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
                     assert time.monotonic() < end
                     time.sleep(0.01)
                 assert printed.read_text() == "1024\n"
-                assert limit(head) == 1020 + descriptors.ROOM
+                assert limit(head) == 1020 + gather.ROOM
     finally:
         os.kill(head, signal.SIGKILL)
         os.waitpid(head, 0)

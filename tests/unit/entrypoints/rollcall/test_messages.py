@@ -16,12 +16,10 @@ import pytest
 from rollcall_nodes import placement
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import differences, gather, join, messages, ports, probe, reader, session
-from imgkit_entrypoints.rollcall.gather import _Gathering
-from imgkit_entrypoints.rollcall.head_roll import HeadRoll
-from imgkit_entrypoints.rollcall.join import Joining
-from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.links import Links
+from imgkit_entrypoints.rollcall import gather, messages, ports, probe, session
+from imgkit_entrypoints.rollcall.gather import _Gathering, _Joining
+from imgkit_entrypoints.rollcall.head_roll import HeadRoll, Links, Strangers
+from imgkit_entrypoints.rollcall.link import HeadProof, Link, NodeProof
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     AttemptEnded,
@@ -47,9 +45,7 @@ from imgkit_entrypoints.rollcall.messages import (
     StopAsked,
     StopWanted,
 )
-from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
 from imgkit_entrypoints.rollcall.session import Event, MemberRoll
-from imgkit_entrypoints.rollcall.strangers import Strangers
 from imgkit_entrypoints.terminal import shown
 
 OFFER = Offer(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
@@ -115,12 +111,12 @@ def measured(figures: str, *, stage: int = 0, failed: str = "[]", mute: str = "f
 def test_message_of_a_node_arrives_as_it_was(message: FromNode) -> None:
     caller = dataclasses.replace(CALL.caller, address="", interface="")  # the offer has them
     expected = dataclasses.replace(CALL, caller=caller) if message is CALL else message
-    assert reader.from_node(messages.line(message)) == expected
+    assert messages.from_node(messages.line(message)) == expected
 
 
 @pytest.mark.parametrize("message", FROM_HEAD, ids=str)
 def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
-    assert reader.from_head(messages.line(message)) == message
+    assert messages.from_head(messages.line(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -157,7 +153,7 @@ def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
 )
 def test_other_line_of_a_node_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        reader.from_node(line)
+        messages.from_node(line)
 
 
 @pytest.mark.parametrize("field", ["address", "interface"])
@@ -166,7 +162,7 @@ def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
     said = json.loads(messages.line(CALL))
     said["probe"][field] = value
     with pytest.raises(ValueError, match=r"missing|no name"):
-        reader.from_node(json.dumps(said).encode())
+        messages.from_node(json.dumps(said).encode())
 
 
 def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
@@ -175,7 +171,7 @@ def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
         rank: Caller(host=f"host{rank}", identity=Identity(torch=f"{rank}" * 40)) for rank in range(4096)
     }
     with pytest.raises(NoPlan) as found:
-        differences.compare(place, callers)
+        gather.compare_software(place, callers)
     assert "and 4088 more" in found.value.what
     assert len(messages.line(gather._refusal(found.value))) < 4096
 
@@ -183,7 +179,7 @@ def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
 def test_codes_of_4096_nodes_fit_into_a_line() -> None:
     one, other = socket.socketpair()
     with one, other:
-        sender, receiver = Link(one, reader.from_node), Link(other, reader.from_head)
+        sender, receiver = Link(one, messages.from_node), Link(other, messages.from_head)
         sender.send(AllDone(codes=(255,) * 4096))
         assert receiver.receive() == [AllDone(codes=(255,) * 4096)]
 
@@ -232,7 +228,7 @@ class Fuzzed:
         self.listener = ports.listen(0)
         self.gathering = self.new_gathering()
         opened = stack.enter_context(probe.offering("", ""))
-        self.joining = Joining(
+        self.joining = _Joining(
             dataclasses.replace(self.place, node_rank=1), CALL.caller, opened, 60.0, self.say, str, secret
         )
         self.targets: tuple[tuple[Callable[[bytes], None], Any], ...] = (
@@ -275,7 +271,7 @@ class Fuzzed:
 
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""
-        peer, link, sign = self.pair(reader.from_node)
+        peer, link, sign = self.pair(messages.from_node)
         self.head._links.add(1, link)
         self.head.reports.clear()
         with peer:
@@ -286,7 +282,7 @@ class Fuzzed:
 
     def to_member(self, line: bytes) -> None:
         """Send a line of the head to a node in the session."""
-        peer, link, sign = self.pair(reader.from_head)
+        peer, link, sign = self.pair(messages.from_head)
         roll = MemberRoll(self.joining.place, 1, (), link=link, unread=())
         with peer:
             peer.sendall(sign(line) + b"\n")
@@ -295,7 +291,7 @@ class Fuzzed:
 
     def to_joining(self, line: bytes) -> None:
         """Send a line of the head to a node that waits for the start."""
-        peer, link, sign = self.pair(reader.from_head)
+        peer, link, sign = self.pair(messages.from_head)
         with peer:
             peer.sendall(sign(line) + b"\n")
             peer.shutdown(socket.SHUT_WR)
@@ -333,7 +329,7 @@ class Fuzzed:
 def fuzz(lines: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send mutated lines everywhere; nothing raises."""
     monkeypatch.setattr(gather, "LOOK_S", 0.0)
-    monkeypatch.setattr(join, "RETRY_S", 0.0)
+    monkeypatch.setattr(gather, "RETRY_S", 0.0)
     monkeypatch.setattr(session, "BEAT_S", 60.0)
     monkeypatch.setattr(probe, "attempt", lambda *_: ())  # it would connect to the fuzzed addresses
     chance = random.Random(seed)  # noqa: S311

@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, stranger
 
-from imgkit_entrypoints.rollcall import join
+from imgkit_entrypoints.rollcall import gather
+from imgkit_entrypoints.rollcall.link import HeadProof, NodeProof
 from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Lost, StopAsked
-from imgkit_entrypoints.rollcall.proof import HeadProof, NodeProof
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET, OTHER = os.urandom(32), os.urandom(32)
@@ -65,7 +65,7 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
         return straight(via, timeout=timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(join.socket, "create_connection", relayed)
+        patch.setattr(gather.socket, "create_connection", relayed)
         node = CallThread(replace(place, head="relay"), 1, secret=SECRET)
         rolls = [head.roll(), node.roll()]
     rolls[1].ask_stop("SIGTERM")

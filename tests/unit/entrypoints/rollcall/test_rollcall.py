@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from rollcall_nodes import CallThread, close, hear, meet
 
-from imgkit_entrypoints.rollcall import ports, reader, session
+from imgkit_entrypoints.rollcall import messages, ports, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Failed, Identity, Lost, StopAsked
 from imgkit_entrypoints.rollcall.session import Event, Roll
@@ -231,7 +231,7 @@ def test_link_beyond_descriptor_1023_closes() -> None:
     mine, other = socket.socketpair()
     try:
         number = os.dup2(mine.fileno(), 2000)
-        link = Link(socket.socket(fileno=number), reader.from_node)
+        link = Link(socket.socket(fileno=number), messages.from_node)
         other.sendall(b'{"beat": null}\n')
         link.close(linger_s=0.1)
         assert link.fileno() == -1

@@ -23,9 +23,10 @@ import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import descriptors, gather, head_roll, messages, ports, session, strangers
+from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.rollcall import gather, head_roll, messages, ports, session
+from imgkit_entrypoints.rollcall.head_roll import Strangers
 from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller, Measured
-from imgkit_entrypoints.rollcall.strangers import Strangers
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET = os.urandom(32)
@@ -49,7 +50,7 @@ PAYLOADS = (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(head_roll, "PATIENCE_S", 1.0)
 
 
 @pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
@@ -122,7 +123,7 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
         waiting.join()
         end_well(rolls)
     assert any("127.0.0.1 sent what is no roll call of imgkit; not counted" in text for text in head.said)
-    assert len(head.said) <= strangers.REPORTS + 2
+    assert len(head.said) <= head_roll.REPORTS + 2
 
 
 def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
@@ -315,7 +316,7 @@ def test_oldest_stranger_leaves_first(place: Placement) -> None:
 def test_stranger_that_says_nothing_leaves_after_its_time(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(head_roll, "PATIENCE_S", 0.2)
     head = CallThread(place, 0)
     for said in (b"", b"{"):
         with stranger(place) as one:
@@ -337,8 +338,8 @@ def test_missing_nodes_have_room_of_their_own(place: Placement) -> None:
 def test_head_without_descriptors_goes_on_and_does_not_spin(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "PAUSE_S", 0.3)
-    with contextlib.closing(waiting_room(place)) as room, descriptors.limit_kept():
+    monkeypatch.setattr(head_roll, "PAUSE_S", 0.3)
+    with contextlib.closing(waiting_room(place)) as room, supervisor.limit_kept():
         node = stranger(place)
         node.sendall(line(place))
         free = os.dup(node.fileno())  # the next descriptor would be this one
@@ -356,7 +357,7 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
 def test_failing_accept_costs_no_node_its_place(
     place: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
-    monkeypatch.setattr(strangers, "PAUSE_S", 0.1)
+    monkeypatch.setattr(head_roll, "PAUSE_S", 0.1)
     failures = [failure] * 3
     accept = socket.socket.accept
 
@@ -395,7 +396,7 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
         error = refused.value
         needs = re.fullmatch(r"the head of 4096 nodes needs (\d+) open files; its limit is 1024", error.what)
         assert needs
-        assert int(needs[1]) > 4096 + descriptors.SPARE
+        assert int(needs[1]) > 4096 + gather.SPARE
         assert error.where == "ulimit -Hn"
         typed = re.search(r"ulimit -n (\d+) ", error.hint)
         assert typed
@@ -407,19 +408,19 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
 
 
 def test_too_few_descriptors_are_refused_before_the_start() -> None:
-    with descriptors.limit_kept():
+    with supervisor.limit_kept():
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with pytest.raises(NoPlan, match=rf"needs {hard}\d* open files; its limit is {hard}|needs \d+"):
-            descriptors.make_room(hard, 256)
+            gather.make_room(hard, 256)
 
 
 def test_limit_is_raised_to_what_the_nodes_need() -> None:
-    with descriptors.limit_kept() as before:
+    with supervisor.limit_kept() as before:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        assert descriptors.make_room(hard - 600, 256) == 256
+        assert gather.make_room(hard - 600, 256) == 256
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > hard - 600
-        assert 16 <= descriptors.make_room(hard - 150, 256) < 256
+        assert 16 <= gather.make_room(hard - 150, 256) < 256
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
 
 
@@ -450,7 +451,7 @@ def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
     close(rolls)
 
 
-def waiting_room(place: Placement, most: int = strangers.MOST) -> Strangers:
+def waiting_room(place: Placement, most: int = head_roll.MOST) -> Strangers:
     """Strangers of a head that does nothing else."""
     listener = ports.listen(job_port(place.job_id))
     return Strangers(listener, run=place.job_id, secret=None, say=lambda _: None, most=most)
