@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints import __version__, facts, json_text, terminal
-from imgkit_entrypoints.doctor import clock
 from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.checks.machine import SHM
-from imgkit_entrypoints.doctor.node import SCHEMA, add_arguments, examine, passed
+from imgkit_entrypoints.doctor.node import SCHEMA, add_arguments, clock_remark, examine, passed
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
 def _with_clock(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
     """`answer` with a warning if the clock of its node is wrong."""
     known = [other.time_s for other in answers.values() if other.time_s]
-    said = clock.remark(answer.time_s, known) if answer.time_s and answer.checks else ""
+    said = clock_remark(answer.time_s, known) if answer.time_s and answer.checks else ""
     if not said:
         return answer
     wrong = Check(name="clock", verdict="warn", evidence=said, fix="start chronyd or ntpd on the node")

@@ -1,4 +1,4 @@
-"""From a command line to a launch on this node: the workers' command, the options, the plan, and the start.
+"""A launch on this node, from the command line to its start: options, the workers' command, plan.
 
 The options of a launch are the same for every command; ``IMGKIT_*`` variables stand in for flags.
 """
@@ -22,7 +22,7 @@ from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import sockets
-from imgkit_entrypoints.facts import mounts
+from imgkit_entrypoints.facts import storage
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.launch import plan, user_program
 from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Timeouts
@@ -439,7 +439,7 @@ def _secret(asked: LaunchOptions, env: Mapping[str, str], where: Placement) -> b
 
 def _shared_home(env: Mapping[str, str]) -> bool:
     own = secret.home_file(env)
-    return own is not None and mounts.shared(facts.Reader(root=facts.root_of(env)), str(own))
+    return own is not None and storage.on_network_disk(facts.Reader(root=facts.root_of(env)), str(own))
 
 
 def line(decision: fabric.Decision) -> str:

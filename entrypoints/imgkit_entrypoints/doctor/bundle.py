@@ -15,7 +15,7 @@ from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.doctor.checks import software
 from imgkit_entrypoints.doctor.saved_environment import ENVIRONMENT
 from imgkit_entrypoints.facts import NOT_FILES, Reader, health
-from imgkit_entrypoints.facts.saved_tree import Entry, Recorder, entries
+from imgkit_entrypoints.facts.reader import Entry, Recorder, entries
 from imgkit_entrypoints.facts.software import absent_files
 
 _MANIFEST = "opt/imgkit/manifest.json"

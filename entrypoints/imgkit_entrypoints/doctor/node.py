@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,21 @@ def summary(found: Sequence[Check]) -> str:
     return ", ".join(
         f"{verdicts.count(word)} {word}" for word in ("ok", "warn", "unknown", "fail") if word in verdicts
     )
+
+
+CLOCKS_APART_S = 1.0
+"""Difference from which tickets, certificates and the order of log lines suffer."""
+
+
+def clock_remark(mine_s: float, all_s: Sequence[float]) -> str:
+    """Compare this node's time with those that all nodes read at one moment; empty if it is right.
+
+    Parameters
+    ----------
+    mine_s, all_s : seconds of the epoch.
+    """
+    ahead_s = mine_s - statistics.median(all_s)
+    if abs(ahead_s) < CLOCKS_APART_S:
+        return ""
+    way = "ahead of" if ahead_s > 0 else "behind"
+    return f"its clock is {abs(ahead_s):.1f} s {way} the median of all nodes"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from imgkit_entrypoints import facts, files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.fabric import spelling
-from imgkit_entrypoints.fabric.names import KNOWN
+from imgkit_entrypoints.fabric import lint
+from imgkit_entrypoints.fabric.lint import KNOWN_NAMES
 
 ENVIRONMENT = "environment"
 """Member of a bundle with one ``NAME=VALUE`` a line."""
@@ -43,7 +43,7 @@ SLURM_STEP_ID SLURM_STEP_NODELIST SLURM_STEP_NUM_NODES SLURM_STEP_NUM_TASKS SLUR
 TORCHELASTIC_RUN_ID UCX_NET_DEVICES UCX_TLS WORLD_SIZE
 """
 """What the launch reads besides the variables of NCCL, Gloo and torch."""
-ALLOWED = frozenset((*KNOWN, *spelling.OLD, *_LAUNCH.split()))
+ALLOWED = frozenset((*KNOWN_NAMES, *lint.OLD_NAMES, *_LAUNCH.split()))
 _MOST_BYTES = 1 << 18
 
 

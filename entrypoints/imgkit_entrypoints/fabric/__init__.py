@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_entrypoints.fabric import gid, lint, ports, slingshot, sockets
-from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding
-from imgkit_entrypoints.fabric.precedence import PlanDraft, draft_for
+from imgkit_entrypoints.fabric import lint, ports, slingshot, sockets
+from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding, PlanDraft, draft_for
 from imgkit_entrypoints.facts import HostFacts, Interface, Port
 from imgkit_entrypoints.system import FabricKind, SystemFacts
 
@@ -58,7 +57,7 @@ def infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     used = ports.decide(draft)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
     draft.note(
-        gid.VARIABLE, "", f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
+        ports.GID_INDEX, "", f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
     )
     own = [item.name for item in sockets.usable(draft.facts) if item.name.startswith("ib")]
     sockets.decide(draft, prefer=own)
@@ -68,7 +67,7 @@ def infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
 def roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for RDMA over Ethernet: exact ports, and the GID index if NCCL does not find it itself."""
     used = ports.decide(draft)
-    gid.decide(draft, used)
+    ports.decide_gid(draft, used)
     sockets.decide(draft)
     return _rdma(draft, used, "RoCE")
 

@@ -1,16 +1,19 @@
-"""The RDMA ports that NCCL should use: the NCCL_IB_HCA rule, and warnings about the chosen ports."""
+"""The RDMA ports that NCCL should use (NCCL_IB_HCA), and the GID of a RoCE port (NCCL_IB_GID_INDEX).
+
+NCCL 2.21 and later find the GID themselves (net_ib/connect.cc: NCCL_IB_ADDR_FAMILY,
+NCCL_IB_ROCE_VERSION_NUM), and their guide advises against NCCL_IB_GID_INDEX. Earlier versions use index
+0, which is link-local.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.fabric import gid as gids
-from imgkit_entrypoints.fabric.fabric_plan import Decision
-from imgkit_entrypoints.fabric.precedence import PlanDraft
-from imgkit_entrypoints.facts import HostFacts, Port, RdmaDevice
+from imgkit_entrypoints.fabric.fabric_plan import Decision, PlanDraft
+from imgkit_entrypoints.facts import Gid, HostFacts, Port, RdmaDevice
 
-VARIABLE = "NCCL_IB_HCA"
+HCA = "NCCL_IB_HCA"
 _STATES = {
     "1: DOWN": "no link: check the cable, the switch, and whether the interface is up",
     "2: INIT": "no subnet manager has configured it",
@@ -85,7 +88,7 @@ def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
     """Keep the ports with an IPv4 RoCE v2 GID, if there are any."""
 
     def good(port: Port) -> bool:
-        found = gids.pick(port.gids)
+        found = pick_gid(port.gids)
         return found is not None and found.kind == "RoCE v2"
 
     if not any(good(port) for _, port in ports):
@@ -168,7 +171,7 @@ def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     """Ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
     chosen, _ = choose(draft.facts, draft.nics)
-    known = draft.given(VARIABLE)
+    known = draft.given(HCA)
     if known is None:
         return chosen
     usable = [port for _, port in pairs(draft.facts) if not _unusable(port)]
@@ -181,15 +184,15 @@ def decide(draft: PlanDraft) -> tuple[Port, ...]:
     shown = "; ".join(
         f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
     )
-    draft.set(VARIABLE, spell(chosen), f"the ACTIVE ports of the fabric: {shown}")
+    draft.set(HCA, spell(chosen), f"the ACTIVE ports of the fabric: {shown}")
     report_left(draft, left)
     used = in_use(draft)
     if not used:
         usable = ", ".join(port.name for port in chosen)
         draft.warn(
-            f"{VARIABLE}={draft.value(VARIABLE)} selects no ACTIVE port of this machine (available: "
+            f"{HCA}={draft.value(HCA)} selects no ACTIVE port of this machine (available: "
             f"{usable}): NCCL would use TCP",
-            f"{draft.unsetting(VARIABLE)}, or set {VARIABLE}={spell(chosen)}",
+            f"{draft.unsetting(HCA)}, or set {HCA}={spell(chosen)}",
         )
     _cards(draft, used)
     _rates(draft, used)
@@ -201,7 +204,7 @@ def report_left(draft: PlanDraft, left: Iterable[UnusedPort]) -> None:
     """Report the ports that are not used."""
     for item in left:
         draft.decisions.append(
-            Decision(variable=VARIABLE, value=item.port.name, reason=f"left out: {item.reason}", used=False)
+            Decision(variable=HCA, value=item.port.name, reason=f"left out: {item.reason}", used=False)
         )
 
 
@@ -217,13 +220,13 @@ def _cards(draft: PlanDraft, used: Sequence[Port]) -> None:
         cards.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
-            draft.decisions.append(Decision(variable=VARIABLE, value=port.name, reason=reason))
+            draft.decisions.append(Decision(variable=HCA, value=port.name, reason=reason))
     for card, ports in cards.items():
         if len(ports) > 1:
             names = ",".join(port.name for port in ports)
             path = _device(draft.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
-            draft.decisions.append(Decision(variable=VARIABLE, value=names, reason=reason))
+            draft.decisions.append(Decision(variable=HCA, value=names, reason=reason))
 
 
 def _rates(draft: PlanDraft, used: Sequence[Port]) -> None:
@@ -272,3 +275,89 @@ def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
     ]
     rates = [port.rate_Gbps for port in counted]
     return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
+
+
+FINDS_GID: tuple[int, ...] = (2, 21)
+"""First version of NCCL that finds the GID itself."""
+GID_INDEX = "NCCL_IB_GID_INDEX"
+GID_SEARCH = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
+"""Variables with which a user changes NCCL's search."""
+
+
+def pick_gid(gids: Sequence[Gid]) -> Gid | None:
+    """GID that NCCL's search finds; None if there is no IPv4 GID and the search stays at index 0.
+
+    The result is the first IPv4-mapped GID of type RoCE v2, else the first IPv4-mapped one. NCCL's own loop
+    looks different; a test compares both.
+    """
+    mapped = sorted((gid for gid in gids if gid.ipv4), key=lambda gid: gid.index)
+    return next((gid for gid in mapped if gid.kind == "RoCE v2"), mapped[0] if mapped else None)
+
+
+def gid_evidence(port: Port, gid: Gid) -> str:
+    """Slot of /sys with its content."""
+    return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
+
+
+def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
+    """Decide the GID index for these RoCE ports; it is set only for a version of NCCL that needs it."""
+    asked = next((name for name in GID_SEARCH if draft.given(name)), None)
+    if asked:
+        draft.note(
+            GID_INDEX,
+            "",
+            f"{asked}={draft.value(asked)} changes NCCL's search, so its result is not predicted",
+        )
+        return
+    picked = [(port, pick_gid(port.gids)) for port in ports]
+    bare = [port for port, gid in picked if gid is None]
+    for port in bare:
+        _without_ipv4_gid(draft, port)
+    found = [(port, gid) for port, gid in picked if gid is not None]
+    if not found or bare:
+        return
+    shown = "; ".join(gid_evidence(port, gid) for port, gid in found)
+    indices = {gid.index for _, gid in found}
+    text = ", ".join(f"{gid.index} on {port.name}" for port, gid in found)
+    version = draft.facts.nccl
+    named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})"
+    if version is not None and version >= FINDS_GID:
+        value = str(found[0][1].index) if len(indices) == 1 else text
+        draft.note(GID_INDEX, value, f"NCCL {named} finds {text} itself: {shown}")
+    elif version is None:
+        draft.note(
+            GID_INDEX, text, f"NCCL's version is unknown; 2.21 and later find this themselves: {shown}"
+        )
+        if draft.given(GID_INDEX) is None:
+            draft.warn(
+                f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({text})",
+                "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
+            )
+    elif len(indices) == 1:
+        reason = f"NCCL {named} uses index 0 by default (2.21 and later search): {shown}"
+        draft.set(GID_INDEX, str(indices.pop()), reason)
+    else:
+        _differing_gids(draft, found[0][0], text, shown)
+
+
+def _without_ipv4_gid(draft: PlanDraft, port: Port) -> None:
+    slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
+    netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
+    reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
+    draft.note(GID_INDEX, "", reason)
+    if draft.given(GID_INDEX) is None:
+        draft.block(
+            f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots})",
+            f"give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
+            "NCCL_IB_DISABLE=1",
+        )
+
+
+def _differing_gids(draft: PlanDraft, first: Port, text: str, shown: str) -> None:
+    version = draft.facts.nccl_version
+    draft.note(GID_INDEX, text, f"the NICs need different indices, so none is set: {shown}")
+    if draft.given(GID_INDEX) is None:
+        draft.block(
+            f"NCCL {version} has one {GID_INDEX} for all NICs, but they need different ones ({text})",
+            f"use an image with NCCL 2.21 or later, or one NIC: NCCL_IB_HCA=={first.name}",
+        )

@@ -6,7 +6,7 @@ documentation follows (Sigma2, "PyTorch multi-node", May 2026). CSCS and Isambar
 
 from __future__ import annotations
 
-from imgkit_entrypoints.fabric.precedence import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import HostFacts
 
 NIC_Gbps = 200.0

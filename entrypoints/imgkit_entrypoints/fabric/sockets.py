@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 
-from imgkit_entrypoints.fabric.precedence import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import HostFacts, Interface
 
 NCCL = "NCCL_SOCKET_IFNAME"

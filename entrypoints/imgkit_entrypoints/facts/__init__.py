@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imgkit_entrypoints import files, system
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts import compute, mounts, network, rdma, saved_tree, software
+from imgkit_entrypoints.facts import compute, network, software
 from imgkit_entrypoints.facts.host_facts import (
     CxiDevice,
     Gid,
@@ -26,7 +26,7 @@ from imgkit_entrypoints.facts.host_facts import (
     Route,
     Setting,
 )
-from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, root_of
+from imgkit_entrypoints.facts.reader import NOT_FILES, Entry, Reader, Recorder, entries, root_of
 
 __all__ = [
     "NOT_FILES",
@@ -43,9 +43,7 @@ __all__ = [
     "Route",
     "Setting",
     "gather",
-    "mounts",
     "root_of",
-    "saved_tree",
     "snapshot",
     "system_facts",
 ]
@@ -63,12 +61,12 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     return _gather(Reader(root=root_of(env) if root is None else root), env)
 
 
-def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[saved_tree.Entry, ...]:
-    """Return everything that `gather` reads here, as a tree of files; `saved_tree.write` writes it out.
+def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[Entry, ...]:
+    """Return everything that `gather` reads here, as a tree of files; `reader.write` writes it out.
 
     The tree holds nothing else: no environment, and no file that `gather` does not read.
     """
-    recorder = saved_tree.Recorder(root=root_of(env) if root is None else root)
+    recorder = Recorder(root=root_of(env) if root is None else root)
     found = _gather(recorder, env)
     devices = {device.verbs: device.verbs_opens for device in found.rdma if device.verbs}
     devices.update({f"/dev/{device.name}": device.opens for device in found.cxi})
@@ -84,7 +82,7 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
         "shm_bytes": found.shm_bytes,
         "closed": sorted(path for path, opens in devices.items() if not opens),
     }
-    return saved_tree.entries(recorder, not_files)
+    return entries(recorder, not_files)
 
 
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
@@ -115,9 +113,9 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         processes_source=processes_source,
         shm_bytes=compute.shm_bytes(reader, known),
         ephemeral_ports=compute.ephemeral_ports(reader),
-        rdma=rdma.devices(reader),
-        rdma_cm=rdma.opens(reader, "/dev/infiniband/rdma_cm"),
-        cxi=rdma.cxi_devices(reader),
+        rdma=network.rdma_devices(reader),
+        rdma_cm=network.opens(reader, "/dev/infiniband/rdma_cm"),
+        cxi=network.cxi_devices(reader),
         interfaces=network.interfaces(reader),
         routes=network.routes(reader),
         peermem=software.peermem(reader),

@@ -57,12 +57,12 @@ class MpiLauncher:
     """One MPI launcher: the variables of its ranks, and the argv of its start line."""
 
     NAME: str
-    """In capitals like the constant of a module: both are a `Scheduler` (resolve.py)."""
+    """The name is in capitals, like the constant of a module: both are a `Scheduler` (resolve.py)."""
     fields: RankVariables
     shown_by: tuple[str, ...]
-    """Variables each of which shows that this launcher started the process."""
+    """Variables; each shows that this launcher started the process."""
     shown_with: tuple[str, ...] = ()
-    """Variables of which one must be set as well for `shown_by` to count."""
+    """Variables: at least one must be set as well for `shown_by` to count."""
     forward: tuple[str, ...]
     """Variables that the start line passes on where they are set."""
     program: str

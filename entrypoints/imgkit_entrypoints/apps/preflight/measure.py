@@ -19,8 +19,7 @@ from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import compute, matrix, measurement, options, setup
 from imgkit_entrypoints.apps.bench.measurement import PROBE_BYTES
-from imgkit_entrypoints.doctor import clock
-from imgkit_entrypoints.doctor.node import examine
+from imgkit_entrypoints.doctor.node import clock_remark, examine
 from imgkit_entrypoints.facts import storage
 from imgkit_entrypoints.rollcall.messages import Measure, Measured
 from imgkit_entrypoints.run.ranks import Ranks
@@ -110,7 +109,7 @@ def _all(order: Measure) -> Measured:
         found = whole.measurer.measure(op, EXCHANGED_BYTES[here.device.type])
         measurement.meet(here)
         now_s = time.time()
-        note = clock.remark(now_s, here.gather(now_s, float))
+        note = clock_remark(now_s, here.gather(now_s, float))
     once_s = statistics.median(found.batches) / found.counts.launches
     rate = op.busbw_GBps(found.size_bytes, once_s, here.world_size)
     wrong = (f"{found.wrong} wrong elements in all_reduce",) if found.wrong else ()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
-from imgkit_entrypoints.fabric import gid, ports, sockets
+from imgkit_entrypoints.fabric import ports, sockets
 from imgkit_entrypoints.facts import Port, RdmaDevice
 
 _OWN_CHECKS = {
@@ -58,7 +58,7 @@ def rdma_ports(subject: Subject) -> Iterator[Check]:
     dead = _dead_siblings(subject, used)
     asked = subject.system is not None and subject.system.fabric.kind in ("infiniband", "roce")
     for item in subject.plan.decisions:
-        port = known.get(item.value) if item.variable == ports.VARIABLE and not item.used else None
+        port = known.get(item.value) if item.variable == ports.HCA and not item.used else None
         down = port is not None and port.state.startswith("1:")
         if port is None or port.active or (used and down and port.name not in dead):
             continue  # a port with another purpose, or without a cable
@@ -125,7 +125,7 @@ def _libibverbs(subject: Subject, devices: list[RdmaDevice]) -> Check:
 
 def roce_gid(subject: Subject) -> Iterator[Check]:
     """The GID of RoCE is known; a port without an IPv4 GID is one of the network's blockers."""
-    reasons = [item.reason for item in subject.plan.decisions if item.variable == gid.VARIABLE]
+    reasons = [item.reason for item in subject.plan.decisions if item.variable == ports.GID_INDEX]
     if subject.plan.kind == "roce" and reasons and not subject.plan.blockers:
         yield Check(name="gid", verdict="ok", evidence="; ".join(reasons))
 

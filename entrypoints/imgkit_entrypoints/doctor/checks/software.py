@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
-from imgkit_entrypoints.fabric import spelling
+from imgkit_entrypoints.fabric import lint
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.schedulers.resolve import claims, unseen
@@ -103,9 +103,9 @@ def variables(subject: Subject) -> Iterator[Check]:
     known = {**(subject.system.env if subject.system else {}), **settings, **subject.env}
     for text, fix in absent_files(subject.reader, known):
         yield Check(name="variables", verdict="warn", evidence=text, fix=fix)
-    for name in spelling.unknown(known):
+    for name in lint._unknown(known):
         # A name that is like a known one is among the network's warnings; torch's prefix is anybody's.
-        if not name.startswith("TORCH_") and not spelling.meant(name):
+        if not name.startswith("TORCH_") and not lint.meant(name):
             yield Check(
                 name="variables",
                 verdict="unknown",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.fabric import gid
+from imgkit_entrypoints.fabric import ports
 from imgkit_entrypoints.facts import Gid
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -31,7 +31,7 @@ def rule(table: Sequence[Slot]) -> int:
         for index, (address, kind) in enumerate(table)
         if address != "::"
     ]
-    found = gid.pick(gids)
+    found = ports.pick_gid(gids)
     return found.index if found else 0
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.facts.reader import write as write_tree
 
 Planted = Callable[[str], Path]
 
@@ -326,7 +327,7 @@ def test_addresses_agree_with_the_kernel():
 
 
 def replay(root: Path, target: Path, env: dict[str, str]) -> tuple[facts.HostFacts, facts.HostFacts]:
-    facts.saved_tree.write(facts.snapshot(root, env), target)
+    write_tree(facts.snapshot(root, env), target)
     return facts.gather(root, env), facts.gather(target, env)
 
 
@@ -342,7 +343,7 @@ def test_snapshot_replays_this_machine(tmp_path: Path):
 
 def test_snapshot_of_a_snapshot_is_equal(planted: Planted, tmp_path: Path):
     first = facts.snapshot(planted("vf"), {})
-    facts.saved_tree.write(first, tmp_path / "saved")
+    write_tree(first, tmp_path / "saved")
     assert facts.snapshot(tmp_path / "saved", {}) == first
 
 
@@ -407,5 +408,5 @@ def test_closed_gpus_of_a_saved_tree_do_not_count(tmp_path: Path):
     host = facts.gather(root=tmp_path, env={})
     assert (host.gpus, "2 of them closed" in host.gpus_source) == (2, True)
     assert facts.gather(root=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,1"}).gpus == 2
-    facts.saved_tree.write(facts.snapshot(tmp_path, {}), tmp_path / "again")
+    write_tree(facts.snapshot(tmp_path, {}), tmp_path / "again")
     assert facts.gather(root=tmp_path / "again", env={}).gpus == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts import Reader, mounts
+from imgkit_entrypoints.facts import Reader, storage
 from imgkit_entrypoints.rollcall import secret
 
 VALUE = bytes(range(32))
@@ -182,8 +182,8 @@ def test_network_disk_is_known_by_its_file_system(tmp_path: Path, path: str, kin
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text(MOUNTS)
     reader = Reader(root=tmp_path)
-    assert (mounts.kind(reader, path), mounts.shared(reader, path)) == (kind, shared)
+    assert (storage._file_system(reader, path), storage.on_network_disk(reader, path)) == (kind, shared)
 
 
 def test_unknown_mounts_are_not_shared(tmp_path: Path) -> None:
-    assert not mounts.shared(Reader(root=tmp_path), "/home/me")
+    assert not storage.on_network_disk(Reader(root=tmp_path), "/home/me")
