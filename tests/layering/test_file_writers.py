@@ -36,8 +36,8 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/engine/image_source.py": PRIVATE,
     "builder/imgkit_builder/engine/building.py": "a pipe; the log, in a folder that mkdir has just made",
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
-    "entrypoints/imgkit_entrypoints/facts/saved_tree.py": "tests write trees by it",
-    "entrypoints/imgkit_entrypoints/facts/rdma.py": "opens a device, and makes nothing",
+    "entrypoints/imgkit_entrypoints/facts/reader.py": "tests write trees by it",
+    "entrypoints/imgkit_entrypoints/facts/network.py": "opens a device, and makes nothing",
     "entrypoints/imgkit_entrypoints/run/disk.py": "O_EXCL, in a folder of mkdir",
 }
 """Module -> why it may write without `files`."""
