@@ -20,8 +20,10 @@ VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secre
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
-        "cli": "remote project examine signing job delta apptainer lock sif engine archive image recipe "
-        "oci base values entrypoints/values",
+        "cli": "workflow remote project examine signing job delta apptainer lock sif engine archive "
+        "image recipe oci base values entrypoints/values",
+        "workflow": "remote project job delta apptainer sif archive engine image recipe oci base values "
+        "entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",

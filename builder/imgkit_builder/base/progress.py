@@ -22,7 +22,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Reports nothing; the default of library functions."""
+    """Reports nothing."""
 
     def stage(self, text: str) -> None:
         """Ignore."""
@@ -35,3 +35,7 @@ class Silent:
 
     def note(self, text: str) -> None:
         """Ignore."""
+
+
+SILENT = Silent()
+"""The default of functions that report progress."""

@@ -25,7 +25,6 @@ VERBS: dict[str, str] = {
     "test": "images",
     "shell": "images",
     "push": "images",
-    "pull": "images",
     "save": "archives",
     "sif": "sif",
     "delta": "delta",
@@ -71,7 +70,7 @@ BUNDLE_VERBS = (
     "cancel",
     "doctor",
 )
-"""Verbs of the one-file tool: those that need pure Python only."""
+"""Verbs of the single-file executable: those that need pure Python only."""
 
 
 def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
@@ -147,6 +146,11 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
     if code == Interrupted.exit_code:
         _end(Interrupted(_NOTHING_LEFT), as_json=as_json)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def main_bundled() -> None:
+    """Run the command line of the single-file executable."""
+    main(BUNDLE_VERBS)
 
 
 def _needed(words: Sequence[str], verbs: Sequence[str]) -> Sequence[str]:

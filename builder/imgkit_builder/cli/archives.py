@@ -17,12 +17,10 @@ from imgkit_builder.cli.common import (
     VERBOSE,
     complete_names,
     gigabytes,
-    image_name,
-    module_line,
     show,
-    stem,
 )
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.workflow.names import image_name, module_line, stem
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:

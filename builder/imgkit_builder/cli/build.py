@@ -2,13 +2,117 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
 import typer
 
-from imgkit_builder.cli.build_options import BuildCommand, BuildOptions, refuse_others
-from imgkit_builder.cli.common import complete_names
+from imgkit_builder.cli.common import (
+    MB,
+    complete_names,
+    next_line,
+    show_text,
+    stage_lines,
+    stage_seconds,
+    terminable,
+    with_leave,
+)
+from imgkit_builder.cli.job_flags import OptionsCommand
+from imgkit_builder.cli.progress import reporter
+from imgkit_builder.job.flags import flag, given
+from imgkit_builder.workflow import build
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.terminal import shown
+
+if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.workflow.build import BuildRequest, BuiltImage, ImagePlan, SifBuildRequest
+
+SCHEMA = 1
+Answer = tuple[str, dict[str, Any]]
+"""The result for people, and for ``--json``."""
+_BuildKind = TypeVar("_BuildKind", "BuildRequest", "SifBuildRequest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """The options of ``imgkit build``; None takes the recipe's value."""
+
+    tag: str | None = flag(None, help="Name of the image (default: RECIPE:latest).")
+    base: str | None = flag(None, metavar="REF", help="Base image instead of the recipe's.")
+    program: Literal["docker", "apptainer"] = flag(
+        "docker",
+        "--with",
+        help="docker: an engine makes an image. apptainer: Apptainer or Singularity makes a .sif; needs no "
+        "Docker and no root.",
+    )
+    output: Path | None = flag(
+        None,
+        "--output",
+        "-o",
+        metavar="X.sif",
+        help="Without Docker: file to write (default: RECIPE.sif here).",
+    )
+    base_from: str | None = flag(
+        None,
+        metavar="PATH|registry",
+        help="Without Docker: an archive, an OCI folder or a .sif of the base (default: its registry).",
+    )
+    tmpdir: Path | None = flag(
+        None,
+        metavar="DIR",
+        help="Without Docker: folder for temporary files, best on a large local disk (default: "
+        "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else beside the .sif).",
+    )
+    runtime: str | None = flag(
+        None,
+        metavar="CMD",
+        help="Without Docker: command name or path of the runtime (default: singularity, else apptainer).",
+    )
+    platform: str | None = flag(None, help="linux/amd64 or linux/arm64, if the recipe allows both.")
+    locked: bool = flag(
+        False, "--locked", help="Build from the recipe's lock; fail if there is none, or if it is stale."
+    )
+    no_lock: bool = flag(False, "--no-lock", help="Build without the recipe's lock.")
+    no_cache: bool = flag(False, "--no-cache", help="Run every step again.")
+    pull: bool = flag(False, "--pull", help="Pull the base even if it is local.")
+    no_test: bool = flag(False, "--no-test", help="Skip the smoke test.")
+    large: bool = flag(False, "--large", help="Pack more than 1 GB of code without a question.")
+    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
+        "auto",
+        help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
+        "auto: podman for Podman, else classic.",
+    )
+    dry_run: bool = flag(False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker.")
+    as_json: bool = flag(
+        False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
+    )
+    verbose: bool = flag(False, "--verbose", "-v", help="Show all output.")
+
+
+class BuildCommand(OptionsCommand):
+    """The verb ``build``, with `BuildOptions` in ``Context.obj``."""
+
+    def owners(self, *, quiet: bool) -> list[type[Any]]:
+        """One dataclass."""
+        return [BuildOptions]
+
+    def made(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
+        """The options."""
+        return BuildOptions(**values[BuildOptions])
+
 
 COMMAND_CLASSES = {"build": BuildCommand}
 """The verb whose options are a value."""
+
+NOT_WITH = {
+    "docker": ("--output", "--base-from", "--tmpdir", "--runtime"),
+    "apptainer": ("--tag", "--builder"),
+}
+"""Options that only the other program has."""
 
 
 def verb_build(
@@ -36,12 +140,161 @@ def verb_build(
       imgkit build mn5 --with apptainer --base-from pytorch.tar
     """
     options: BuildOptions = flags.obj
-    refuse_others(options)
-    if options.program == "docker":
-        from imgkit_builder.cli import build_image
+    _refuse_others(options)
+    run = _image if options.program == "docker" else _sif
 
-        build_image.run(recipe, options)
-    else:
-        from imgkit_builder.cli import build_sif
+    def attempt(large: bool) -> Answer:
+        with terminable(), reporter(as_json=options.as_json, verbose=options.verbose) as report:
+            return run(recipe, dataclasses.replace(options, large=large), report)
 
-        build_sif.run(recipe, options)
+    text, data = with_leave(attempt, large=options.large, may_ask=not options.as_json)
+    show_text(data, text, as_json=options.as_json)
+
+
+def _refuse_others(options: BuildOptions) -> None:
+    """Raise UsageError for an option that only the other program has."""
+    for name in given(options):
+        if name in NOT_WITH[options.program]:
+            other = next(one for one, names in NOT_WITH.items() if name not in names)
+            raise UsageError(
+                f"{name} cannot be used --with {options.program}",
+                where=name,
+                hint=f"leave it out, or build --with {other}",
+            )
+
+
+def _request(kind: type[_BuildKind], options: BuildOptions) -> _BuildKind:
+    return kind(**{one.name: getattr(options, one.name) for one in dataclasses.fields(kind)})
+
+
+def _image(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
+    from imgkit_builder.recipe import targets
+
+    if targets.is_bundled():
+        raise UsageError(
+            "the single-file imgkit does not build with Docker",
+            where="--with docker",
+            hint=f"build --with apptainer, or where imgkit is installed: imgkit build {recipe}",
+        )
+    request = _request(build.BuildRequest, options)
+    if options.dry_run:
+        return _image_plan(build.plan(recipe, request, report=report))
+    built = build.build(recipe, request, report=report)
+    # The next command takes the same argument, unless --tag gave the image another name.
+    return _built_image(built, again=options.tag or recipe)
+
+
+def _image_plan(plan: ImagePlan) -> Answer:
+    rows = {
+        "recipe": f"{plan.recipe} ({plan.file})",
+        "base": plan.base,
+        "platform": plan.platform,
+        "tag": plan.tag,
+        "context": f"{plan.context_bytes} bytes",
+    }
+    data = {
+        "schema": SCHEMA,
+        "dry_run": True,
+        "recipe": plan.recipe,
+        "base": plan.base,
+        "platform": plan.platform,
+        "tag": plan.tag,
+        "context_bytes": plan.context_bytes,
+        "dockerfile": plan.dockerfile,
+    }
+    return _commented(rows) + plan.dockerfile.rstrip("\n"), data
+
+
+def _commented(rows: dict[str, str]) -> str:
+    return "".join(f"# {key:9} {shown(value)}\n" for key, value in rows.items())
+
+
+def _built_image(built: BuiltImage, *, again: str) -> Answer:
+    from imgkit_builder.base import checks
+
+    lines = [
+        f"{built.tag}  {built.id}  {built.size_bytes / 1e6:.1f} MB  {built.platform}",
+        f"next: imgkit sif {again}     (for a cluster: imgkit save {again})",
+    ]
+    if built.standin:
+        lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")
+    data = {
+        "schema": SCHEMA,
+        "id": built.id,
+        "tag": built.tag,
+        "up_to_date": built.up_to_date,
+        "platform": built.platform,
+        "size_bytes": built.size_bytes,
+        "standin": built.standin,
+        "base": dataclasses.asdict(built.base),
+        "locked": built.locked,
+        "log": str(built.log),
+        "labels": dict(built.labels),
+        "checks": checks.to_dict(built.checks)["checks"],
+    }
+    return "\n".join(map(shown, lines)), data
+
+
+def _sif(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
+    request = _request(build.SifBuildRequest, options)
+    if options.dry_run:
+        return _sif_plan(*build.plan_sif(recipe, request, report=report))
+    built = build.build_sif(recipe, request, report=report)
+    return _built_sif(built, options.output or Path(built.path.name))
+
+
+def _sif_plan(request: SifRequest, planned: BuildPlan) -> Answer:
+    base = planned.base
+    rows = {
+        "recipe": f"{request.recipe.name} ({request.recipe.file})",
+        "base": f"{base.name}, from {request.base_from or 'its registry'}",
+        "platform": base.platform,
+        "target": str(request.target),
+        "context": f"{planned.context.size_bytes} bytes",
+        "run": planned.command,
+    }
+    data = {
+        "schema": SCHEMA,
+        "dry_run": True,
+        "recipe": request.recipe.name,
+        "base": base.name,
+        "platform": base.platform,
+        "sif": str(request.target),
+        "context_bytes": planned.context.size_bytes,
+        "commands": [planned.command],
+        "definition": planned.definition,
+    }
+    return _commented(rows) + planned.definition.rstrip("\n"), data
+
+
+def _built_sif(built: BuiltSif, target: Path) -> Answer:
+    from imgkit_builder.base import checks
+
+    record, base = built.record, built.base
+    following = next_line(target, "dist-train")
+    data = {
+        "schema": SCHEMA,
+        "sif": str(built.path),
+        "id": record.image_id,
+        "platform": base.platform,
+        "size_bytes": built.size_bytes,
+        "standin": base.standin,
+        "base": {"name": base.name, "id": base.id, "digest": base.digest},
+        "up_to_date": built.up_to_date,
+        "record": dataclasses.asdict(record),
+        "labels": dict(built.labels),
+        "checks": checks.to_dict(built.checks)["checks"],
+        "seconds": stage_seconds(built.stages),
+        "log": str(built.log) if built.log else None,
+        "next": following,
+    }
+    about = f"{built.size_bytes / MB:.1f} MB  {built.arch}  {record.compression}, {record.runtime}"
+    lines = [
+        *stage_lines(built.stages),
+        f"{target}  {about}{'  up to date' if built.up_to_date else ''}",
+        f"image  {record.image_id}",
+        f"root   sha256:{record.root_sha256}",
+        *([f"a STAND-IN: {base.name} has no NVIDIA software; for tests only"] if base.standin else []),
+        f"next:  {following}",
+    ]
+    return "\n".join(map(shown, lines)), data

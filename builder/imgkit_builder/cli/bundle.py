@@ -1,14 +1,18 @@
-"""``imgkit bundle``: the one-file tool for clusters without internet."""
+"""``imgkit bundle``: the single-file executable (zipapp) for clusters without internet."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from imgkit_builder.cli.common import JSON, show
 from imgkit_builder.cli.progress import reporter
+
+if TYPE_CHECKING:
+    from imgkit_builder.workflow.zipapp import Bundle
 
 SCHEMA = 1
 
@@ -19,11 +23,11 @@ def verb_bundle(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Write a one-file imgkit for a cluster without internet.
+    """Write imgkit as a single-file executable (zipapp) for a cluster without internet.
 
     It builds, shows, converts, verifies and tests images, and it submits and follows
     jobs, on any architecture. It needs Python 3.10 or newer and no installation.
-    Copy it beside the archive.
+    Copy it next to the archive.
 
     \b
     Examples:
@@ -32,11 +36,9 @@ def verb_bundle(
       python3 imgkit.pyz sif mn5.tar                        # on the cluster
       python3 imgkit.pyz submit mn5.sif ... -- dist-bench   # there too
     """
-    from imgkit_builder.cli import zipapp
-
     with reporter(as_json=as_json) as report:
         report.stage(f"bundle {output}")
-        made = zipapp.bundle(output.absolute())
+        made = write(output.absolute())
     data = {"schema": SCHEMA, **dataclasses.asdict(made), "path": str(output)}
     lines = (
         f"{output}  {made.size_bytes / 1e6:.2f} MB  sha256 {made.sha256}",
@@ -44,3 +46,11 @@ def verb_bundle(
         f"next: rsync -P {output} USER@CLUSTER:  and there: python3 {output.name} doctor --for sif",
     )
     show(data, *lines, as_json=as_json)
+
+
+def write(target: Path) -> Bundle:
+    """Write the executable to `target`; one start must load all verbs, and one typer and rich."""
+    from imgkit_builder.cli.app import BUNDLE_VERBS, main_bundled
+    from imgkit_builder.workflow import zipapp
+
+    return zipapp.bundle(target, main_bundled, (["--version"], [BUNDLE_VERBS[0], "--help"]))

@@ -1,28 +1,27 @@
-"""Options and names that several verb groups share."""
+"""Options, questions and output that several verb groups share."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from imgkit_builder.workflow.names import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
-    from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.image.members import Packed
     from imgkit_builder.recipe.problems import Problem
-    from imgkit_entrypoints.errors import ImgkitError
-    from imgkit_entrypoints.system import SystemFacts
+    from imgkit_builder.sif.conversion import Stage
 
 Result = TypeVar("Result")
-
-ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
-RECIPE_SUFFIXES = (".yaml", ".yml")
 
 JSON: bool = typer.Option(
     False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
@@ -37,6 +36,15 @@ UNPACK_LIMIT: float | None = typer.Option(
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
+RUNTIME: str | None = typer.Option(
+    None, metavar="COMMAND", help="Runtime to use (default: singularity, else apptainer)."
+)
+TMPDIR: Path | None = typer.Option(
+    None, metavar="DIR", help="Folder for temporary files (default: as for imgkit sif)."
+)
+NO_TEST: bool = typer.Option(False, "--no-test", help="Do not run anything in the result.")
+RUNTIME_VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output of the runtime.")
+MB = 1e6
 
 
 def gigabytes(value: float | None) -> int | None:
@@ -82,22 +90,6 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
         return run(True)
 
 
-def tell_left_out(code: Packed, report: Reporter) -> None:
-    """Name the files of the recipe's code that stay out of the image."""
-    if code.secret:
-        report.note(
-            f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
-            'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
-        )
-    names = code.left_out
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        report.note(
-            f"not in the image: {', '.join(names[:5])}{more} (git, Docker or imgkit ignores "
-            'it); to bring one back: ignore: ["!NAME"]'
-        )
-
-
 def error_data(error: ImgkitError) -> dict[str, Any]:
     """The JSON form of `error`: ``{"schema": 1, "error": {"what", "where", "hint", "exit_code"}}``.
 
@@ -114,11 +106,6 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
     if isinstance(error, RecipeErrors):
         data["problems"] = [problem_data(problem) for problem in error.problems]
     return {"schema": 1, "error": data}
-
-
-def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
-    """The lines of `problems` as warnings, each with its source."""
-    return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
 
 
 def problem_data(problem: Problem) -> dict[str, Any]:
@@ -144,43 +131,6 @@ def complete_names(incomplete: str) -> list[str]:
     return [*names, *folders, *(str(path) for path in found if path.name.endswith(suffixes))]
 
 
-def image_name(target: str) -> str:
-    """The image called `target`; a recipe's file stands for the image that imgkit build makes of it."""
-    if not target.endswith(RECIPE_SUFFIXES):
-        return target
-    from imgkit_builder.engine import default_tag
-    from imgkit_builder.recipe import targets
-
-    return default_tag(targets.find(target))
-
-
-def stem(image: str) -> str:
-    """``mn5`` of ``dir/mn5.tar.gz``, ``mn5.yaml``, ``mn5:latest``; ``mine-1`` of ``host:5000/grp/mine:1``."""
-    last = image.rstrip("/").rpartition("/")[2]
-    for suffix in (*ARCHIVE_SUFFIXES, *RECIPE_SUFFIXES):
-        if last.endswith(suffix):
-            return last.removesuffix(suffix)
-    name, _, version = last.partition("@")[0].partition(":")
-    return name if version in ("", "latest") else f"{name}-{version}"
-
-
-def system_of(image: str) -> SystemFacts | None:
-    """The system of the recipe `image`, or of the shipped recipe with the image's name."""
-    from imgkit_builder.recipe import targets
-
-    if image.endswith(RECIPE_SUFFIXES):
-        return targets.find(image).system
-    name = image.rpartition("/")[2].partition(":")[0]
-    return targets.find(name).system if name in targets.names() else None
-
-
-def module_line(system: SystemFacts | None) -> str | None:
-    """``module load ...`` of the system's runtime; None if it needs no module."""
-    from imgkit_builder.recipe import targets
-
-    return (targets.module_line(system) or None) if system else None
-
-
 def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
     """Yield each row of `table` as a line; every row has as many cells.
 
@@ -194,3 +144,49 @@ def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Itera
         widths[1:] = (min(width, most) for width in widths[1:])
     for row in rows:
         yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM, which a scheduler sends at the time limit, clean up like Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
+    """The command that runs `command` in `sif` with the options of the system that its image is for.
+
+    An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
+    """
+    from imgkit_builder.job import baked
+
+    layer = ("--overlay", overlay) if overlay else ()
+    try:
+        runtime = baked.target(sif).system.runtime
+    except (ImgkitError, OSError):
+        return shlex.join(("singularity", "shell", *layer, str(sif)))
+    on_singularity = runtime.kind == "singularity"
+    program, options = (runtime.command, runtime.options) if on_singularity else ("singularity", ())
+    mounts = (part for bind in runtime.binds for part in ("--bind", bind))
+    return shlex.join((program, "exec", *options, *mounts, *layer, str(sif), command))
+
+
+def stage_seconds(stages: tuple[Stage, ...]) -> dict[str, float]:
+    """Seconds per stage, for scripts."""
+    return {stage.name: round(stage.seconds, 2) for stage in stages}
+
+
+def stage_lines(stages: tuple[Stage, ...]) -> list[str]:
+    """Seconds per stage and their sum, for people; empty if there were no stages."""
+    if not stages:
+        return []
+    total = sum(stage.seconds for stage in stages)
+    lines = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
+    return [*lines, f"{total:7.1f} s  in all"]

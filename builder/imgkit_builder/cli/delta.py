@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, complete_names, module_line, show, stem, system_of
-from imgkit_builder.cli.conversion import (
+from imgkit_builder.cli.common import (
+    JSON,
     MB,
     RUNTIME,
+    RUNTIME_VERBOSE,
     TMPDIR,
-    VERBOSE,
-    engine_image,
-    helper,
+    complete_names,
     next_line,
+    show,
     stage_lines,
     stage_seconds,
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
+from imgkit_builder.workflow.convert import engine_image, helper
+from imgkit_builder.workflow.names import module_line, stem, system_of
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.make import Made
@@ -45,7 +47,7 @@ def verb_delta(
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    verbose: bool = RUNTIME_VERBOSE,
 ) -> None:
     """Write the changes of an image over an older .sif: kilobytes instead of gigabytes.
 
@@ -91,7 +93,7 @@ def verb_apply(
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    verbose: bool = RUNTIME_VERBOSE,
 ) -> None:
     """Put a delta into a copy of its .sif: one file, which needs no --overlay.
 
@@ -134,7 +136,7 @@ def verb_flatten(
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    verbose: bool = RUNTIME_VERBOSE,
 ) -> None:
     """Merge a .sif and its deltas into one root file system, as a conversion makes it.
 

@@ -11,16 +11,16 @@ import typer
 
 from imgkit_builder.cli.common import (
     JSON,
-    RECIPE_SUFFIXES,
     UNPACK_LIMIT,
     VERBOSE,
     columns,
     complete_names,
     show,
+    terminable,
 )
-from imgkit_builder.cli.conversion import terminable
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.sbom import image_of
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import complete_names, show
-from imgkit_builder.cli.conversion import helper, terminable
+from imgkit_builder.cli.common import complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import (
@@ -25,6 +24,7 @@ from imgkit_builder.cli.project import (
 )
 from imgkit_builder.cli.remote import connected, follow
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
+from imgkit_builder.workflow.convert import helper
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 

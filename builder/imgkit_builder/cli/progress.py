@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 
 
-def reporter(*, as_json: bool = False, verbose: bool = False, waits: bool = True) -> _ContextReporter:
-    """Choose the reporter for stderr and the flags; use it as a context manager.
-
-    Without `waits` there is nothing to wait for, and the live display, which loads slowly, is not needed.
-    """
+def reporter(*, as_json: bool = False, verbose: bool = False) -> _ContextReporter:
+    """Choose the reporter for stderr and the flags; use it as a context manager."""
     if as_json:
         return JsonReporter()
-    if waits and sys.stderr.isatty() and not verbose:
+    if sys.stderr.isatty() and not verbose:
         return LiveReporter()
     return PlainReporter(verbose=verbose)
 
@@ -97,59 +94,63 @@ class JsonReporter(_ContextReporter):
 
 
 class LiveReporter(_ContextReporter):
-    """A bar or spinner per stage, by rich."""
+    """A bar or spinner per stage, by rich, which loads slowly: not before the first stage."""
 
-    _progress: Progress
-
-    def __enter__(self) -> LiveReporter:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=False)
-        self._task: TaskID | None = None
-        self._progress.start()
-        return self
+    _progress: Progress | None = None
+    _task: TaskID | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish()
-        self._progress.stop()
+        if self._progress is not None:
+            self._finish(self._progress)
+            self._progress.stop()
 
     def stage(self, text: str) -> None:
-        self._finish()
+        if self._progress is None:
+            self._progress = _display()
+            self._progress.start()
+        self._finish(self._progress)
         self._task = self._progress.add_task(terminal.shown(text), total=None)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        if self._task is not None:
+        if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done_bytes, total=total_bytes)
 
     def line(self, text: str) -> None:
         """Ignore: the log has it, and ``-v`` shows it."""
 
     def note(self, text: str) -> None:
-        self._progress.console.print(terminal.shown(text), markup=False, highlight=False)
+        if self._progress is None:
+            terminal.err(f"imgkit: {text}")
+        else:
+            self._progress.console.print(terminal.shown(text), markup=False, highlight=False)
 
-    def _finish(self) -> None:
+    def _finish(self, progress: Progress) -> None:
         if self._task is not None:
-            task = self._progress.tasks[self._progress.task_ids.index(self._task)]
+            task = progress.tasks[progress.task_ids.index(self._task)]
             # A stage without a known size ends with a full bar, not with a frozen spinner.
-            self._progress.update(
-                self._task, total=task.total or max(task.completed, 1), completed=task.total or 1
-            )
+            progress.update(self._task, total=task.total or max(task.completed, 1), completed=task.total or 1)
+
+
+def _display() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=False)

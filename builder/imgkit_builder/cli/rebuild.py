@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import JSON, show
-from imgkit_builder.cli.conversion import TMPDIR, VERBOSE, engine_image, helper, terminable
+from imgkit_builder.cli.common import JSON, RUNTIME_VERBOSE, TMPDIR, show, terminable
 from imgkit_builder.cli.progress import reporter
+from imgkit_builder.workflow.build import BuildRequest, build_loaded
+from imgkit_builder.workflow.convert import engine_image, helper
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def verb_rebuild(
     ),
     tmpdir: Path | None = TMPDIR,
     as_json: bool = JSON,
-    verbose: bool = VERBOSE,
+    verbose: bool = RUNTIME_VERBOSE,
 ) -> None:
     """Build a .sif again from the lock inside it, and compare the two files.
 
@@ -118,15 +119,13 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
 
 
 def _rebuilt(sif: Path, recipe: Recipe, record: ImgkitRecord, made: Path, report: Reporter) -> RebuiltSif:
-    from imgkit_builder.cli import build_image
-    from imgkit_builder.cli.build_options import BuildOptions
     from imgkit_builder.examine import rebuilt
     from imgkit_builder.sif import convert
     from imgkit_builder.sif.conversion import Options
 
     assert recipe.lock is not None  # noqa: S101 - for the type checker: `attached` has set it
     with _removed_tag() as tag:
-        options = BuildOptions(
+        request = BuildRequest(
             tag=tag,
             base=recipe.lock.request.base,
             platform=recipe.lock.platform,
@@ -134,7 +133,7 @@ def _rebuilt(sif: Path, recipe: Recipe, record: ImgkitRecord, made: Path, report
             no_test=True,
             large=True,
         )
-        build_image.make(recipe, str(sif), options, report)
+        build_loaded(recipe, str(sif), request, report=report)
         with engine_image(tag) as image:
             kind = record.compression.split(" ")[0]
             wanted = Options(

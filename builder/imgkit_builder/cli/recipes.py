@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import (
-    RECIPE_SUFFIXES,
     RESULT_JSON,
     columns,
     complete_names,
     problem_data,
     show,
-    warning_lines,
 )
+from imgkit_builder.workflow.build import warning_lines
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 

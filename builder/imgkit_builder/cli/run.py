@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import JSON, complete_names, show, stem
+from imgkit_builder.cli.common import JSON, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, RemoteJobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import CONFIRM, confirm_values, project_here, values_data, values_table
@@ -17,36 +17,16 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import Job, Request, SubmittedJob
+    from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
-    from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
 _WATCH_S = 30
-_RECIPE_FILES = (".yaml", ".yml", ".json")
-_EARLY = "/imgkit"
-"""Stands for the folder on the remote before imgkit has looked there."""
 _UNKNOWN_HERE = ("image", "directory")
-"""Values that depend on that folder."""
+"""Values that are known only after a look at the remote."""
 
 
 COMMAND_CLASSES = {"run": RemoteJobCommand}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """What runs, before anything is built or moved."""
-
-    word: str
-    """The word for what runs: the user's, that of imgkit.toml, or the remote's."""
-    target: Target
-    recipe: str
-    """The user's word for the recipe; empty for an archive or a .sif."""
-    sif: Path
-    """The .sif here, which may have to be made."""
-    request: Request
-    archive: Path | None = None
-    """The archive or OCI folder; None for a recipe or a .sif."""
 
 
 def verb_run(
@@ -99,57 +79,48 @@ def verb_run(
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
       imgkit run mine.tar --on mn5 --time 10m -- dist-bench
     """
-    from imgkit_builder.cli import bring
     from imgkit_builder.job import code as code_of
     from imgkit_builder.job import submit as submission
-    from imgkit_builder.job import systems
     from imgkit_builder.project import origins
-    from imgkit_builder.remote import config, connection, jobs
+    from imgkit_builder.remote import config, connection
+    from imgkit_builder.workflow import remote_run
 
     project = project_here()
     given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     remote = config.find(on or _stated_remote(project))
-    plan = _planned(recipe, given, project, remote.recipe)
-    jobs.refuse_runtime(plan.target, plan.request)
-    early = _resolved(plan, _EARLY, "image.sif")
+    plan = remote_run.plan(recipe, given, project, remote.recipe)
     if dry_run:
         first = (
             origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
             origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
         )
-        of_job = (one for one in origins.of_job(early, given, project) if one.name not in _UNKNOWN_HERE)
-        rows = [*first, *of_job]
+        values = origins.of_job(plan.early, given, project)
+        rows = [*first, *(one for one in values if one.name not in _UNKNOWN_HERE)]
         show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
         return
     stated = not recipe and bool(project and project.recipe)
     confirm_values(project, [plan.target], confirm, stated=stated)
-    script = systems.named(early.system).script(early)
-    jobs.refuse_script(early, script)
-    submission.check_environment(early)
+    remote_run.check(plan)
     code = read_code(plan.request, as_json=as_json)
     if code is not None:
         code_of.refuse_unused(code, plan.target, None if plan.recipe or plan.archive else plan.sif)
-    for warning in early.warnings:
+    for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
     far = connection.connect(remote, ask=may_ask())
     if far.why_alone:
         terminal.err(f"imgkit: each ssh command connects alone: {far.why_alone}")
     far.login()
-    with reporter(as_json=as_json) as report:
-        wanted = bring.Wanted(
-            recipe=plan.recipe,
+    with terminable(), reporter(as_json=as_json) as report:
+        done = remote_run.run(
+            plan,
+            far,
             base=base,
-            sif=plan.sif,
             whole=whole,
             most_per_s=None if bwlimit is None else bwlimit * 1e6,
             code=code,
-            archive=plan.archive,
+            report=report,
         )
-        placed = bring.bring(wanted, far, script.submit[0], report)
-        report.stage(f"submit to {remote.name}")
-        job = placed.over(_resolved(plan, placed.home, placed.image))
-        record = jobs.submit(far, job, systems.named(job.system).script(job))
-        record = dataclasses.replace(record, image_id=placed.image_id)
+    record, job = done.record, done.job
     _kept(record)
     submission.need_id(record)
     if as_json:
@@ -159,7 +130,7 @@ def verb_run(
             "image": job.image,
             "delta": job.overlay or None,
             "code": dataclasses.asdict(job.code) if job.code else None,
-            "folder": placed.home,
+            "folder": done.home,
             "name": job.name,
         }
         show(data, as_json=True)
@@ -194,66 +165,6 @@ def _stated_remote(project: ProjectFile | None) -> str:
         "no remote was given, and no imgkit.toml here states one",
         where="--on",
         hint=f"--on NAME; there are: {known}" if known else "imgkit remote add NAME USER@HOST:DIR",
-    )
-
-
-def _planned(recipe: str, given: Request, project: ProjectFile | None, default: str) -> _Plan:
-    """What runs: `recipe`, or that of imgkit.toml, or the remote's `default`."""
-    from imgkit_builder.job import baked
-    from imgkit_builder.project import origins
-    from imgkit_builder.recipe import targets
-    from imgkit_builder.sif import image
-
-    word = recipe or (project.recipe if project else "") or default
-    request = dataclasses.replace(origins.under(given, project), directory=given.directory)
-    if not word:
-        raise UsageError(
-            "no recipe was given, and the remote has none",
-            where="RECIPE",
-            hint="imgkit run RECIPE --on NAME ...",
-        )
-    file = Path(word)
-    if image.is_sif(file):
-        return _Plan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
-    folder = project.file.parent if project and project.recipe and not recipe else Path()
-    sif = folder / f"{stem(word)}.sif"
-    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in _RECIPE_FILES):
-        target = _target_of(file, default)
-        return _Plan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
-    return _Plan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
-
-
-def _target_of(archive: Path, default: str) -> Target:
-    """The recipe's name and system that imgkit wrote beside the archive, or else the remote's `default`."""
-    from imgkit_builder.archive import sidecar
-    from imgkit_builder.recipe import targets
-
-    described = None if archive.is_dir() else sidecar.read(archive)
-    if described is not None and described.system is not None and described.manifest is not None:
-        made, platforms = described.manifest, (described.image.platform,)
-        return targets.checked(
-            targets.Target(
-                name=made.recipe,
-                system=described.system,
-                platforms=platforms,
-                file=archive,
-                projects=made.projects,
-            )
-        )
-    if default:
-        return targets.find(default)
-    raise UsageError(
-        "neither the archive nor the remote says which system it is for",
-        where=str(archive),
-        hint="a remote with a recipe: imgkit remote add NAME USER@HOST:DIR --recipe RECIPE --replace",
-    )
-
-
-def _resolved(plan: _Plan, home: str, image: str) -> Job:
-    from imgkit_builder.job.resolve import resolve
-
-    return resolve(
-        plan.target, dataclasses.replace(plan.request, directory=Path(home), image=f"{home}/{image}")
     )
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import UNPACK_LIMIT, VERBOSE, complete_names, gigabytes
-from imgkit_builder.cli.conversion import terminable
+from imgkit_builder.cli.common import UNPACK_LIMIT, VERBOSE, complete_names, gigabytes, terminable
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.sif import source_of
+from imgkit_builder.workflow.convert import source_of
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -75,7 +74,7 @@ def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iter
         with source.opened(Path(name), report) as found:
             yield found
         return
-    with source_of(name, None) as (stored, _):
+    with source_of(name) as (stored, _):
         if isinstance(stored, Piped | Registry):
             raise UsageError("an image is read more than once, which a pipe does not allow", where=name)
         with source.opened(stored, report, unpack_limit_bytes=limit) as found:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from imgkit_builder.cli.common import JSON, show
-from imgkit_builder.cli.conversion import RUNTIME
+from imgkit_builder.cli.common import JSON, RUNTIME, show
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 

@@ -106,7 +106,7 @@ def no_image(name: str) -> UsageError:
     return UsageError(
         f"the engine has no image {name!r}",
         hint="list its images: docker images; build one: imgkit build RECIPE (see imgkit list); "
-        f"pull it: imgkit pull {name}",
+        f"pull it: docker pull {name}",
     )
 
 

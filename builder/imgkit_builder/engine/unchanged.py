@@ -67,7 +67,6 @@ class Answer:
 
     notes: tuple[str, ...]
     """Warnings about the recipe."""
-    text: str
     data: str
     """A JSON object."""
 

@@ -17,8 +17,8 @@ from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.cli.sif import source_of
 from imgkit_builder.examine.verify import verify
+from imgkit_builder.workflow.convert import source_of
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 Made = Any

@@ -69,7 +69,7 @@ def test_short_archive_is_no_success(fake: Any, engine: Engine, dies: bool) -> N
 def test_save_of_absent_image_names_pull(engine: Engine) -> None:
     with pytest.raises(UsageError, match="no image 'nope:1'") as caught:
         save(engine, "nope:1")
-    assert "imgkit pull nope:1" in str(caught.value.hint)
+    assert "docker pull nope:1" in str(caught.value.hint)
 
 
 def test_image_gone_before_the_save(fake: Any, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The verbs build, test, shell, push and pull against an engine in memory."""
+"""The verbs build, test, shell and push against an engine in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU_RECIPE = "system:\n  node: {gpus: 4}\n"
 
 
 def imgkit(*words: str) -> Any:
-    verbs = ("build", "test", "shell", "push", "pull")
+    verbs = ("build", "test", "shell", "push")
     return CliRunner().invoke(build_app(verbs), list(words))
 
 
@@ -128,10 +128,3 @@ def test_push_prints_the_digest(fake: Any) -> None:
     assert result.stdout == f"registry.test/x:1  {digest}\n"
     (tagged,) = fake.requests("/tag")
     assert (tagged.query["repo"], tagged.query["tag"]) == ("registry.test/x", "1")
-
-
-def test_pull_prints_json(fake: Any) -> None:
-    fake.on("POST", "/images/create", fake.events({"status": "Downloaded"}))
-    fake.on_image("registry.test/x:1", fake.image(tags=["registry.test/x:1"]))
-    data = json.loads(imgkit("pull", "registry.test/x:1", "--json").stdout)
-    assert (data["schema"], data["id"], data["platform"]) == (1, fake.image_id, "linux/amd64")

@@ -330,7 +330,7 @@ def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
         ("--locked", lambda folder: None, "small has no lock"),
         ("--locked", lambda folder: _stale(folder), "small.lock is stale"),
         ("", lambda folder: _stale(folder), "--no-lock"),
-        ("--no-lock", lambda folder: None, "exclude each other"),
+        ("--no-lock", lambda folder: None, "cannot be combined with --no-lock"),
     ],
 )
 def test_build_that_its_lock_forbids_reaches_no_engine(

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from labkit import imgkit_json
 
-from imgkit_builder.cli import zipapp
 from imgkit_builder.cli.app import BUNDLE_VERBS
+from imgkit_builder.cli.bundle import write
+from imgkit_builder.workflow import zipapp
 
 TAG = f"imgkit-test-bundle:{os.getpid()}"
 
@@ -56,7 +57,7 @@ able = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return zipapp.bundle(tmp_path_factory.mktemp("bundle") / "imgkit.pyz").path
+    return write(tmp_path_factory.mktemp("bundle") / "imgkit.pyz").path
 
 
 def bare(python: str, pyz: Path, *words: object, **env: str) -> subprocess.CompletedProcess[str]:

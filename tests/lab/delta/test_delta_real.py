@@ -207,7 +207,7 @@ MAKE_OTHERWISE = """
 import sys
 from pathlib import Path
 from unittest.mock import patch
-from imgkit_builder.cli.conversion import engine_image
+from imgkit_builder.workflow.convert import engine_image
 from imgkit_builder.delta.make import make
 from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, run, until
 
-from imgkit_builder.cli import zipapp
+from imgkit_builder.cli import bundle
 
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
@@ -186,7 +186,7 @@ def test_recipe_is_built_on_a_node(pbs: Pbs, standin_notorch: str, run_step: str
     text = RECIPE.replace("STATE", str(pbs.state)) + "  queue: {sif: ['-l', 'select=1:ncpus=2']}\n"
     (pbs.state / "builder.yaml").write_text(text)
     (pbs.state / "builder.json").write_text(pbs.imgkit("show", pbs.state / "builder.yaml", "--json"))
-    pyz = zipapp.bundle(pbs.work / "imgkit.pyz").path
+    pyz = bundle.write(pbs.work / "imgkit.pyz").path
     words = ("submit", pbs.state / "builder.json", "--time", "5m", "--build", "mine.json")
     # The jobs' user cannot enter every checkout, and so not this Python's environment.
     done = pbs.run("/usr/bin/python3", "-I", pyz, *words, "--base-from", "base.tar")

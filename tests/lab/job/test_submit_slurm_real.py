@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from labkit import IMGKIT, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, until
 
-from imgkit_builder.cli import zipapp
+from imgkit_builder.cli import bundle
 from imgkit_entrypoints.launch import goodput
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
@@ -117,7 +117,7 @@ def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...
 
 
 def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:
-    pyz = zipapp.bundle(site.folder / "imgkit.pyz").path
+    pyz = bundle.write(site.folder / "imgkit.pyz").path
     tool = ("exec", "login", "--cwd", site.folder, "--", sys.executable, "-I", "-S", pyz)
     done = site.cluster(*tool, "submit", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
     assert done.returncode == 0, done.stderr

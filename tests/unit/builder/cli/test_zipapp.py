@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from imgkit_builder.cli import zipapp
 from imgkit_builder.cli.app import BUNDLE_VERBS
+from imgkit_builder.cli.bundle import write
+from imgkit_builder.workflow import zipapp
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 JOBS = Path(__file__).parents[3] / "golden/jobs"
@@ -19,7 +20,7 @@ JOBS = Path(__file__).parents[3] / "golden/jobs"
 
 @pytest.fixture(scope="module")
 def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return zipapp.bundle(tmp_path_factory.mktemp("bundle") / "imgkit.pyz").path
+    return write(tmp_path_factory.mktemp("bundle") / "imgkit.pyz").path
 
 
 def names(path: Path) -> Sequence[str]:
@@ -39,7 +40,7 @@ def bare(pyz: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_same_installation_gives_same_bytes(pyz: Path, tmp_path: Path) -> None:
-    again = zipapp.bundle(tmp_path / "again.pyz")
+    again = write(tmp_path / "again.pyz")
     assert again.path.read_bytes() == pyz.read_bytes()
     assert again.size_bytes == pyz.stat().st_size
 
@@ -170,29 +171,29 @@ def test_unknown_recipe_is_a_usage_error(pyz: Path) -> None:
 def test_compiled_distribution_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipapp, "ROOTS", ("pydantic",))
     with pytest.raises(UsageError, match=r"pydantic.core .* needed by pydantic .* is compiled"):
-        zipapp.bundle(tmp_path / "x.pyz")
+        write(tmp_path / "x.pyz")
 
 
 def test_absent_distribution_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipapp, "ROOTS", ("no-such-distribution",))
     with pytest.raises(UsageError, match="needed by imgkit, is not installed"):
-        zipapp.bundle(tmp_path / "x.pyz")
+        write(tmp_path / "x.pyz")
 
 
 def test_newer_syntax_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipapp, "_MAIN", "try: pass\nexcept* OSError: pass\n")
     with pytest.raises(UsageError, match=r"__main__\.py:\d is not Python 3\.10"):
-        zipapp.bundle(tmp_path / "x.pyz")
+        write(tmp_path / "x.pyz")
 
 
 def test_tool_that_does_not_run_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipapp, "_MAIN", "import no_such_module\n")
     with pytest.raises(ToolFailed, match="does not run") as caught:
-        zipapp.bundle(tmp_path / "x.pyz")
+        write(tmp_path / "x.pyz")
     assert "no_such_module" in str(caught.value.hint)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_absent_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such folder"):
-        zipapp.bundle(tmp_path / "absent" / "x.pyz")
+        write(tmp_path / "absent" / "x.pyz")

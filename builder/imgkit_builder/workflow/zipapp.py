@@ -1,4 +1,4 @@
-"""The one-file tool: a zip that any Python >= 3.10 runs, without installation or network.
+"""The single-file executable (zipapp): any Python >= 3.10 runs it, without installation or network.
 
 It holds imgkit's own packages and the pure-Python distributions that its verbs need, copied from this
 installation, with their licences. Compiled modules are refused: the file must run on every architecture.
@@ -14,13 +14,12 @@ import io
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from imgkit_builder import __version__
 from imgkit_builder.base import files, process
-from imgkit_builder.cli.app import BUNDLE_VERBS
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
@@ -66,15 +65,15 @@ sys.path[1:] = [
     part for part in sys.path[1:] if os.path.abspath(part) not in foreign and not part.endswith(sites)
 ]
 
-from imgkit_builder.cli.app import BUNDLE_VERBS, main
+from {module} import {function}
 
-main(BUNDLE_VERBS)
+{function}()
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A one-file tool that was tried and works."""
+    """A single-file executable that was tried and works."""
 
     path: Path
     size_bytes: int
@@ -83,8 +82,13 @@ class Bundle:
     """``rich 15.0.0``, sorted; imgkit itself is not listed."""
 
 
-def bundle(target: Path) -> Bundle:
-    """Write the one-file tool to `target`; one installation always gives the same bytes.
+def bundle(target: Path, entry: Callable[[], None], trials: Sequence[Sequence[str]]) -> Bundle:
+    """Write the single-file executable to `target`; one installation always gives the same bytes.
+
+    Parameters
+    ----------
+    entry : the function of a module of imgkit that it calls.
+    trials : arguments with which it must run on a bare interpreter.
 
     Raises
     ------
@@ -97,7 +101,7 @@ def bundle(target: Path) -> Bundle:
         )
     chosen = _closure()
     members = {
-        "__main__.py": _MAIN.format(minor=FLOOR[1]).encode(),
+        "__main__.py": _main(entry).encode(),
         f"imgkit_builder/{targets.RECIPES_JSON}": targets.bundled_json().encode(),
     }
     for package in PACKAGES:
@@ -112,13 +116,17 @@ def bundle(target: Path) -> Bundle:
         os.fchmod(stream.fileno(), 0o755)
         stream.write(data)
         stream.flush()
-        _try(Path(stream.name))
+        _try(Path(stream.name), trials)
     return Bundle(
         path=target,
         size_bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         distributions=tuple(sorted(f"{one.name} {one.version}" for one in chosen.values())),
     )
+
+
+def _main(entry: Callable[[], None]) -> str:
+    return _MAIN.format(minor=FLOOR[1], module=entry.__module__, function=entry.__name__)
 
 
 def _closure() -> dict[str, metadata.Distribution]:
@@ -246,12 +254,12 @@ def _zipped(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def _try(path: Path) -> None:
-    """Run it without site-packages: every start imports all verbs, and a help text imports typer and rich."""
-    for words in (["--version"], [BUNDLE_VERBS[0], "--help"]):
-        done = process.run([sys.executable, "-I", "-S", path, *words], check=False)
+def _try(path: Path, trials: Sequence[Sequence[str]]) -> None:
+    """Run it without site-packages."""
+    for arguments in trials:
+        done = process.run([sys.executable, "-I", "-S", path, *arguments], check=False)
         if done.returncode != 0:
             raise ToolFailed(
-                f"the one-file tool does not run: {' '.join(words)}",
+                f"the single-file executable does not run: {' '.join(arguments)}",
                 hint=f"imgkit {__version__} on Python {sys.version.split()[0]} printed:\n{done.tail()}",
             )

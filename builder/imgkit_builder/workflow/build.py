@@ -1,0 +1,513 @@
+"""Build and test the image of a recipe by an engine, or its .sif by Singularity or Apptainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from imgkit_builder.base.checks import Check
+from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
+    from imgkit_builder.engine import Built, Engine, ImageInfo
+    from imgkit_builder.engine.unchanged import Asked
+    from imgkit_builder.image.context import BuildContext
+    from imgkit_builder.image.members import Packed
+    from imgkit_builder.oci.manifest import BaseImage
+    from imgkit_builder.recipe import Recipe
+    from imgkit_builder.recipe.problems import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Build:
+    """What both kinds of build can be asked for; None takes the recipe's value."""
+
+    base: str | None = None
+    """Base image instead of the recipe's."""
+    platform: str | None = None
+    """``linux/amd64`` or ``linux/arm64``, if the recipe allows both."""
+    locked: bool = False
+    """Build from the recipe's lock; fail if there is none, or if it is stale."""
+    no_lock: bool = False
+    """Build without the recipe's lock."""
+    no_cache: bool = False
+    """Run every step again."""
+    pull: bool = False
+    """Pull the base even if it is local."""
+    no_test: bool = False
+    """Skip the smoke test."""
+    large: bool = False
+    """Pack more than 1 GB of code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest(_Build):
+    """How an engine builds an image."""
+
+    tag: str | None = None
+    """Name of the image; None: RECIPE:latest."""
+    builder: Literal["auto", "classic", "buildx", "podman"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SifBuildRequest(_Build):
+    """How Singularity or Apptainer builds a .sif."""
+
+    output: Path | None = None
+    """File to write; None: RECIPE.sif in this folder."""
+    base_from: str | None = None
+    """An archive, an OCI folder or a .sif of the base, or ``registry``, which is the default."""
+    tmpdir: Path | None = None
+    """Folder for temporary files."""
+    runtime: str | None = None
+    """Command name or path of the runtime; None: singularity, else apptainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltBase:
+    """The base image of a build."""
+
+    name: str
+    id: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltImage:
+    """An image in the engine that has passed its smoke test."""
+
+    id: str
+    tag: str
+    up_to_date: bool
+    """Nothing was done: recipe, files, base and imgkit are those of the last build."""
+    platform: str
+    size_bytes: int
+    standin: bool
+    """The base has none of NVIDIA's software: for tests only."""
+    base: BuiltBase
+    locked: bool
+    """It was built from the recipe's lock."""
+    log: Path
+    labels: Mapping[str, str]
+    checks: tuple[Check, ...] = ()
+    """The smoke test; empty if it was skipped, or passed before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePlan:
+    """What a build by an engine would do."""
+
+    recipe: str
+    file: Path
+    base: str
+    platform: str
+    tag: str
+    context_bytes: int
+    dockerfile: str
+
+
+def build(
+    recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
+) -> BuiltImage:
+    """Build and test the image of `recipe`, a shipped one or a file, unless it is up to date.
+
+    The image gets its name last: a failed build leaves the old image in place.
+
+    Raises
+    ------
+    UsageError : the recipe or the request is wrong.
+    LargeContext : the code has more than 1 GB, and the request does not allow that.
+    ToolMissing : there is no engine.
+    ToolFailed : a step failed.
+    CheckFailed : the smoke test failed.
+    """
+    refuse_both_locks(request)
+    if not request.pull and not request.no_cache and (done := _up_to_date(str(recipe), request, report)):
+        return done
+    from imgkit_builder.recipe.load import load
+
+    loaded = load(str(recipe))
+    note_warnings(loaded, report)
+    return build_loaded(loaded, str(recipe), request, report=report)
+
+
+def _up_to_date(typed: str, request: BuildRequest, report: Reporter) -> BuiltImage | None:
+    """The image of the last build, if another one would change nothing; loads next to nothing."""
+    from imgkit_builder.engine import unchanged
+
+    found = unchanged.find(_decisive(typed, request))
+    if found is None:
+        return None
+    try:
+        built: BuiltImage = json_text.read(BuiltImage, json_text.parse(found.answer.data), "image")
+    except ValueError:
+        return None
+    for note in found.answer.notes:
+        report.note(note)
+    note_left_out(found.code, report)
+    report.note(
+        f"{found.tag} is up to date: recipe, files, base and imgkit are those of its build (to build "
+        "it anyway: --no-cache)"
+    )
+    return dataclasses.replace(built, up_to_date=True)
+
+
+def _decisive(typed: str, request: BuildRequest) -> Asked:
+    from imgkit_builder.engine.unchanged import Asked
+
+    return Asked(
+        recipe=typed,
+        tag=request.tag,
+        base=request.base,
+        platform=request.platform,
+        builder=request.builder,
+        lock="--locked" if request.locked else "--no-lock" if request.no_lock else "",
+        no_test=request.no_test,
+    )
+
+
+def plan(
+    recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
+) -> ImagePlan:
+    """Work out what `build` would do, without an engine.
+
+    Raises
+    ------
+    UsageError, LargeContext : as `build`.
+    """
+    from imgkit_builder.engine import check_name, choose_platform, default_tag
+    from imgkit_builder.image.context import pack, revision
+    from imgkit_builder.oci.manifest import BaseImage
+    from imgkit_builder.oci.platform import host_platform
+    from imgkit_builder.recipe.load import load
+
+    refuse_both_locks(request)
+    loaded = load(str(recipe))
+    note_warnings(loaded, report)
+    target = choose_platform(loaded, wanted=request.platform, host=host_platform())
+    loaded = _followed(loaded, target, request, report)
+    base = _base_of(loaded, request) or loaded.image.base
+    tag = request.tag or default_tag(loaded)
+    check_name(base, where="--base")
+    check_name(tag, where="--tag")
+    context = pack(
+        loaded,
+        base=BaseImage(name=base, platform=target),
+        platform=target,
+        revision=revision(loaded.file.parent),
+        large=request.large,
+        report=report,
+    )
+    note_left_out(context.code, report)
+    return ImagePlan(
+        recipe=loaded.name,
+        file=loaded.file,
+        base=base,
+        platform=target,
+        tag=tag,
+        context_bytes=context.size_bytes,
+        dockerfile=context.dockerfile,
+    )
+
+
+def build_loaded(
+    recipe: Recipe, typed: str, request: BuildRequest, *, report: Reporter = SILENT
+) -> BuiltImage:
+    """Build `recipe`, which the user calls `typed`, also if its image is up to date."""
+    from imgkit_builder import engine as engines
+    from imgkit_builder.engine import unchanged
+    from imgkit_builder.image import context as contexts
+    from imgkit_builder.image import secret_values
+
+    values = secret_values.read(recipe)
+    secrets_at = recipe.where("image", "secrets") if values.options else ""
+    tag = request.tag or engines.default_tag(recipe)
+    engines.check_name(tag, where="--tag")
+    with engines.connect() as engine:
+        builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
+        target = engines.choose_platform(recipe, wanted=request.platform, host=engine.platform)
+        recipe = _followed(recipe, target, request, report)
+        base_name = _base_of(recipe, request)
+        name = base_name or recipe.image.base
+        watched = unchanged.watch(_decisive(typed, request), engine.endpoint, base=name)
+        report.stage(f"base {name}")
+        base = engines.resolve_base(
+            engine, recipe, override=base_name, platform=request.platform, pull=request.pull, report=report
+        )
+        _check_base(recipe, base)
+        probe = engines.probe(engine, base)
+        if probe.skipped:
+            report.note(f"the base could not be probed: {probe.skipped}")
+        base = dataclasses.replace(base, probe=probe)
+        report.stage("context")
+        context = contexts.pack(
+            recipe,
+            base=base,
+            platform=base.platform,
+            revision=contexts.revision(recipe.file.parent),
+            large=request.large,
+            report=report,
+        )
+        note_left_out(context.code, report)
+        secret_values.refuse_in(context, values)
+        code_sha256 = unchanged.code_sha256(context)
+        tested: list[Check] = []
+
+        def accept(image: ImageInfo) -> None:
+            if not request.no_test:
+                tested.extend(_smoke(engine, image, context, report))
+
+        built = engines.build(
+            engine,
+            context,
+            tag=tag,
+            report=report,
+            builder=dataclasses.replace(builder, options=values.options),
+            hide=values.masked,
+            no_cache=request.no_cache,
+            accept=accept,
+        )
+    image = _built_image(recipe, built, base)
+    answer = unchanged.Answer(
+        notes=(*warning_lines(recipe.warnings), *_lock_notes(recipe)),
+        data=json.dumps(dataclasses.asdict(image), default=str),
+    )
+    unchanged.remember(watched, recipe, context, built, code_sha256=code_sha256, answer=answer)
+    return dataclasses.replace(image, checks=tuple(tested))
+
+
+def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
+    from imgkit_builder import engine as engines
+    from imgkit_builder.base import checks
+    from imgkit_builder.image import smoke
+
+    if smoke.passed_before(image.id):
+        report.note("smoke test: skipped, this image has passed it before")
+        return ()
+    report.stage("smoke test")
+    results = smoke.check(
+        lambda argv: engines.run(engine, image.ref, argv, platform=image.platform),
+        arch=image.platform.partition("/")[2],
+        manifest=context.manifest,
+    )
+    if not checks.passed(results):
+        raise CheckFailed(
+            "the image was built, but its smoke test failed; an older image keeps the name",
+            hint="\n".join(checks.table(results)) + f"\nlook inside: docker run --rm -it "
+            f"{image.ref} bash; to name it anyway: --no-test",
+        )
+    smoke.remember(image.id)
+    return results
+
+
+def _built_image(recipe: Recipe, built: Built, base: BaseImage) -> BuiltImage:
+    return BuiltImage(
+        id=built.image.id,
+        tag=built.tag,
+        up_to_date=False,
+        platform=built.image.platform,
+        size_bytes=built.image.size_bytes,
+        standin=base.standin,
+        base=BuiltBase(name=base.name, id=base.id, digest=base.digest),
+        locked=recipe.lock is not None,
+        log=built.log,
+        labels=dict(built.image.labels),
+    )
+
+
+def build_sif(
+    recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
+) -> BuiltSif:
+    """Build and test a .sif of `recipe` by Singularity or Apptainer, without an engine and without root.
+
+    Raises
+    ------
+    UsageError : the recipe or the request is wrong, or a definition file cannot do what the recipe asks for.
+    LargeContext : the code has more than 1 GB, and the request does not allow that.
+    ToolMissing : there is no runtime.
+    ToolFailed : a step failed.
+    CheckFailed : the smoke test failed.
+    """
+    from imgkit_builder.apptainer import build as builds
+
+    asked, packed = _sif_request(recipe, request, report)
+    return builds.build(asked, packed, report)
+
+
+def plan_sif(
+    recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
+) -> tuple[SifRequest, BuildPlan]:
+    """Work out what `build_sif` would do.
+
+    Raises
+    ------
+    UsageError, LargeContext, ToolMissing : as `build_sif`.
+    """
+    from imgkit_builder.apptainer import build as builds
+
+    asked, packed = _sif_request(recipe, request, report)
+    return asked, builds.plan(asked, packed, report)
+
+
+def _sif_request(
+    recipe: str | Path, request: SifBuildRequest, report: Reporter
+) -> tuple[SifRequest, Callable[[BaseImage], BuildContext]]:
+    """The request to `apptainer.build`, and what packs the context for a base."""
+    from imgkit_builder.apptainer.build import SifRequest
+    from imgkit_builder.image.context import pack, revision
+    from imgkit_builder.oci.platform import host_platform
+    from imgkit_builder.recipe import portable
+    from imgkit_builder.recipe.targets import module_line
+    from imgkit_builder.sif.conversion import Options
+
+    refuse_both_locks(request)
+    loaded = portable.find(str(recipe))
+    note_warnings(loaded, report)
+    _refuse_for_sif(loaded, request)
+    loaded = _followed(loaded, host_platform(), request, report)
+    if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
+        raise UsageError(
+            f"the lock's base {loaded.lock.base.name} never was in a registry: only its id is known",
+            where=loaded.where("image", "base"),
+            hint="name its archive, OCI folder or .sif: --base-from PATH",
+        )
+
+    def packed(base: BaseImage) -> BuildContext:
+        _check_base(loaded, base)
+        context = pack(
+            loaded,
+            base=base,
+            platform=base.platform,
+            revision=revision(loaded.file.parent),
+            large=request.large,
+            report=report,
+        )
+        note_left_out(context.code, report)
+        return context
+
+    asked = SifRequest(
+        recipe=loaded,
+        target=request.output or Path(f"{loaded.name}.sif"),
+        base=_base_of(loaded, request),
+        base_from=request.base_from,
+        options=Options(
+            runtime=request.runtime,
+            module_hint=module_line(loaded.system) or None,
+            tmpdir=request.tmpdir,
+            force=request.no_cache or request.pull,
+            test=not request.no_test,
+        ),
+    )
+    return asked, packed
+
+
+def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
+    """Raise UsageError for another platform than this machine's, and for secrets in a definition."""
+    from imgkit_builder.oci.platform import host_platform
+
+    host = host_platform()
+    stated = request.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
+    if stated != host:
+        raise UsageError(
+            f"--with apptainer builds for this machine's platform, {host}, and not for {stated}",
+            where="--platform" if request.platform else recipe.where("image", "platforms"),
+            hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
+        )
+    if recipe.image.used_secrets:
+        raise UsageError(
+            "--with apptainer has no build secrets: a definition keeps what it says",
+            where=recipe.where("image", "secrets"),
+            hint=f"build with Docker: imgkit build {recipe.name}",
+        )
+
+
+def refuse_both_locks(request: _Build) -> None:
+    """Raise UsageError for a build that must follow its lock, and must not."""
+    if request.locked and request.no_lock:
+        raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
+
+
+def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
+    """`recipe` with its lock, unless the request says otherwise or there is none.
+
+    Raises
+    ------
+    UsageError : as `lock_follow.follow` does.
+    """
+    from imgkit_builder.recipe import lock_follow
+
+    if request.no_lock or recipe.lock:
+        return recipe
+    found = lock_follow.follow(recipe, platform=platform, base=request.base, required=request.locked)
+    for note in _lock_notes(found):
+        report.note(note)
+    return found
+
+
+def _lock_notes(recipe: Recipe) -> tuple[str, ...]:
+    """The line that names the lock that the build follows; none for a build without."""
+    from imgkit_builder.recipe import lock_file
+    from imgkit_builder.recipe.problems import shown
+
+    if recipe.lock is None:
+        return ()
+    lock = recipe.lock
+    what = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
+    kept = f", {len(recipe.kept)} of them kept here" if recipe.kept else ""
+    return (f"locked: {shown(lock_file.beside(recipe))}, {what}{kept} (to ignore it: --no-lock)",)
+
+
+def _base_of(recipe: Recipe, request: _Build) -> str | None:
+    """The name of the base instead of the recipe's: the lock's digest, else that of the request."""
+    return recipe.lock.base.exact if recipe.lock and recipe.lock.base.digest else request.base
+
+
+def _check_base(recipe: Recipe, base: BaseImage) -> None:
+    """Compare the base with the lock.
+
+    Raises
+    ------
+    CheckFailed : it is another image.
+    """
+    if recipe.lock is None or not base.id or not recipe.lock.base.id or base.id == recipe.lock.base.id:
+        return
+    raise CheckFailed(
+        f"the base {base.name} is {base.id}, and the lock has {recipe.lock.base.id}",
+        where=recipe.where("image", "base"),
+        hint="bring back the image that was locked, or lock the new one: imgkit lock; to build without the "
+        "lock: --no-lock",
+    )
+
+
+def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
+    """The lines of `problems` as warnings, each with its source."""
+    return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
+
+
+def note_warnings(recipe: Recipe, report: Reporter) -> None:
+    """Report the warnings of `recipe`."""
+    for line in warning_lines(recipe.warnings):
+        report.note(line)
+
+
+def note_left_out(code: Packed, report: Reporter) -> None:
+    """Name the files of the recipe's code that stay out of the image."""
+    if code.secret:
+        report.note(
+            f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
+            'one as a build secret (image.secrets); to bring one back: ignore: ["!NAME"]'
+        )
+    names = code.left_out
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        report.note(
+            f"not in the image: {', '.join(names[:5])}{more} (git, Docker or imgkit ignores "
+            'it); to bring one back: ignore: ["!NAME"]'
+        )

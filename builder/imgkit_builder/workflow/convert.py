@@ -1,0 +1,197 @@
+"""Convert an archive, an OCI folder or an image of the engine to a .sif."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.workflow.names import (
+    ARCHIVE_SUFFIXES,
+    RECIPE_SUFFIXES,
+    image_name,
+    module_line,
+    stem,
+    system_of,
+)
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.archive.sidecar import Sidecar
+    from imgkit_builder.sif.conversion import Converted, EngineImage, Helper, Options, Source
+    from imgkit_entrypoints.system import SystemFacts
+
+Origin = Literal["archive", "daemon", "layers", "oci"]
+"""Where an image comes from, and how: ``daemon`` and ``layers`` are two ways to read it from an engine."""
+MOST_ENTRIES = 5_000_000
+_MORE_ENTRIES = "--max-entries N allows more; do not use the image if you do not know its author"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionRequest:
+    """How to convert an image."""
+
+    origin: Origin | None = None
+    """None: a file is an archive, and an image comes from the engine by the faster method."""
+    compression: Literal["auto", "zstd", "gzip"] = "auto"
+    """``auto``: zstd if this machine can write and mount it, else gzip."""
+    tmpdir: Path | None = None
+    """Folder for temporary files."""
+    unpack_limit_bytes: int | None = None
+    """Largest size of a compressed archive once unpacked; None: 100 times the file, and at least 1 GB."""
+    max_entries: int = MOST_ENTRIES
+    """Maximum number of entries per layer."""
+    force: bool = False
+    """Convert even if the .sif is up to date; overwrite a file that is not a .sif."""
+    runtime: str | None = None
+    """Command name or path of the runtime; None: singularity, else apptainer."""
+    no_test: bool = False
+    """Do not run anything in the result."""
+
+
+def convert(
+    image: str | Path,
+    sif: str | Path | None = None,
+    request: ConversionRequest = ConversionRequest(),
+    *,
+    report: Reporter = SILENT,
+) -> Converted:
+    """Convert `image` to the file `sif`, and check it; NAME.sif in this folder where none is named.
+
+    An older .sif is replaced in one step, and only by a checked one; one that is up to date stays.
+
+    Parameters
+    ----------
+    image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-`` for an archive from
+        standard input.
+
+    Raises
+    ------
+    UsageError : there is no such image, or the target is not a .sif.
+    CheckFailed : the archive is damaged, or the new .sif fails its check.
+    ToolMissing, ToolFailed : as of the runtime, mksquashfs or the engine.
+    """
+    from imgkit_builder.sif import convert as conversion
+
+    with _prepared(str(image), sif, request) as (source, target, options):
+        return conversion.convert(source, target, options, report)
+
+
+def plan_conversion(
+    image: str | Path, sif: str | Path | None = None, request: ConversionRequest = ConversionRequest()
+) -> tuple[Path, tuple[str, ...]]:
+    """The target and the commands that `convert` would run.
+
+    Raises
+    ------
+    UsageError, CheckFailed, ToolMissing : as `convert`.
+    """
+    from imgkit_builder.sif import convert as conversion
+
+    with _prepared(str(image), sif, request) as (source, target, options):
+        conversion.check_target(target.absolute(), force=options.force)
+        return target, tuple(conversion.commands(source, target.absolute(), options))
+
+
+@contextlib.contextmanager
+def _prepared(
+    image: str, sif: str | Path | None, request: ConversionRequest
+) -> Iterator[tuple[Source, Path, Options]]:
+    from imgkit_builder.archive.tar_read import TarLimits
+    from imgkit_builder.sif.conversion import EngineImage, Options
+
+    with source_of(image, request.origin) as (source, system):
+        if image == "-" and sif is None:
+            raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
+        direct = {"daemon": True, "layers": False}.get(request.origin or "")
+        options = Options(
+            runtime=request.runtime,
+            module_hint=module_line(system),
+            compression=request.compression,
+            direct=direct,
+            tmpdir=request.tmpdir,
+            unpack_limit_bytes=request.unpack_limit_bytes,
+            limits=TarLimits(entries=request.max_entries, hint=_MORE_ENTRIES),
+            force=request.force,
+            test=not request.no_test,
+            helper=helper(source if isinstance(source, EngineImage) else None),
+        )
+        yield source, Path(sif or f"{stem(image)}.sif"), options
+
+
+@contextlib.contextmanager
+def source_of(image: str, origin: Origin | None = None) -> Iterator[tuple[Source, SystemFacts | None]]:
+    """Yield the source called `image`, and its system if that is known; an engine stays connected."""
+    from imgkit_builder.archive import sidecar
+    from imgkit_builder.sif.conversion import Archive, OciFolder, Piped
+
+    path = Path(image)
+    if image == "-":
+        yield Piped(stream=sys.stdin.buffer), None
+    elif origin not in ("daemon", "layers") and path.is_file() and path.suffix not in RECIPE_SUFFIXES:
+        _refuse_sif(path)
+        described = sidecar.read(path)
+        if described:
+            _refuse_unfinished(path, described)
+        yield Archive(path=path), described.system if described else None
+    elif origin == "oci" or (origin is None and (path / "oci-layout").is_file()):
+        if not (path / "oci-layout").is_file():
+            raise UsageError("not an OCI folder: it has no file oci-layout", where=image)
+        yield OciFolder(path=path), None
+    else:
+        if image.endswith(ARCHIVE_SUFFIXES):
+            raise UsageError(
+                "there is no such archive",
+                where=image,
+                hint=f"save it on the build host: imgkit save {stem(image)}",
+            )
+        with engine_image(image) as found:
+            yield found, system_of(image)
+
+
+def _refuse_unfinished(path: Path, described: Sidecar) -> None:
+    """Raise CheckFailed if the save of this archive has not come to its end."""
+    from imgkit_builder.archive import read, sidecar
+
+    if sidecar.read_sha256(path) is None:
+        what, mend = sidecar.incomplete(path, read.sha256(path, report=SILENT), described)
+        raise CheckFailed(what, where=str(path), hint=mend)
+
+
+def _refuse_sif(path: Path) -> None:
+    from imgkit_builder.sif.image import is_sif
+
+    if is_sif(path):
+        raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
+
+
+@contextlib.contextmanager
+def engine_image(image: str) -> Iterator[EngineImage]:
+    """Yield the image called `image` of a Docker engine, which stays connected."""
+    from imgkit_builder import engine
+
+    name = image_name(image)
+    try:
+        opened = engine.connect()
+    except ToolMissing as error:
+        hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {stem(image)}.tar"
+        raise ToolMissing(error.what, where=error.where, hint=hint) from error
+    with opened as connected:
+        yield engine.local_image(connected, name)
+
+
+def helper(image: EngineImage | None = None) -> Callable[[], Helper | None]:
+    """Return what finds an engine that squashes; the base of `image` then serves to install mksquashfs."""
+
+    def find() -> Helper | None:
+        from imgkit_builder import engine
+
+        labels = dict(image.config.labels) if image else {}
+        base = labels.get("org.opencontainers.image.base.name", "")
+        return engine.squash_helper((base,) if base else ())
+
+    return find

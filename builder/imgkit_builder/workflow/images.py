@@ -1,0 +1,172 @@
+"""Look into an image of the engine or a .sif: the smoke test, and the command that opens a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
+from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.checks import Check
+    from imgkit_builder.recipe import Recipe
+    from imgkit_builder.recipe.targets import Target
+
+_NOTHING_SHARED = "no folder of this machine, no network"
+_SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
+
+
+def smoke_test(
+    image: str | Path, *, runtime: str | None = None, report: Reporter = SILENT
+) -> tuple[Check, ...]:
+    """Run the smoke test in `image`: a local image, a .sif file or a built recipe.
+
+    Parameters
+    ----------
+    runtime : singularity or apptainer, for a .sif; None: the first of them on PATH.
+
+    Raises
+    ------
+    UsageError : there is no such image, or the file is not a .sif.
+    ToolMissing : there is no engine or no runtime.
+    """
+    report.stage(f"smoke test of {image}")
+    if _is_file(str(image)):
+        return _test_sif(Path(image), runtime, report)
+    report.note(f"python3 runs in the image: {_NOTHING_SHARED}")
+    return _test_image(image_name(str(image)))
+
+
+def _test_image(name: str) -> tuple[Check, ...]:
+    from imgkit_builder import engine as engines
+    from imgkit_builder.image import smoke
+
+    with engines.connect() as engine:
+        info = engines.inspect(engine, name)
+        return smoke.check(
+            lambda argv: engines.run(engine, info.ref, argv, platform=info.platform),
+            arch=info.platform.partition("/")[2],
+            manifest=None,
+        )
+
+
+def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
+    from imgkit_builder.base import process
+    from imgkit_builder.image import smoke
+    from imgkit_builder.sif import image as sif_image
+    from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
+
+    if not sif_image.is_sif(path):
+        raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
+    arch = sif_image.read(path).arch
+    target = _target_of(path)
+    tool = find_runtime(runtime, module_hint=module_line(target.system if target else None))
+    isolated = isolation(tool)
+    report.note(isolated.said("python3"))
+    return smoke.check(
+        lambda argv: process.run([str(tool.path), *exec_arguments(path, argv, isolated)], check=False),
+        arch=arch,
+        manifest=None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellCommand:
+    """The command that opens a shell in an image."""
+
+    argv: tuple[str, ...]
+    reach: str
+    """What of this machine the shell can reach, for people."""
+    image: str = ""
+    """The engine's image; empty for a .sif."""
+
+
+def shell_command(image: str, *, host: bool = False) -> ShellCommand:
+    """The command that opens a shell in `image`: a local image, a .sif file or a built recipe.
+
+    Parameters
+    ----------
+    host : share this machine's home folder, network and the recipe's binds, as a job does.
+
+    Raises
+    ------
+    UsageError, ToolMissing : as `smoke_test`.
+    """
+    if _is_file(image):
+        return _sif_shell(image, host=host)
+    try:
+        return _docker_shell(image, host=host)
+    except ToolMissing:
+        # A cluster has no engine: there the name means the .sif made from the image.
+        beside = Path(f"{image}.sif")
+        if not beside.is_file():
+            raise
+        return _sif_shell(str(beside), host=host)
+
+
+def _docker_shell(target: str, *, host: bool) -> ShellCommand:
+    from imgkit_builder import engine as engines
+
+    name = image_name(target)
+    with engines.connect() as engine:
+        info = engines.inspect(engine, name)
+        recipe = _recipe_of(target, info.labels)
+        gpus = recipe is not None and recipe.system.node.gpus > 0 and engine.has_nvidia
+    argv = engines.shell_argv(name, gpus=gpus, host=host, place=engine.endpoint)
+    reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
+    return ShellCommand(argv=tuple(argv), reach=reach, image=name)
+
+
+def _sif_shell(path: str, *, host: bool) -> ShellCommand:
+    from imgkit_builder.sif.runtime import find_runtime, isolation
+
+    target = _target_of(Path(path))
+    runtime = target.system.runtime if target else None
+    tool = find_runtime(module_hint=module_line(target.system if target else None))
+    isolated = None if host else isolation(tool)
+    argv = [str(tool.path), "shell", "--nv"]
+    for option in (*(isolated.options if isolated else ()), *(runtime.options if runtime else ())):
+        if option not in argv:
+            argv.append(option)
+    for bind in runtime.binds if runtime and host else ():
+        argv += ["--bind", bind]
+    reach = isolated.said("a shell") if isolated else _SHARED
+    return ShellCommand(argv=(*argv, str(Path(path).absolute())), reach=reach)
+
+
+def _target_of(path: Path) -> Target | None:
+    """The system that a .sif is for, by its file name (mn5.sif); None for an unknown name."""
+    from imgkit_builder.recipe import targets
+
+    try:
+        return targets.find(path.stem)
+    except UsageError:
+        return None
+
+
+def _recipe_of(target: str, labels: Mapping[str, str]) -> Recipe | None:
+    """The recipe called `target` or the one in the image's labels; None if neither is available."""
+    from imgkit_builder.recipe.load import load
+
+    for ref in (target, labels.get("imgkit.recipe", "")):
+        if ref:
+            try:
+                return load(ref)
+            except ImgkitError:
+                continue
+    return None
+
+
+def _is_file(target: str) -> bool:
+    """Whether `target` is a .sif file rather than an image or recipe."""
+    if target.endswith(RECIPE_SUFFIXES):
+        return False
+    if Path(target).is_file():
+        return True
+    if target.endswith(".sif"):
+        raise UsageError(f"there is no file {target}", hint=f"create it: imgkit sif {Path(target).stem}")
+    return False

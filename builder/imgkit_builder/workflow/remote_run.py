@@ -1,0 +1,427 @@
+"""Run an image on a remote: build where needed, send the least that has to move, and submit."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+
+if TYPE_CHECKING:
+    from imgkit_builder.delta.descriptor import Delta, Stack
+    from imgkit_builder.job.code import CodeFolder
+    from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
+    from imgkit_builder.project.toml_file import ProjectFile
+    from imgkit_builder.recipe.targets import Target
+    from imgkit_builder.remote.connection import Connection
+    from imgkit_builder.remote.store import Store
+
+_WORTH = 0.5
+"""A delta of more than this share of the .sif below it is not worth two files at every start."""
+_EARLY = "/imgkit"
+"""Stands for the folder on the remote before imgkit has looked there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A run on a remote, before anything is built or moved."""
+
+    word: str
+    """The word for what runs: the user's, that of imgkit.toml, or the remote's."""
+    target: Target
+    recipe: str
+    """The user's word for the recipe; empty for an archive or a .sif."""
+    sif: Path
+    """The .sif here, which may have to be made."""
+    request: Request
+    archive: Path | None = None
+    """The archive or OCI folder; None for a recipe or a .sif."""
+
+    @property
+    def early(self) -> Job:
+        """The job, as far as it is known before imgkit has looked at the remote."""
+        return self.resolved(_EARLY, "image.sif")
+
+    def resolved(self, home: str, image: str) -> Job:
+        """The job with the remote's folder and the path of the .sif in it."""
+        from imgkit_builder.job.resolve import resolve
+
+        request = dataclasses.replace(self.request, directory=Path(home), image=f"{home}/{image}")
+        return resolve(self.target, request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteJob:
+    """A job that was submitted on a remote."""
+
+    record: SubmittedJob
+    job: Job
+    home: str
+    """imgkit's folder there."""
+
+
+def plan(recipe: str, given: Request, project: ProjectFile | None, default: str) -> RunPlan:
+    """Decide what runs: `recipe`, or that of imgkit.toml, or the remote's `default`.
+
+    Raises
+    ------
+    UsageError : none of them names a recipe, there is no such recipe, or no .sif runs on its system.
+    """
+    from imgkit_builder.remote import jobs
+
+    planned = _chosen(recipe, given, project, default)
+    jobs.refuse_runtime(planned.target, planned.request)
+    return planned
+
+
+def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: str) -> RunPlan:
+    from imgkit_builder.job import baked
+    from imgkit_builder.project import origins
+    from imgkit_builder.recipe import targets
+    from imgkit_builder.sif import image
+
+    word = recipe or (project.recipe if project else "") or default
+    request = dataclasses.replace(origins.under(given, project), directory=given.directory)
+    if not word:
+        raise UsageError(
+            "no recipe was given, and the remote has none",
+            where="RECIPE",
+            hint="imgkit run RECIPE --on NAME ...",
+        )
+    file = Path(word)
+    if image.is_sif(file):
+        return RunPlan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
+    folder = project.file.parent if project and project.recipe and not recipe else Path()
+    sif = folder / f"{stem(word)}.sif"
+    if Path(file, "oci-layout").exists() or (
+        file.is_file() and file.suffix not in (*RECIPE_SUFFIXES, ".json")
+    ):
+        target = _target_of(file, default)
+        return RunPlan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
+    return RunPlan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
+
+
+def _target_of(archive: Path, default: str) -> Target:
+    """The recipe's name and system that imgkit wrote beside the archive, or else the remote's `default`."""
+    from imgkit_builder.archive import sidecar
+    from imgkit_builder.recipe import targets
+
+    described = None if archive.is_dir() else sidecar.read(archive)
+    if described is not None and described.system is not None and described.manifest is not None:
+        made, platforms = described.manifest, (described.image.platform,)
+        return targets.checked(
+            targets.Target(
+                name=made.recipe,
+                system=described.system,
+                platforms=platforms,
+                file=archive,
+                projects=made.projects,
+            )
+        )
+    if default:
+        return targets.find(default)
+    raise UsageError(
+        "neither the archive nor the remote says which system it is for",
+        where=str(archive),
+        hint="a remote with a recipe: imgkit remote add NAME USER@HOST:DIR --recipe RECIPE --replace",
+    )
+
+
+def check(planned: RunPlan) -> Script:
+    """The script of the job, if a scheduler takes it over ssh.
+
+    Raises
+    ------
+    UsageError : nothing there queues it, or a variable that it passes on is not set here.
+    """
+    from imgkit_builder.job import submit, systems
+    from imgkit_builder.remote import jobs
+
+    early = planned.early
+    script = systems.named(early.system).script(early)
+    jobs.refuse_script(early, script)
+    submit.check_environment(early)
+    return script
+
+
+def run(
+    planned: RunPlan,
+    far: Connection,
+    *,
+    base: str | None,
+    whole: bool,
+    most_per_s: float | None,
+    code: CodeFolder | None,
+    report: Reporter,
+) -> RemoteJob:
+    """Bring the image to the remote, and submit the job.
+
+    Parameters
+    ----------
+    base : another base than the recipe's.
+    whole : send no delta.
+    most_per_s : most bytes per second to send.
+    code : a folder to lay over the image.
+
+    Raises
+    ------
+    UsageError : as `check`; or the remote has no such scheduler, or imgkit has not made the .sif.
+    ImgkitError : as of the build, the conversion, the transfer and the submission.
+    """
+    from imgkit_builder.job import systems
+    from imgkit_builder.remote import jobs
+
+    request = _SendRequest(
+        recipe=planned.recipe,
+        base=base,
+        sif=planned.sif,
+        whole=whole,
+        most_per_s=most_per_s,
+        code=code,
+        archive=planned.archive,
+    )
+    sent = _bring(request, far, check(planned).submit[0], report)
+    report.stage(f"submit to {far.remote.name}")
+    job = sent.over(planned.resolved(sent.home, sent.image))
+    record = jobs.submit(far, job, systems.named(job.system).script(job))
+    record = dataclasses.replace(record, image_id=sent.image_id)
+    return RemoteJob(record=record, job=job, home=sent.home)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SendRequest:
+    """The image that the remote must have."""
+
+    recipe: str
+    """The user's word for its recipe; empty for an archive or a .sif."""
+    base: str | None
+    """Another base than the recipe's."""
+    sif: Path
+    """The .sif here, which may have to be made."""
+    whole: bool
+    """Send no delta."""
+    most_per_s: float | None
+    """Most bytes per second to send."""
+    code: CodeFolder | None = None
+    """A folder to lay over the image."""
+    archive: Path | None = None
+    """The archive or OCI folder of the image; None for a recipe or a .sif."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SentImage:
+    """The image on the remote."""
+
+    home: str
+    """imgkit's folder there."""
+    image: str
+    """Path of the .sif in it."""
+    overlay: str = ""
+    """Path of the delta over it; empty if there is none."""
+    delta: Delta | None = None
+    code: CodeRecord | None = None
+    code_files: tuple[str, ...] = ()
+    """Paths of the deltas of the code, lowest first."""
+
+    @property
+    def image_id(self) -> str:
+        """The id of the image with its delta, which is in the name of its file."""
+        return self.delta.image_id if self.delta else f"sha256:{Path(self.image).name.partition('-')[0]}"
+
+    def over(self, job: Job) -> Job:
+        """`job`, which has been resolved with the .sif alone, with the delta and the code over it."""
+        from imgkit_builder.job import contents
+
+        if self.delta:
+            job = contents.laid_over(job, f"{self.home}/{self.overlay}", self.delta)
+        if self.code:
+            job = contents.with_code(job, self.code, [f"{self.home}/{file}" for file in self.code_files])
+        return job
+
+
+def _bring(request: _SendRequest, far: Connection, program: str, report: Reporter) -> _SentImage:
+    """Let the remote have the image: nothing, a delta or the .sif is sent, and then the code.
+
+    Parameters
+    ----------
+    program : the program of the scheduler, which must be there.
+
+    Raises
+    ------
+    UsageError : the remote has no such program, or imgkit has not made the .sif.
+    ImgkitError : as of the build, the conversion and the transfer.
+    """
+    from imgkit_builder.remote import store
+    from imgkit_builder.sif import image
+
+    name = ""
+    if request.archive:
+        name = _converted_archive(request, request.archive, far.remote.name, report)
+        image_id = f"sha256:{name.partition('-')[0]}"
+    elif request.recipe:
+        image_id, is_locked = _built(request, report)
+        if is_locked:
+            # Its .sif has an id of its own (docs/adr/0019).
+            name = _converted(request, report)
+            image_id = f"sha256:{name.partition('-')[0]}"
+    else:
+        record = image.read(request.sif).record
+        if record is None:
+            raise UsageError(
+                "imgkit has not made this .sif",
+                where=str(request.sif),
+                hint="imgkit sif makes one of an archive or image",
+            )
+        image_id, name = record.image_id, image.store_name(record)
+    report.stage(f"look at {far.remote.name}")
+    there = store.look(far, image_id=image_id, program=program, wanted=name)
+    if not there.has_program:
+        raise UsageError(
+            f"{far.remote.address} has no {program}",
+            where="--on",
+            hint=f"imgkit remote check {far.remote.name}",
+        )
+    sent = _image(request, far, there, image_id, name, report)
+    if request.code is None:
+        return sent
+    files = _code(request, request.code, far, there, report)
+    return dataclasses.replace(sent, code=request.code.record, code_files=files)
+
+
+def _image(
+    request: _SendRequest, far: Connection, there: Store, image_id: str, name: str, report: Reporter
+) -> _SentImage:
+    """Send the image if the remote lacks it; `name` is that of a .sif in the store."""
+    if sent := _present(there, whole=request.whole):
+        report.note(f"to send: nothing; {far.remote.name} has the image")
+        return sent
+    if (
+        request.recipe
+        and not name
+        and not request.whole
+        and (sent := _by_delta(request, far, there, image_id, report))
+    ):
+        return sent
+    if request.recipe and not name:
+        name = _converted(request, report)
+    _send(request, far, there, request.sif, f"images/{name}", report)
+    return _SentImage(home=there.home, image=f"images/{name}")
+
+
+def _code(
+    request: _SendRequest, code: CodeFolder, far: Connection, there: Store, report: Reporter
+) -> tuple[str, ...]:
+    """Send what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
+    from imgkit_builder.remote import code as far_code
+    from imgkit_builder.sif.conversion import Options
+    from imgkit_builder.workflow.convert import helper
+
+    with far_code.plan(code, there, Options(helper=helper()), report) as plan:
+        if plan.file is None:
+            report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
+        else:
+            _send(request, far, there, plan.file, plan.targets[-1], report)
+    return plan.targets
+
+
+def _present(there: Store, *, whole: bool) -> _SentImage | None:
+    """The image as the remote has it; None if it does not."""
+    for name in there.images:
+        return _SentImage(home=there.home, image=f"images/{name}")
+    for held in () if whole else there.deltas:
+        overlay = f"deltas/{held.name}"
+        return _SentImage(home=there.home, image=f"images/{held.base}", overlay=overlay, delta=held.delta)
+    return None
+
+
+def _send(
+    request: _SendRequest, far: Connection, there: Store, file: Path, target: str, report: Reporter
+) -> None:
+    from imgkit_builder.remote import transfer
+
+    size = file.stat().st_size
+    shown = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    report.note(f"to send: {file}, {shown}")
+    transfer.upload(far, file, home=there.home, target=target, report=report, most_per_s=request.most_per_s)
+
+
+def _built(request: _SendRequest, report: Reporter) -> tuple[str, bool]:
+    """The id of the recipe's image, which is built if it is not up to date, and whether it has a lock."""
+    from imgkit_builder.workflow.build import BuildRequest, build
+
+    built = build(request.recipe, BuildRequest(base=request.base), report=report)
+    return built.id, built.locked
+
+
+def _converted(request: _SendRequest, report: Reporter) -> str:
+    """Make the .sif here; the result is its name in the store."""
+    from imgkit_builder.sif import convert, image
+    from imgkit_builder.sif.conversion import Options
+    from imgkit_builder.workflow.convert import engine_image, helper
+
+    with engine_image(request.recipe) as source:
+        options = Options(helper=helper(source))
+        return image.store_name(convert.convert(source, request.sif, options, report).record)
+
+
+def _converted_archive(request: _SendRequest, archive: Path, remote: str, report: Reporter) -> str:
+    """Make the .sif of the archive here; the result is its name in the store."""
+    from imgkit_builder.sif import image
+    from imgkit_builder.workflow.convert import convert
+
+    try:
+        done = convert(archive, request.sif, report=report)
+    except ToolMissing as error:
+        there = f"imgkit submit RECIPE --sif {shlex.quote(archive.name)}"
+        hint = f"{error.hint}\nor copy it to {remote}, and there: {there}, then imgkit submit RECIPE"
+        raise ToolMissing(error.what, where=str(archive), hint=hint) from error
+    return image.store_name(done.record)
+
+
+def _by_delta(
+    request: _SendRequest, far: Connection, there: Store, image_id: str, report: Reporter
+) -> _SentImage | None:
+    """Send a delta over the .sif that is both here and there; None where there is none, or it is large."""
+    from imgkit_builder.delta import descriptor
+    from imgkit_builder.remote import store
+
+    try:
+        stack = descriptor.stack(request.sif)
+    except (CheckFailed, UsageError):
+        return None
+    base = store.base_name(stack.base)
+    if base not in there.names or stack.base.image_id == image_id:
+        return None
+    try:
+        file, delta = _difference(request, stack, image_id, report)
+    except CheckFailed as error:
+        report.note(f"no delta over {request.sif}: {error.what}")
+        return None
+    if file.stat().st_size > _WORTH * stack.sif.size_bytes:
+        size = file.stat().st_size / 1e6
+        report.note(f"the delta over {request.sif} has {size:.1f} MB: a new .sif goes instead")
+        return None
+    overlay = f"deltas/{store.delta_name(delta)}"
+    _send(request, far, there, file, overlay, report)
+    return _SentImage(home=there.home, image=f"images/{base}", overlay=overlay, delta=delta)
+
+
+def _difference(request: _SendRequest, stack: Stack, image_id: str, report: Reporter) -> tuple[Path, Delta]:
+    """The delta of the image over the .sif here; one that an earlier run has made is used again."""
+    from imgkit_builder.delta import descriptor
+    from imgkit_builder.delta.make import make
+    from imgkit_builder.sif.conversion import Options
+    from imgkit_builder.workflow.convert import engine_image, helper
+
+    file = request.sif.with_suffix(".imgdelta")
+    if descriptor.is_delta(file):
+        known = descriptor.read(file)
+        if known.image_id == image_id and known.base == stack.base:
+            return file, known
+    with engine_image(request.recipe) as source:
+        return file, make(source, request.sif, file, Options(helper=helper(source)), report).delta
