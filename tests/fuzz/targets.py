@@ -28,13 +28,13 @@ from imgkit_builder.delta.layers import Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.image import inside
-from imgkit_builder.job import fields as job_fields
+from imgkit_builder.job import quoting as job_fields
 from imgkit_builder.job import submit
 from imgkit_builder.job import systems as job_systems
 from imgkit_builder.job.ssh import doctor as ssh_doctor
 from imgkit_builder.job.ssh import fanout
-from imgkit_builder.job.ssh import hostlist as ssh_hosts
-from imgkit_builder.lock import answers, failures
+from imgkit_builder.job.ssh import fanout as ssh_hosts
+from imgkit_builder.lock import answers
 from imgkit_builder.lock.answers import BaseFile
 from imgkit_builder.oci import config, manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
@@ -552,7 +552,7 @@ def _uv_lock(data: bytes, folder: Path) -> None:
 
 def _failure(data: bytes, folder: Path) -> None:
     recipe = load(_put(folder, b"image: {base: 'b:1', apt: [x], pip: [{packages: [a]}]}\n", "r.yaml"))
-    error = failures.explained(recipe, failures.read(data), log="log")
+    error = answers.explained(recipe, answers.read(data), log="log")
     assert len(str(error)) < 100_000
 
 
@@ -691,14 +691,14 @@ TARGETS = (
         run=lambda data, _: answers.debs(data),
         seeds=lambda: [(ROOT / "tests/contract/lock/apt_answer.json").read_bytes()],
         change=mutate.in_json,
-        also=(failures.Unresolved,),
+        also=(answers.Unresolved,),
     ),
     Target(
         name="lock-pip",
         run=lambda data, _: answers.wheels(data, 0, {"a": BaseFile(name="a-1-py3-none-any.whl", sha256="0")}),
         seeds=lambda: [(ROOT / "tests/contract/lock/pip_report.json").read_bytes()],
         change=mutate.in_json,
-        also=(failures.Unresolved,),
+        also=(answers.Unresolved,),
     ),
     Target(
         name="lock-uv",

@@ -21,7 +21,7 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.job_flags import OptionsCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.job.flags import flag, given
+from imgkit_builder.job.request import flag, given
 from imgkit_builder.workflow import build
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.terminal import shown

@@ -56,12 +56,12 @@ def verb_doctor(
     """
     from imgkit_builder.base import checks
     from imgkit_builder.examine import doctor
-    from imgkit_builder.job.ssh import hostlist
+    from imgkit_builder.job.ssh import fanout
     from imgkit_builder.recipe import targets
 
     target = targets.find(recipe) if recipe else None
     about: dict[str, object] = {"recipe": target.name if target else ""}
-    if named := hostlist.read(hosts, hostfile):
+    if named := fanout.read(hosts, hostfile):
         results, about["hosts"] = _of_hosts(target, named, image), named
     else:
         results, about["for"] = doctor.examine(target, purpose=purpose.value), purpose.value

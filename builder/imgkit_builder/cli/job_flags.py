@@ -14,8 +14,7 @@ from imgkit_entrypoints import terminal
 
 if TYPE_CHECKING:
     from imgkit_builder.job.code import CodeFolder
-    from imgkit_builder.job.flags import Flag
-    from imgkit_builder.job.request import Request
+    from imgkit_builder.job.request import Flag, Request
 
 
 COMMAND = "imgkit.command"
@@ -43,7 +42,7 @@ class OptionsCommand(TyperCommand):
     def get_params(self, ctx: Any) -> Any:
         """The verb's own parameters, with the flags after its arguments."""
         if not self._options:
-            from imgkit_builder.job.flags import declared
+            from imgkit_builder.job.request import declared
 
             owners = dict.fromkeys(self.owners(quiet=ctx.resilient_parsing))
             self._options = tuple(

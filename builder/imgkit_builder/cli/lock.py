@@ -19,7 +19,7 @@ from imgkit_entrypoints.errors import EXIT_NO, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.lock.changes import Change
-    from imgkit_builder.lock.order import Wishes
+    from imgkit_builder.lock.resolve import Wishes
     from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
 
 SCHEMA = 1
@@ -76,7 +76,7 @@ def verb_lock(
     if check:
         _check(loaded, base=base, platform=platform, as_json=as_json)
         return
-    from imgkit_builder.lock.order import Wishes
+    from imgkit_builder.lock.resolve import Wishes
 
     wishes = Wishes(keep=keep, upgrade=upgrade, packages=tuple(packages or ()))
     with reporter(as_json=as_json, verbose=verbose) as report:
@@ -115,8 +115,8 @@ def _lock(
 ) -> _Outcome:
     from imgkit_builder import engine as engines
     from imgkit_builder.image import secret_values
-    from imgkit_builder.lock import changes, place
-    from imgkit_builder.lock.resolve import resolve
+    from imgkit_builder.lock import changes
+    from imgkit_builder.lock.resolve import kept_files, resolve, write_lock
     from imgkit_builder.recipe import lock_file
 
     request = _request(recipe, base)
@@ -138,7 +138,7 @@ def _lock(
             engine, recipe, override=base, platform=platform, pull=pull, report=report
         )
         old = lock.of(found.platform) if lock else None
-        kept = {} if wishes.upgrade and not wishes.packages else place.kept(file, old)
+        kept = {} if wishes.upgrade and not wishes.packages else kept_files(file, old)
         new = resolve(
             engine,
             recipe,
@@ -155,7 +155,7 @@ def _lock(
         same = changes.is_same(old, new)
         if writes and (wishes.keep or not same):
             stays = old if same and old else new
-            place.write(recipe, file, lock, stays, Path(folder) if wishes.keep else None)
+            write_lock(recipe, file, lock, stays, Path(folder) if wishes.keep else None)
     return _Outcome(
         file=file, part=new, changes=changes.between(old, new), same=same, written=writes and not same
     )

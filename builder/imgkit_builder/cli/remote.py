@@ -62,17 +62,17 @@ def add(
       imgkit remote add mn5 me@glogin1.bsc.es:/gpfs/scratch/bsc98/me --recipe mn5
       imgkit remote add mn5 mn5-login --recipe mn5 --transfer me@transfer1.bsc.es
     """
-    from imgkit_builder.job import fields
-    from imgkit_builder.job.ssh import hostlist
+    from imgkit_builder.job import quoting
+    from imgkit_builder.job.ssh import fanout
     from imgkit_builder.remote import config
     from imgkit_entrypoints.errors import UsageError
 
     host, folder = config.parse(address)
-    if transfer and not hostlist.is_host(transfer):
+    if transfer and not fanout.is_host(transfer):
         raise UsageError(f"{transfer!r} is not an address", where="--transfer", hint="USER@HOST")
     if recipe:
         recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
-    keep_s = 0 if keep == "0" else fields.seconds(keep, where="--keep")
+    keep_s = 0 if keep == "0" else quoting.seconds(keep, where="--keep")
     made = config.Remote(
         name=config.check_name(name),
         address=host,

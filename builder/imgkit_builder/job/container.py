@@ -1,13 +1,26 @@
-"""The words that start a command in a container on the node where they are executed."""
+"""The container of a job: its image, the delta over it, mounts and variables; the argv that starts it,
+and the job templates that hold it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import shlex
-from collections.abc import Sequence
-from pathlib import PurePath
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
-from imgkit_builder.delta.descriptor import CODE_PLACE
-from imgkit_builder.job.request import Job
+from imgkit_builder.base import process
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
+from imgkit_builder.job import quoting
+from imgkit_builder.job.request import CodeRecord, Job, Request, RunBy, declared
+from imgkit_builder.recipe.targets import Target
+from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import delta_check
+from imgkit_entrypoints.rollcall.secret import VARIABLE
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
 """Options that a job without GPUs leaves out."""
@@ -127,3 +140,239 @@ def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
         *(("--env-file", job.env_file) if job.env_file else ()),
         *(word for name in (*job.names, *forward) for word in ("--env", name)),
     )
+
+
+_RECIPE_FILES = (".yaml", ".yml", ".json")
+
+
+def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
+    """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
+    image = request.image
+    if any(ord(letter) < 32 for letter in image):
+        raise UsageError(f"{image!r} holds a control character", where="--image")
+    if run_by == "singularity":
+        return str(directory / (image or f"{Path(request.build).stem or recipe.name}.sif"))
+    if run_by == "kubernetes" and not image:
+        raise UsageError(
+            "pods pull their image from a registry, but no image is given",
+            where="--image",
+            hint=f"imgkit push {recipe.name} REGISTRY/{recipe.name}:1, then --image REGISTRY/{recipe.name}:1",
+        )
+    if run_by == "host":
+        return str(directory / image) if image else ""
+    if image.startswith("-"):
+        raise UsageError(f"{image!r} is not an image", where="--image")
+    return image or f"{recipe.name}:latest"
+
+
+def making(job: Job) -> tuple[str, ...]:
+    """The words that make the image of a job which makes one."""
+    request = job.request
+    if request.archive is not None:
+        return (*process.own_words(), "sif", str(request.archive.absolute()), "-o", job.image)
+    file = Path(request.build)
+    built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
+    base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
+    return (*process.own_words(), "build", built, "--with", "apptainer", *base, "-o", job.image)
+
+
+def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:
+    """Path of the delta and its descriptor, which is read here or in the folder of the job."""
+    if request.delta is None:
+        return "", None
+    delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
+    if run_by != "singularity":
+        raise UsageError(
+            f"a delta lies over a .sif, but {run_by} does not run a .sif",
+            where="--delta",
+            hint="leave it out",
+        )
+    return quoting.check("--delta", str(directory / request.delta)), delta
+
+
+def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
+    """`job`, which was resolved with its .sif alone, with `delta` over it, at the nodes' path `overlay`."""
+    env = {delta_check.VARIABLE: delta.image_id, **job.env}
+    return dataclasses.replace(job, overlay=quoting.check("--delta", overlay), delta=delta, env=env)
+
+
+def refuse_code(request: Request, run_by: RunBy) -> None:
+    """Raise UsageError for flags of code that mean nothing in this job."""
+    if request.code is not None and request.no_code:
+        raise UsageError("--code and --no-code", where="--code", hint="give only one of them")
+    if request.code is None:
+        for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
+            if given:
+                raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
+    elif request.making or run_by != "singularity":
+        does = f"{request.making} makes one" if request.making else f"{run_by} does not run one"
+        raise UsageError(
+            f"the code lies over a .sif, but {does}",
+            where="--code",
+            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
+        )
+
+
+def with_code(job: Job, code: CodeRecord, files: Sequence[str]) -> Job:
+    """`job` with the code over its image; `files` are the nodes' paths of its deltas, lowest first."""
+    checked = tuple(quoting.check("--code", file) for file in files)
+    env = {delta_check.CODE_VARIABLE: code.sha256, **job.env}
+    return dataclasses.replace(job, code=code, code_files=checked, env=env)
+
+
+def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:
+    """Variables that are set inside the container; the user's own win."""
+    given = (variable(text) for text in request.env if "=" in text)
+    return {**_delta_id(run_by, Path(image), delta), **dict(given)}
+
+
+def refuse_secrets(recipe: Target, request: Request) -> None:
+    """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
+
+    ``--env`` has a check of its own, `variable`.
+    """
+    system = recipe.system
+    given: list[tuple[str, tuple[str, ...]]] = [
+        ("COMMAND", request.command),
+        (recipe.where("system", "runtime", "options"), system.runtime.options),
+        (recipe.where("system", "queue", "options"), system.queue.options),
+    ]
+    for flags in (request, *request.system_flags):
+        for known in declared(type(flags)):
+            value = getattr(flags, known.field)
+            given.append((known.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,)))))
+    for where, arguments in given:
+        if where == "--env":
+            continue
+        if kind := secret_patterns.in_arguments(arguments):
+            raise UsageError(
+                f"it holds {kind}: others could read it in the job script, in records and argument lists",
+                where=where,
+                hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
+                "--env-file FILE, a file of mode 600",
+            )
+
+
+def names(request: Request) -> tuple[str, ...]:
+    """Variables of ``--env NAME``, whose values no text may hold."""
+    return tuple(dict.fromkeys(_name(text, text) for text in request.env if "=" not in text))
+
+
+def env_file(request: Request, run_by: RunBy, directory: Path) -> str:
+    """Path of ``--env-file`` on the nodes; empty if there is none."""
+    if request.env_file is None:
+        return ""
+    if run_by == "kubernetes":
+        raise UsageError(
+            "pods cannot read a file from here",
+            where="--env-file",
+            hint=f"kubectl create secret generic imgkit --from-env-file={request.env_file}, and "
+            "--env NAME for each variable",
+        )
+    return quoting.check("--env-file", str(directory / request.env_file))
+
+
+def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, str]:
+    """The image id that the container's commands must find, if there are deltas: given, or in the local .sif.
+
+    It is set inside the container, because ``--cleanenv`` of a runtime must not switch the check off.
+    """
+    from imgkit_builder.sif import image as sif
+
+    if delta is not None:
+        return {delta_check.VARIABLE: delta.image_id}
+    if run_by != "singularity" or not sif.is_sif(image):
+        return {}
+    record = sif.read(image).record
+    if record is None or not record.deltas:
+        return {}
+    return {delta_check.VARIABLE: descriptor.stack(image).base.image_id}
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Name and value of ``NAME=VALUE``; ``NAME`` alone has no value.
+
+    Raises
+    ------
+    UsageError : it is no variable, or its value looks like a secret.
+    """
+    name, between, value = text.partition("=")
+    _name(name, text)
+    if not between:
+        return name, ""
+    kind = secret_patterns.in_value(value)
+    if kind or secret_patterns.in_name(name, value):
+        raise UsageError(
+            f"{name} holds {kind or 'a secret, by its name'}: every user could read it in argument lists",
+            where="--env",
+            hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
+        )
+    if any(ord(letter) < 32 and letter != "\t" for letter in value):
+        raise UsageError(f"{name} holds a line break or control character", where="--env")
+    return name, value
+
+
+def _name(name: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        shown = secret_patterns.masked(text)
+        raise UsageError(f"{shown!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
+    return name
+
+
+def secret(request: Request, directory: Path) -> Mapping[str, str]:
+    """Variables of the launcher that say where the run's secret is, and whether there must be one."""
+    found = {}
+    if file := _secret_file(request, directory):
+        found[VARIABLE] = str(file)
+    if request.require_secret:
+        found["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
+    return found
+
+
+def _secret_file(request: Request, directory: Path) -> Path | None:
+    if request.secret_file is None:
+        return None
+    return Path(quoting.check("--secret-file", str(directory / request.secret_file)))
+
+
+def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> tuple[str, ...]:
+    """The recipe's mounts, then the user's, then the file of the secret where the job's folder has none."""
+    from imgkit_builder.recipe import rules
+
+    for text in request.binds:
+        for what, hint in (*rules.printable(text), *rules.bind(text)):
+            raise UsageError(what, where="--bind", hint=hint)
+    file = _secret_file(request, directory)
+    outside = file is not None and run_by != "kubernetes" and not file.is_relative_to(directory)
+    own = (f"{file}:{file}:ro",) if outside else ()
+    return (*recipe.system.runtime.binds, *request.binds, *own)
+
+
+def fill(job: Job, name: str, **values: Any) -> str:
+    """The text of template `name`, which sees `job` and `values`.
+
+    Raises
+    ------
+    UsageError : the user's own template is faulty; names its file and line.
+    """
+    import jinja2
+
+    from imgkit_builder.image.render import environment
+
+    own = job.request.templates
+    if own is not None and not own.is_dir():
+        raise UsageError(f"no folder {own}", where="--templates")
+    try:
+        return (
+            environment("templates/job", own)
+            .get_template(name)
+            .render(job=job, exports=exports(job), modules=modules(job), **values)
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(
+            error.message or "a faulty template", where=f"{error.filename}:{error.lineno}"
+        ) from None
+    except jinja2.TemplateError as error:
+        raise UsageError(error.message or "a faulty template", where=f"{own or ''}/{name}") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"a faulty template: {error}", where=f"{own or ''}/{name}") from error

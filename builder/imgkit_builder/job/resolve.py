@@ -1,12 +1,14 @@
-"""Resolve a request on a recipe's system: find all values, and check every known limit."""
+"""Resolve a request on a recipe's system: find all values, and check them against the limits of the
+recipe.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from imgkit_builder.job import container, contents, fields, flags, limits, systems
-from imgkit_builder.job.request import Job, Request, RunBy
+from imgkit_builder.job import container, quoting, systems
+from imgkit_builder.job.request import Job, Request, RunBy, given
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe.problems import choices
 from imgkit_builder.recipe.targets import Target
@@ -29,34 +31,34 @@ def resolve(recipe: Target, request: Request) -> Job:
     facts = recipe.system
     system = systems.named(facts.scheduler)
     own = next((each for each in request.system_flags if isinstance(each, system.flags)), system.flags())
-    size = limits.nodes(request.nodes or str(system.default_nodes(own)))
-    gpus = limits.gpus(recipe, request)
-    cpus = limits.cpus(recipe, request, gpus)
-    time = limits.time(recipe, request)
+    size = node_range(request.nodes or str(system.default_nodes(own)))
+    gpus = _gpus(recipe, request)
+    cpus = _cpus(recipe, request, gpus)
+    time = _time(recipe, request)
     queue = {
-        "account": fields.check("--account", request.account or facts.queue.account),
-        "name": fields.check("--queue", request.queue or facts.queue.name),
-        "qos": fields.check("--qos", request.qos or facts.queue.qos),
+        "account": quoting.check("--account", request.account or facts.queue.account),
+        "name": quoting.check("--queue", request.queue or facts.queue.name),
+        "qos": quoting.check("--qos", request.qos or facts.queue.qos),
         "time": time,
     }
     _require(recipe, system.required(recipe, request), queue, request.project)
-    contents.refuse_secrets(recipe, request)
+    container.refuse_secrets(recipe, request)
     command = _command(request)
     run_by = _run_by(recipe, request, system)
-    contents.refuse_code(request, run_by)
+    container.refuse_code(request, run_by)
     directory = request.directory.absolute()
-    fields.check("--directory", str(directory))
-    image = contents.image(recipe, request, run_by, directory)
-    overlay, delta = contents.overlay(request, run_by, directory)
+    quoting.check("--directory", str(directory))
+    image = container.image(recipe, request, run_by, directory)
+    overlay, delta = container.overlay(request, run_by, directory)
     job = Job(
         recipe=recipe,
         request=request,
         system=system.hands_to(own) or facts.scheduler,
         system_flags=own,
         command=command,
-        name=fields.check("--name", request.name or recipe.name),
+        name=quoting.check("--name", request.name or recipe.name),
         size=size,
-        max_failures=limits.failures(request),
+        max_failures=_failures(request),
         gpus=gpus,
         cpus=cpus,
         time=time,
@@ -67,16 +69,16 @@ def resolve(recipe: Target, request: Request) -> Job:
         overlay=overlay,
         delta=delta,
         run_by=run_by,
-        binds=contents.binds(recipe, request, run_by, directory),
-        env=contents.environment(request, run_by, image, delta),
+        binds=container.binds(recipe, request, run_by, directory),
+        env=container.environment(request, run_by, image, delta),
         names=_names(request, system),
-        env_file=contents.env_file(request, run_by, directory),
+        env_file=container.env_file(request, run_by, directory),
         settings={
             **_settings(recipe, request, system, run_by, gpus=gpus, size=size),
-            **contents.secret(request, directory),
+            **container.secret(request, directory),
         },
         directory=directory,
-        stop_before_s=limits.stop_before(request, time),
+        stop_before_s=_stop_before(request, time),
     )
     _refuse_clean(job)
     warnings = (*_unused(recipe, request, system), *system.doubts(job))
@@ -92,7 +94,7 @@ def _unused(recipe: Target, request: Request, system: System) -> Iterator[str]:
     ]
     for other in request.system_flags:
         if not isinstance(other, system.flags):
-            ignored += flags.given(other)
+            ignored += given(other)
     title = recipe.system.title or recipe.name
     return (f"{name} is not used: {title} ({recipe.system.scheduler}) has no such flag" for name in ignored)
 
@@ -189,7 +191,7 @@ def _refuse_clean(job: Job) -> None:
 
 
 def _names(request: Request, system: System) -> tuple[str, ...]:
-    names = contents.names(request)
+    names = container.names(request)
     if names and not system.passes_names:
         raise UsageError(
             f"this system cannot pass {names[0]} on without showing its value",
@@ -224,3 +226,106 @@ def _settings(
     if system.placement and size.started > 1:
         settings["IMGKIT_SCHEDULER"] = system.placement
     return settings
+
+
+STOP_BEFORE_S = 120
+"""The launcher's grace period, and as much again: Slurm's signal can come up to a minute early."""
+SHORT_S = 600
+"""Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
+
+
+def node_range(text: str) -> Size:
+    """Nodes that ``N``, ``MIN:MAX`` or ``N+SPARES`` asks for."""
+    try:
+        return Size.parse(text)
+    except ValueError as error:
+        raise UsageError(
+            str(error), where="--nodes", hint="a number, MIN:MAX, or N+SPARES such as 16+1"
+        ) from None
+
+
+def _failures(request: Request) -> int | None:
+    """Failures that the run survives; None leaves the number to the launcher."""
+    if request.max_failures is not None and request.max_failures < 0:
+        raise UsageError(
+            f"{request.max_failures} failures",
+            where="--max-failures",
+            hint="a number; 0: the first ends the run",
+        )
+    return request.max_failures
+
+
+def _gpus(recipe: Target, request: Request) -> int:
+    """GPUs per node."""
+    limit = recipe.system.node.gpus
+    if request.gpus is None:
+        return limit
+    if request.gpus < 0:
+        raise UsageError(f"{request.gpus} GPUs", where="--gpus", hint="a number from 0")
+    stated = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
+    if stated and request.gpus > limit:
+        raise UsageError(
+            f"--gpus {request.gpus}, but a node has {limit}",
+            where=recipe.where("system", "node", "gpus"),
+            hint=f"--gpus {limit} with more --nodes"
+            if limit
+            else "this system has no GPUs: leave --gpus out",
+        )
+    return request.gpus
+
+
+def _cpus(recipe: Target, request: Request, _gpus: int) -> int | None:
+    """CPUs per node; None leaves the number to the system."""
+    node = recipe.system.node
+    share = node.cpus_per_gpu
+    if request.cpus is None:
+        return _gpus * share if _gpus and share else request.nproc or node.cpus
+    if request.cpus < 1:
+        raise UsageError(f"{request.cpus} CPUs", where="--cpus", hint="a number from 1")
+    if _gpus and share and request.cpus != _gpus * share:
+        raise UsageError(
+            f"--cpus {request.cpus}, but {_gpus} GPUs come with {_gpus * share} CPUs ({share} each)",
+            where=recipe.where("system", "node", "cpus_per_gpu"),
+            hint=f"leave --cpus out, or --cpus {_gpus * share}",
+        )
+    if node.cpus is not None and request.cpus > node.cpus:
+        raise UsageError(
+            f"--cpus {request.cpus}, but a node has {node.cpus}",
+            where=recipe.where("system", "node", "cpus"),
+            hint=f"--cpus {node.cpus} with more --nodes",
+        )
+    return request.cpus
+
+
+def _time(recipe: Target, request: Request) -> str:
+    """The time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one."""
+    queue = recipe.system.queue
+    text = request.time or queue.time
+    if not text:
+        return ""
+    wanted = quoting.seconds(
+        text, where="--time" if request.time else recipe.where("system", "queue", "time")
+    )
+    for name in (request.qos or queue.qos, request.queue or queue.name):
+        limit = queue.limits.get(name, "")
+        if limit and wanted > quoting.seconds(limit, where=recipe.where("system", "queue", "limits", name)):
+            raise UsageError(
+                f"--time {quoting.clock(wanted)}, but {name} ends jobs after {limit}",
+                where=recipe.where("system", "queue", "limits", name),
+                hint=f"--time {limit}, or another queue; dist-train resumes where a job left off",
+            )
+    return quoting.clock(wanted)
+
+
+def _stop_before(request: Request, _time: str) -> int:
+    """Seconds before the time limit at which the program is asked to save; 0: never."""
+    limit = quoting.seconds(_time, where="--time") if _time else None
+    if request.stop_before_s is None:
+        return 0 if limit is not None and limit < SHORT_S else STOP_BEFORE_S
+    if request.stop_before_s < 0 or (limit is not None and request.stop_before_s >= limit):
+        raise UsageError(
+            f"{request.stop_before_s} s before the end of a job of {_time or 'unlimited _time'}",
+            where="--stop-before",
+            hint="less than --time; 0: never",
+        )
+    return request.stop_before_s

@@ -22,7 +22,7 @@ from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.job import baked, contents, fields, systems
+from imgkit_builder.job import baked, container, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
 from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
@@ -115,7 +115,7 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
     if code is not None:
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
-        job = contents.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
+        job = container.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
@@ -273,7 +273,7 @@ def submitted(job: Job, output: Generator[bytes, None, None], *, remote: str = "
         job_id, _, cluster = systems.named(job.system).job_id(text, job.name).partition(";")
     except Exception:  # a plug-in has failed, but its job is there
         job_id, cluster = "", ""
-    is_id = fields.is_job_id(job_id) and (not cluster or fields.is_job_id(cluster))
+    is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
     return SubmittedJob(
         id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
         cluster=cluster if is_id else "",
@@ -373,9 +373,9 @@ def _read(path: Path) -> SubmittedJob:
             code=CodeRecord(**data["code"]) if data["code"] else None,
         )
     )
-    if not all(map(fields.is_job_id, (found.id, *filter(None, (found.cluster, found.remote))))):
+    if not all(map(quoting.is_job_id, (found.id, *filter(None, (found.cluster, found.remote))))):
         raise ValueError(f"{found.handle!r} is no job id")
-    fields.check("--name", found.name.removesuffix("-sif"))
+    quoting.check("--name", found.name.removesuffix("-sif"))
     return found
 
 
@@ -411,7 +411,7 @@ def _path(job_id: str) -> Path:
     ------
     ValueError : no job can have this id.
     """
-    if not all(map(fields.is_job_id, job_id.split("@", 1))):
+    if not all(map(quoting.is_job_id, job_id.split("@", 1))):
         raise ValueError(f"{job_id!r} is no job id")
     path = _folder() / f"{job_id}.json"
     if "@" in job_id or path.exists():

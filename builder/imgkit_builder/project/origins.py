@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.job import flags
+from imgkit_builder.job import request
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import KeyPath, Position, shown
@@ -111,8 +111,8 @@ class _Finder:
         yield self._row("directory", job.directory)
         yield from self._lists()
         for own in self.given.system_flags:
-            for word in flags.given(own):
-                known = next(one for one in flags.declared(type(own)) if one.names[0] == word)
+            for word in request.given(own):
+                known = next(one for one in request.declared(type(own)) if one.names[0] == word)
                 yield ValueSource(name=word.strip("-"), value=str(getattr(own, known.field)), flag=word)
         yield self._row("command", shlex.join(job.command))
 
@@ -139,7 +139,7 @@ class _Finder:
     def _row(self, name: str, value: Any, *paths: KeyPath, field: str = "") -> ValueSource:
         """The row of a value that one flag, one key of the file or the recipe at one of `paths` states."""
         text = "" if value is None else str(value)
-        known = next((one for one in flags.declared(Request) if one.field == (field or name)), None)
+        known = next((one for one in request.declared(Request) if one.field == (field or name)), None)
         if known and getattr(self.given, known.field) != known.default:
             return ValueSource(name=name, value=text, flag=known.names[0])
         if name == "command" and self.given.command:

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.job import contents, limits
-from imgkit_builder.job import fields as job_fields
+from imgkit_builder.job import container, resolve
+from imgkit_builder.job import quoting as job_fields
 from imgkit_builder.recipe import problems, rules
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
 from imgkit_entrypoints import files
@@ -221,9 +221,9 @@ def _check_values(values: ProjectValues, positions: Mapping[str, Position], foun
     if values.time:
         report(("time",), partial(job_fields.seconds, values.time, where=""))
     if values.nodes:
-        report(("nodes",), partial(limits.nodes, values.nodes))
+        report(("nodes",), partial(resolve.node_range, values.nodes))
     for number, one in enumerate(values.env):
-        report(("env", number), partial(contents.variable, one))
+        report(("env", number), partial(container.variable, one))
     for number, one in enumerate(values.binds):
         for what, hint in rules.bind(one):
             found.error(positions["binds"], ("binds", number), what, hint)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import files
-from imgkit_builder.job.ssh import hostlist
+from imgkit_builder.job.ssh import fanout
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.problems import choices
 from imgkit_entrypoints.errors import UsageError
@@ -53,7 +53,7 @@ def parse(text: str) -> tuple[str, str]:
         r"(?P<user>[^@\[\]:]*@)?(\[(?P<six>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<dir>.*))?", text, re.DOTALL
     )
     address = f"{match['user'] or ''}{match['six'] or match['host'] or ''}" if match else ""
-    if match is None or not hostlist.is_host(address):
+    if match is None or not fanout.is_host(address):
         raise UsageError(
             f"{text!r} is not an address",
             where="ADDRESS",
@@ -221,7 +221,7 @@ def _adapter() -> TypeAdapter[Any]:
     import pydantic
 
     def check_host(value: str) -> str:
-        if value and not hostlist.is_host(value):
+        if value and not fanout.is_host(value):
             raise ValueError(f"{value!r} is not an address")
         return value
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Exited
-from imgkit_builder.job.ssh import hints
+from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.ssh.fanout import SSH_FAILED
 from imgkit_builder.remote.config import Remote
 from imgkit_entrypoints.errors import ToolFailed
@@ -195,10 +195,10 @@ class Connection:
                 code=error.code,
                 said=said,
             )
-        hint = hints.after(error.said, host)
+        hint = fanout.after(error.said, host)
         if "Permission denied" in error.said and not self.ask:
             check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
-            again = hints.SECOND_FACTOR in error.said and self.control
+            again = fanout.SECOND_FACTOR in error.said and self.control
             hint = f"{check}; then this command again" if again else f"{check}; or without questions: {hint}"
         what, hint = process.quoted(f"ssh to {host} failed", said or "the connection was lost", hint)
         return Cut(what, where=self.remote.name, hint=hint)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from imgkit_builder.base import files
 from imgkit_builder.job import systems
-from imgkit_builder.job.fields import is_job_id
+from imgkit_builder.job.quoting import is_job_id
 from imgkit_builder.remote import jobs, store
 from imgkit_builder.remote.connection import Connection, odd
 from imgkit_entrypoints.errors import ToolFailed, UsageError

@@ -12,7 +12,7 @@ from pathlib import Path
 from imgkit_builder.base import files
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import BaseSif, Delta
-from imgkit_builder.job import fields
+from imgkit_builder.job import quoting
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, odd
 from imgkit_builder.sif import image
@@ -187,7 +187,7 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
         )
     try:
         # An undecodable byte is another one in the script of a job.
-        fields.check("--directory", home.replace("\N{REPLACEMENT CHARACTER}", "\0"))
+        quoting.check("--directory", home.replace("\N{REPLACEMENT CHARACTER}", "\0"))
     except UsageError as error:
         return UsageError(
             f"{home!r}, the folder's real path, cannot stand in a job",

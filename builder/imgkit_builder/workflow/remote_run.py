@@ -235,12 +235,12 @@ class _SentImage:
 
     def over(self, job: Job) -> Job:
         """`job`, which has been resolved with the .sif alone, with the delta and the code over it."""
-        from imgkit_builder.job import contents
+        from imgkit_builder.job import container
 
         if self.delta:
-            job = contents.laid_over(job, f"{self.home}/{self.overlay}", self.delta)
+            job = container.laid_over(job, f"{self.home}/{self.overlay}", self.delta)
         if self.code:
-            job = contents.with_code(job, self.code, [f"{self.home}/{file}" for file in self.code_files])
+            job = container.with_code(job, self.code, [f"{self.home}/{file}" for file in self.code_files])
         return job
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder.lock import answers
-from imgkit_builder.lock.answers import BaseFile
-from imgkit_builder.lock.failures import Unresolved
+from imgkit_builder.lock.answers import BaseFile, Unresolved
 
 ONIG = "59ecfce6d88c7c4b09496ce182b3b8303e8e8477664e009b16ae83a09cd12be7"
 DIGEST = "d" * 64

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.process import MOST_BYTES
-from imgkit_builder.job.ssh import fanout, hints
+from imgkit_builder.job.ssh import fanout
 
 CLOCKS_S = 5.0
 """Larger differences make times in logs misleading. The figure includes the time that ssh takes to start."""
@@ -100,7 +100,7 @@ def _ssh(host: str, answer: _Answer) -> Check:
     if "end" in answer.values:
         return Check(name=name, verdict="ok", found="without a password")
     found = answer.errors[-1] if answer.errors else "no answer"
-    hint = hints.after(found, host)
+    hint = fanout.after(found, host)
     if "resolve hostname" in found:
         hint = "use an address in --hosts, or add a line for it to /etc/hosts"
     return Check(name=name, verdict="fail", found=found, hint=hint)

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from imgkit_builder.job.flags import NoFlags, declared
-from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+from imgkit_builder.job.request import Job, NoFlags, Request, Script, SubmittedJob, declared
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.systems import Registration, SystemFault
 from imgkit_builder.recipe.targets import Target
@@ -36,7 +35,7 @@ class System(Protocol):
     """A scheduler, or the lack of one. Words are argv tuples; nothing is run here."""
 
     flags: type[Any] = NoFlags
-    """A frozen dataclass with the flags that only this system has (`imgkit_builder.job.flags.flag`)."""
+    """A frozen dataclass with the flags that only this system has (`imgkit_builder.job.request.flag`)."""
     uses: tuple[str, ...] = ()
     """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
     registration: Registration = Registration()

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imgkit_builder.job import container, fields
-from imgkit_builder.job.flags import flag
-from imgkit_builder.job.request import Job, Script
-from imgkit_builder.job.ssh import fanout, hostlist
+from imgkit_builder.job import container, quoting
+from imgkit_builder.job.quoting import line
+from imgkit_builder.job.request import Job, Script, flag
+from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.systems import local, part_of_nodes, program_starts_once, spare_waits_for_nothing
-from imgkit_builder.job.words import line
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -43,7 +42,7 @@ class MpiFlags:
     """The hosts of either flag. They are read once: a file can be a pipe."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", hostlist.read(self.hosts, self.hostfile))
+        object.__setattr__(self, "names", fanout.read(self.hosts, self.hostfile))
 
 
 class Mpi(local.ForegroundSystem):
@@ -118,7 +117,7 @@ def _check(job: Job) -> None:
 
 def _check_order(hosts: Sequence[str]) -> None:
     # Open MPI 4.1 puts its own host first, wherever that stands in -H or in a hostfile.
-    here = next((host for host in hosts if hostlist.is_here(host)), "")
+    here = next((host for host in hosts if fanout.is_here(host)), "")
     if here and here != hosts[0]:
         own_first = ",".join((here, *(host for host in hosts if host != here)))
         raise UsageError(
@@ -131,7 +130,7 @@ def _check_order(hosts: Sequence[str]) -> None:
 def _by_mpirun(job: Job) -> Script:
     hosts = _hosts(job)
     forward = _forward(job)
-    more = (*job.recipe.system.queue.options, *map(fields.option, job.request.options))
+    more = (*job.recipe.system.queue.options, *map(quoting.option, job.request.options))
     more = (*(word for name in job.names for word in ("-x", name)), *more)
     if job.run_by == "host":
         more = ("-x", "PATH", *more)  # ssh sets another one on the other hosts, without the venv

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from imgkit_builder.job import container, contents, fields
-from imgkit_builder.job.flags import flag
-from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job import container, quoting
+from imgkit_builder.job.container import fill
+from imgkit_builder.job.quoting import Shell, line
+from imgkit_builder.job.request import Job, Script, SubmittedJob, flag
 from imgkit_builder.job.systems import System, last_line
-from imgkit_builder.job.template import fill
-from imgkit_builder.job.words import Shell, line
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -118,12 +117,12 @@ def _asked(job: Job) -> tuple[str, ...]:
         *((f"ngpus={job.gpus}",) if job.gpus else ()),
         # One line per chunk in the node file, and one process per chunk: it starts the others.
         "mpiprocs=1",
-        *map(fields.option, queue.chunk),
+        *map(quoting.option, queue.chunk),
     )
     return (
         *_common(job, job.name),
         *("-l", ":".join((f"select={job.nodes}", *chunk))),
-        *map(fields.option, (*queue.options, *job.request.options)),
+        *map(quoting.option, (*queue.options, *job.request.options)),
     )
 
 
@@ -190,14 +189,14 @@ def _image_job(job: Job) -> Script:
         raise UsageError(
             f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
             where=job.recipe.where("system", "queue"),
-            hint=f"{line(contents.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+            hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",
         )
-    words = (*_common(job, job.title), *map(fields.option, (*queue.sif, *job.request.options)))
+    words = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
     text = fill(
         job,
         "pbs-sif.sh.j2",
         directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
-        make=line(contents.making(job)),
+        make=line(container.making(job)),
     )
     return Script(text=text, submit=("qsub",), on_stdin=True)

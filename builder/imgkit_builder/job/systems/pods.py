@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from imgkit_builder.job.flags import flag
-from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.quoting import quote
+from imgkit_builder.job.request import Job, Request, flag
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once
-from imgkit_builder.job.words import quote
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError

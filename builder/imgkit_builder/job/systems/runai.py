@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from imgkit_builder.job import fields
+from imgkit_builder.job import quoting
+from imgkit_builder.job.quoting import quote
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import pods
-from imgkit_builder.job.words import quote
 from imgkit_entrypoints.schedulers import kubernetes
 
 
@@ -44,7 +44,7 @@ class RunAI(pods.Pods):
             *(("--working-dir", str(folder)) if folder else ()),
             *_environment(job),
             *job.recipe.system.queue.options,
-            *map(fields.option, job.request.options),
+            *map(quoting.option, job.request.options),
             *("--", *map(pods.literal, command)),
         )
         project = f" --project {job.queue}" if job.queue else ""

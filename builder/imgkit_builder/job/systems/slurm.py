@@ -6,11 +6,11 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from imgkit_builder.job import container, contents, fields
+from imgkit_builder.job import container, quoting
+from imgkit_builder.job.container import fill
+from imgkit_builder.job.quoting import Shell, line, quote
 from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, last_line
-from imgkit_builder.job.template import fill
-from imgkit_builder.job.words import Shell, line, quote
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
@@ -125,7 +125,7 @@ def _asked(job: Job) -> tuple[str, ...]:
         *((f"--partition={job.queue}",) if job.queue else ()),
         *((f"--qos={job.qos}",) if job.qos else ()),
         *job.recipe.system.queue.options,
-        *map(fields.option, job.request.options),
+        *map(quoting.option, job.request.options),
     )
 
 
@@ -172,8 +172,8 @@ def _image_job(job: Job) -> Script:
             *((f"--time={job.time}",) if job.time else ()),
             *((f"--account={job.account}",) if job.account else ()),
             *queue.sif,
-            *map(fields.option, job.request.options),
+            *map(quoting.option, job.request.options),
         ),
-        make=line(contents.making(job)),
+        make=line(container.making(job)),
     )
     return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)

@@ -19,7 +19,7 @@ from imgkit_builder.delta import tree
 from imgkit_builder.delta.code import CodeTree
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.job import baked, code, contents, submit
+from imgkit_builder.job import baked, code, container, submit
 from imgkit_builder.job.request import CodeRecord, Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.oci.manifest import InstalledProject
@@ -241,18 +241,17 @@ def test_code_that_means_nothing_is_refused(flags: dict[str, object], message: s
 
 
 def test_code_lies_over_the_delta(folder: Path) -> None:
-    from imgkit_builder.job import container
 
     request = Request(command=("dist-hello",), runtime="singularity", code=folder)
     job = replace(resolve(find("cpu"), request), overlay="/d/x.imgdelta")
     record = CodeRecord(sha256="ab", git="", uncommitted=True, replace=True)
-    words = container.start(contents.with_code(job, record, ["/d/code"]), ("true",))
+    words = container.start(container.with_code(job, record, ["/d/code"]), ("true",))
     overlays = [word for before, word in itertools.pairwise(words) if before == "--overlay"]
     assert overlays == ["/d/x.imgdelta:ro", "/d/code:ro"]
     assert "/d/code:/workspace:image-src=/workspace,ro" in words
     assert "IMGKIT_CODE=ab" in words
     with pytest.raises(UsageError, match="cannot stand in a job"):
-        contents.with_code(job, record, ["/d/a,b"])
+        container.with_code(job, record, ["/d/a,b"])
 
 
 PYPROJECT = '[tool.x]\nname = "no"\n[project]  # mine\nname = "My_Proj"\n'

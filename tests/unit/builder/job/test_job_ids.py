@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import fields, submit
+from imgkit_builder.job import quoting, submit
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "qsub", "qstat", "runai", "kubectl")
 FAKE = """#!/bin/sh
@@ -135,7 +135,7 @@ def test_cluster_of_the_id_goes_to_all_commands(call: Any) -> None:
     "word", ["../x", "x/y", "-x", "a" * 300, "7@../x", "7@", "", "*", "7\x00", "7\n", "7;x", "a..b"]
 )
 def test_word_that_is_no_id_has_no_record(call: Any, word: str) -> None:
-    assert not fields.is_job_id(word)
+    assert not quoting.is_job_id(word)
     code, _, err = call("status", "--", word) if word else call("logs", "")
     assert code == 2
     assert "imgkit has no record of a job" in err

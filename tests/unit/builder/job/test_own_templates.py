@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.job import resolve, template
+from imgkit_builder.job import container, resolve
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
@@ -40,7 +40,7 @@ def test_templates_run_no_program_and_write_no_file(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.sh.j2").write_text(text)
     with pytest.raises(UsageError):
-        template.fill(job, "mine.sh.j2")
+        container.fill(job, "mine.sh.j2")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.sh.j2"]
 
 
@@ -51,4 +51,4 @@ def test_templates_use_values_filters_and_macros(job: Job, tmp_path: Path) -> No
         "{{ 'x y' | sh_quote }}"
     )
     alone = dataclasses.replace(job, size=Size.parse("2+1"))
-    assert template.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"
+    assert container.fill(alone, "mine.sh.j2") == "33 [0, 1] a-b 'x y'"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import fields, submit
+from imgkit_builder.job import quoting, submit
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
@@ -218,8 +218,8 @@ def test_pods_need_an_image_from_a_registry() -> None:
     ],
 )
 def test_time_is_read_as_schedulers_do(text: str, seconds: int) -> None:
-    assert fields.seconds(text, where="--time") == seconds
-    assert fields.seconds(fields.clock(seconds), where="--time") == seconds
+    assert quoting.seconds(text, where="--time") == seconds
+    assert quoting.seconds(quoting.clock(seconds), where="--time") == seconds
 
 
 def test_short_job_is_not_asked_to_save() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.lock.failures import Failure, explained
+from imgkit_builder.lock.answers import Failure, explained
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.lock import changes, order, place
-from imgkit_builder.lock.order import Wishes
+from imgkit_builder.lock import changes, resolve
+from imgkit_builder.lock.resolve import Wishes
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import lock_file, lock_follow
 from imgkit_builder.recipe.load import load
@@ -64,7 +64,7 @@ def ordered(recipe: Recipe, part: LockedPlatform | None, wishes: Wishes) -> dict
     """What the scripts in the base would read."""
     base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
     request = lock_follow.request_of(recipe)
-    context = order.pack(recipe, request, base, old=part, wishes=wishes, kept={})
+    context = resolve.pack(recipe, request, base, old=part, wishes=wishes, kept={})
     (found,) = (one for one in context.members if one.name.endswith("order.json"))
     read: dict[str, Any] = json.loads(found.data)
     return read
@@ -88,7 +88,7 @@ def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
 
 def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
     base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
-    context = order.pack(recipe, lock_follow.request_of(recipe), base, old=None, wishes=Wishes(), kept={})
+    context = resolve.pack(recipe, lock_follow.request_of(recipe), base, old=None, wishes=Wishes(), kept={})
     asks = context.dockerfile.partition("inside_pip.py 0 install")[2]
     assert "--constraint /opt/imgkit/constraint.txt" in asks
     assert "python3 -m pip list --format=freeze" in context.dockerfile
@@ -118,26 +118,28 @@ def test_files_lie_beside_the_lock_and_old_ones_go(
     part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),), apt=())
     (made / part.pip[0].file).write_text("one")
     file = lock_file.beside(recipe)
-    place.write(recipe, file, None, part, made)
+    resolve.write_lock(recipe, file, None, part, made)
     assert lock_file.read(file).platforms == (part,)
-    assert place.kept(file, part) == {part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file}
+    assert resolve.kept_files(file, part) == {
+        part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file
+    }
     new = dataclasses.replace(part, pip=(wheel("einops", "0.8.2", kept=True),))
     (made / new.pip[0].file).write_text("two")
-    place.write(recipe, file, lock_file.read(file), new, made)
+    resolve.write_lock(recipe, file, lock_file.read(file), new, made)
     assert [one.name for one in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
 
 
 def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, part: LockedPlatform) -> None:
     forged = dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], url="https://${HOME}/a.whl"),))
     with pytest.raises(UsageError, match=r"platforms\[0\]\.pip\[0\]\.url: .* must be a URL"):
-        place.write(recipe, lock_file.beside(recipe), None, forged, None)
+        resolve.write_lock(recipe, lock_file.beside(recipe), None, forged, None)
     assert not lock_file.beside(recipe).exists()
 
 
 def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
     part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
-        place.kept(lock_file.beside(recipe), part)
+        resolve.kept_files(lock_file.beside(recipe), part)
 
 
 def test_packages_without_upgrade_are_refused(recipe: Recipe, run: Callable[..., Any]) -> None:
@@ -160,7 +162,7 @@ def test_check_names_the_line_that_the_lock_does_not_know(
     recipe: Recipe, part: LockedPlatform, run: Callable[..., Any]
 ) -> None:
     assert run(recipe.file, "--check", "--platform", "linux/amd64").exit_code == 1
-    place.write(recipe, lock_file.beside(recipe), None, part, None)
+    resolve.write_lock(recipe, lock_file.beside(recipe), None, part, None)
     assert run(recipe.file, "--check", "--platform", "linux/amd64").exit_code == 0
     recipe.file.write_text(RECIPE.replace("tqdm", "rich"))
     done = run(recipe.file, "--check", "--platform", "linux/amd64")

@@ -1,12 +1,15 @@
-"""Values in directive lines (``#SBATCH``, ``#PBS``) and in names, which no shell quotes.
+"""Values in the text of a job: directives and names, which no shell quotes, and the arguments of
+commands.
 
-Each value has a pattern. A value that does not match is refused with the reason, never escaped.
+A value of a directive (``#SBATCH``, ``#PBS``) has a pattern. A value that does not match is refused with
+the reason, never escaped.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import UsageError
@@ -102,3 +105,29 @@ def seconds(text: str, *, where: str) -> int:
 def clock(seconds: int) -> str:
     """The time as ``HH:MM:SS``; hours can exceed 24."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+WIDTH = 100
+
+
+class Shell(str):
+    """Text that the script's own shell expands. imgkit writes it; it is never a user's value."""
+
+    __slots__ = ()
+
+
+def quote(word: str) -> str:
+    """`word`, quoted so that a shell does not change it; `Shell` text stays as it is, to be expanded."""
+    return str(word) if isinstance(word, Shell) else shlex.quote(word)
+
+
+def line(words: Sequence[str], *, indent: str = "    ") -> str:
+    """One command. A long one continues over several lines; no word is broken."""
+    rows, row = [], ""
+    for word in map(quote, words):
+        if row and len(row) + 1 + len(word) > WIDTH:
+            rows.append(row)
+            row = indent + word
+        else:
+            row = f"{row} {word}" if row else word
+    return " \\\n".join((*rows, row))
