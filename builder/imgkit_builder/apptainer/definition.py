@@ -234,7 +234,7 @@ def _of_sif(path: Path) -> Start:
         raise UsageError(
             "a .sif with deltas cannot be a base: the runtime copies its root partition only",
             where=str(path),
-            hint=f"merge them first: imgkit flatten {path} -o base.sif",
+            hint=f"merge them first: imgkit apply --flatten {path} -o base.sif",
         )
     # A .sif of another tool states no image: its root partition is what can be named.
     identity = record.image_id if record else ""

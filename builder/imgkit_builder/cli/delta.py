@@ -1,4 +1,4 @@
-"""Deltas: make one, put it into a .sif, flatten a .sif with deltas."""
+"""``imgkit delta`` and ``imgkit apply``: make a delta, put it into a .sif, merge the deltas of a .sif."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 from imgkit_builder.workflow.convert import engine_image, helper
 from imgkit_builder.workflow.names import module_line, stem, system_of
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.delta.make import Made
+    from imgkit_builder.sif.conversion import Options
 
 SCHEMA = 1
 
@@ -86,9 +89,19 @@ def verb_delta(
 
 
 def verb_apply(
-    delta: Path = typer.Argument(metavar="X.imgdelta", help="A file from imgkit delta."),
-    base: Path = typer.Argument(metavar="BASE.sif", help="The .sif below it; stays unchanged."),
+    file: Path = typer.Argument(
+        metavar="X.imgdelta|X.sif", help="A file from imgkit delta; with --flatten, a .sif with deltas."
+    ),
+    base: Path | None = typer.Argument(
+        None,
+        metavar="[BASE.sif]",
+        show_default=False,
+        help="The .sif that the delta was made for; not changed.",
+    ),
     output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="File to write."),
+    flatten: bool = typer.Option(
+        False, "--flatten", help="Merge a .sif and its deltas into one root file system; takes no BASE.sif."
+    ),
     require_signature: Path | None = REQUIRE_SIGNATURE,
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
@@ -97,21 +110,50 @@ def verb_apply(
 ) -> None:
     """Put a delta into a copy of its .sif: one file, which needs no --overlay.
 
-    Reads the delta back from the new file, then gives it its name; nothing in
-    the image runs. Apply deltas in the order in which they were made; the fifth
-    merges all of them into one.
+    The delta is read back from the new file before that gets its name; nothing in
+    the image runs. Apply deltas in the order in which they were made; applying a
+    fifth delta merges all of them.
 
     \b
     Examples:
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif --require-signature trusted.asc
+      imgkit apply --flatten mn5-2.sif -o mn5-flat.sif
     """
-    from imgkit_builder.delta.apply import apply
     from imgkit_builder.sif.conversion import Options
 
-    require_signatures(require_signature, delta, base)
+    _check_files(file, base, flatten=flatten)
+    require_signatures(require_signature, *(one for one in (file, base) if one))
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir, helper=helper()), report)
+        options = Options(runtime=runtime, tmpdir=tmpdir, helper=helper())
+        if base is None:
+            lines, data = _flattened(file, output, options, report)
+        else:
+            lines, data = _applied(file, base, output, options, report)
+    show(data, *lines, as_json=as_json)
+
+
+def _check_files(file: Path, base: Path | None, *, flatten: bool) -> None:
+    if flatten and base is not None:
+        raise UsageError(
+            "--flatten takes one file, a .sif with deltas",
+            where=str(base),
+            hint=f"imgkit apply {file} {base} -o NEW.sif, then: imgkit apply --flatten NEW.sif -o FLAT.sif",
+        )
+    if not flatten and base is None:
+        raise UsageError(
+            "apply needs a delta and the .sif that it was made for",
+            where=str(file),
+            hint=f"imgkit apply {file} BASE.sif -o NEW.sif, or merge the deltas of a .sif: --flatten",
+        )
+
+
+def _applied(
+    delta: Path, base: Path, output: Path, options: Options, report: Reporter
+) -> tuple[list[str], dict[str, Any]]:
+    from imgkit_builder.delta.apply import apply
+
+    applied = apply(delta, base, output, options, report)
     data = {
         "schema": SCHEMA,
         "sif": str(applied.path),
@@ -127,28 +169,15 @@ def verb_apply(
         f"image  {applied.deltas[-1].image_id}",
         f"next:  {next_line(output, 'dist-env')}",
     ]
-    show(data, *lines, as_json=as_json)
+    return lines, data
 
 
-def verb_flatten(
-    sif: Path = typer.Argument(metavar="X.sif", help="A .sif with deltas; stays unchanged."),
-    output: Path = typer.Option(..., "--output", "-o", metavar="NEW.sif", help="File to write."),
-    tmpdir: Path | None = TMPDIR,
-    runtime: str | None = RUNTIME,
-    as_json: bool = JSON,
-    verbose: bool = RUNTIME_VERBOSE,
-) -> None:
-    """Merge a .sif and its deltas into one root file system, as a conversion makes it.
-
-    \b
-    Examples:
-      imgkit flatten mn5-2.sif -o mn5.sif
-    """
+def _flattened(
+    sif: Path, output: Path, options: Options, report: Reporter
+) -> tuple[list[str], dict[str, Any]]:
     from imgkit_builder.delta.apply import flatten
-    from imgkit_builder.sif.conversion import Options
 
-    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        done = flatten(sif, output, Options(runtime=runtime, tmpdir=tmpdir, helper=helper()), report)
+    done = flatten(sif, output, options, report)
     data = {
         "schema": SCHEMA,
         "sif": str(done.path),
@@ -159,11 +188,11 @@ def verb_flatten(
     }
     lines = [
         *stage_lines(done.stages),
-        f"{output}  {done.size_bytes / MB:.1f} MB, {done.folded} deltas folded",
+        f"{output}  {done.size_bytes / MB:.1f} MB, {done.folded} deltas merged into the root file system",
         f"image  {done.record.image_id}",
         f"root   sha256:{done.record.root_sha256}",
     ]
-    show(data, *lines, as_json=as_json)
+    return lines, data
 
 
 def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str, Any]]:

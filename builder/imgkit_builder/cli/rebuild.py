@@ -29,9 +29,6 @@ _LOCK, _RECIPE = "opt/imgkit/lock.toml", "opt/imgkit/recipe.json"
 
 def verb_rebuild(
     sif: Path = typer.Argument(metavar="X.sif", help="A .sif of an image that was built from a lock."),
-    check: bool = typer.Option(
-        False, "--check", help="Say whether the new .sif has the same sha256, and remove it. Always needed."
-    ),
     recipe: Path | None = typer.Option(
         None,
         "--recipe",
@@ -44,19 +41,18 @@ def verb_rebuild(
 ) -> None:
     """Build a .sif again from the lock inside it, and compare the two files.
 
-    Exit code 0 if both have one sha256, 1 if not: then it names the first files
-    that differ, the layer that has them and the line of the recipe. Where another
-    mksquashfs wrote the .sif, the files in both count.
+    Exits with 0 if both have the same sha256, otherwise with 1, after naming the
+    first files that differ, their layer and the line of the recipe. If the
+    mksquashfs versions differ, file contents are compared instead. The new .sif is
+    removed.
 
     \b
     Examples:
-      imgkit rebuild mine.sif --check
-      imgkit rebuild mine.sif --check --recipe mine.yaml   (a recipe that copies code)
+      imgkit rebuild mine.sif
+      imgkit rebuild mine.sif --recipe mine.yaml   (a recipe that copies code)
     """
     from imgkit_builder.sif.workspace import scratch
 
-    if not check:
-        raise UsageError("rebuild compares, and keeps nothing", where="--check", hint="add --check")
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         loaded, record = _locked_recipe(sif, recipe, report)
         with scratch(sif.absolute(), tmpdir) as folder:
@@ -108,7 +104,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
             raise UsageError(
                 f"the recipe {found.name} takes code or files from beside it, which the .sif has not",
                 where=str(sif),
-                hint=f"imgkit rebuild {sif} --check --recipe {found.file.name}",
+                hint=f"imgkit rebuild {sif} --recipe {found.file.name}",
             )
         if part.request.base != found.image.base:
             report.note(f"it was built on {part.request.base}, and its recipe states {found.image.base}")

@@ -95,7 +95,11 @@ def check_target(path: Path) -> None:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("_type") != STATEMENT:
-        raise UsageError("it is there, and is no statement", where=str(path), hint="choose another name")
+        raise UsageError(
+            "target exists and is not a provenance statement; refusing to overwrite it",
+            where=str(path),
+            hint="choose another name",
+        )
 
 
 def write(path: Path, statement: str) -> None:
@@ -322,7 +326,7 @@ def attach(path: Path, statement: str) -> None:
         raise CheckFailed(
             "it is signed, and one more object would break the signature",
             where=str(path),
-            hint=f"write a file: imgkit provenance {path}\nor add the statement first, and sign then",
+            hint=f"imgkit sbom {path} --provenance -o FILE, or add the statement before signing",
         )
     part = files.temporary_name(path)
     try:

@@ -1,4 +1,4 @@
-"""What ``imgkit provenance`` states about archives of every layout; the library of in-toto reads it back."""
+"""What ``imgkit sbom --provenance`` states about archives of every layout; in-toto reads it back."""
 
 from __future__ import annotations
 
@@ -167,33 +167,48 @@ def test_lock_names_every_package(image: Made, tmp_path: Path) -> None:
 def test_verb_writes_the_same_bytes_again(image: Made, tmp_path: Path) -> None:
     file = tmp_path / "mine.tar"
     file.write_bytes(image.tar(image.modern_members()))
-    done = imgkit("provenance", file)
     target = tmp_path / "mine.tar.intoto.json"
+    done = imgkit("sbom", file, "--provenance", "-o", target)
     first = target.read_bytes()
-    assert (done.returncode, done.stdout.splitlines()[0]) == (
-        0,
-        f"{target}  written, which names the base, and no package: no lock",
-    )
-    assert imgkit("provenance", file).returncode == 0
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"imgkit: wrote {target}: names the base only: no lock, no packages\n" in done.stderr
+    assert imgkit("sbom", file, "--provenance", "-o", target).returncode == 0
     assert target.read_bytes() == first
-    assert imgkit("provenance", file, "--dry-run").stdout.encode() == first
+    assert imgkit("sbom", file, "--provenance").stdout.encode() == first
 
 
 def test_other_file_is_not_replaced(image: Made, tmp_path: Path) -> None:
     file, other = tmp_path / "mine.tar", tmp_path / "notes.json"
     file.write_bytes(image.tar(image.modern_members()))
     other.write_text('{"mine": 1}')
-    done = imgkit("provenance", file, "-o", other)
+    done = imgkit("sbom", file, "--provenance", "-o", other)
     assert (done.returncode, other.read_text()) == (2, '{"mine": 1}')
-    assert "is no statement" in done.stderr
-    assert imgkit("provenance", file, "-o", tmp_path / "absent" / "x.json").returncode == 2
+    assert "is not a provenance statement" in done.stderr
+    assert imgkit("sbom", file, "--provenance", "-o", tmp_path / "absent" / "x.json").returncode == 2
 
 
 def test_statement_about_an_archive_cannot_be_added(image: Made, tmp_path: Path) -> None:
     file = tmp_path / "mine.tar"
     file.write_bytes(image.tar(image.modern_members()))
-    done = imgkit("provenance", file, "--add")
-    assert (done.returncode, f"imgkit provenance {file}" in done.stderr) == (2, True)
+    done = imgkit("sbom", file, "--provenance", "--add")
+    assert (done.returncode, f"imgkit sbom {file} --provenance -o FILE" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--add"], "--add needs --provenance"),
+        (["--provenance", "--add", "-o", "x.json"], "cannot be combined with --output"),
+    ],
+)
+def test_add_needs_provenance_and_no_output(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = imgkit("sbom", tmp_path / "mine.tar", *arguments)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_provenance_of_a_recipe_is_refused() -> None:
+    done = imgkit("sbom", "mn5", "--provenance")
+    assert (done.returncode, "--provenance needs a .sif" in done.stderr) == (2, True), done.stderr
 
 
 def test_image_of_others_is_refused(made: Made, tmp_path: Path) -> None:

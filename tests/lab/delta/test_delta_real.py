@@ -286,7 +286,7 @@ def test_two_in_the_sif_show_the_third_image(
 
 def test_flattened_is_a_full_conversion(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
     tag, sif = stacked
-    done = imgkit_json("flatten", sif, "-o", "flat.sif", folder=lab.folder)
+    done = imgkit_json("apply", "--flatten", sif, "-o", "flat.sif", folder=lab.folder)
     assert done["record"]["deltas"] == []
     if not (lab.folder / "d.sif").exists():
         lab.sif(tag, "d.sif")
@@ -309,14 +309,14 @@ def inside(layers: Stack) -> dict[str, Any]:
 
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
     """The one-file tool keeps owners and devices that no mount shows to an ordinary user."""
-    imgkit_json("flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
+    imgkit_json("apply", "--flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
     home = Path(pwd.getpwnam(user).pw_dir)
     assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0
     places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
     start = ("runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C.UTF-8")
     tool = (*start, Path("/usr/bin/python3").resolve(), "-I", lab.folder / "imgkit.pyz")
     output(*tool, "apply", lab.folder / "d.imgdelta", lab.folder / "ab.sif", "-o", "mine.sif", folder=home)
-    output(*tool, "flatten", "mine.sif", "-o", "flat.sif", folder=home)
+    output(*tool, "apply", "--flatten", "mine.sif", "-o", "flat.sif", folder=home)
     mine, roots = (
         inside(source.mounted(descriptor.stack(path).sif))
         for path in (home / "flat.sif", lab.folder / "root.sif")
@@ -488,7 +488,7 @@ def test_damaged_sif_neither_flattened_nor_extended(
         data = bytearray(stacked[1].read_bytes())
         data[place] ^= 1
         (lab.folder / "damaged.sif").write_bytes(data)
-        done = imgkit("flatten", "damaged.sif", "-o", "x.sif", folder=lab.folder)
+        done = imgkit("apply", "--flatten", "damaged.sif", "-o", "x.sif", folder=lab.folder)
         assert (done.returncode, f"its {part} has another sha256" in done.stderr) == (1, True)
     data = bytearray(replaced.base.read_bytes())
     data[stack.sif.root.offset + 9999] ^= 1
@@ -531,7 +531,7 @@ def call(lab: Lab, replaced: Pair, added: Pair, request: pytest.FixtureRequest) 
     if verb == "delta":
         words = ("delta", replaced.tag, "--base", replaced.base)
     elif verb == "flatten":
-        words = ("flatten", request.getfixturevalue("stacked")[1])
+        words = ("apply", "--flatten", request.getfixturevalue("stacked")[1])
     target = lab.folder / ("target.imgdelta" if verb == "delta" else "target.sif")
     shutil.copy(added.delta if verb == "delta" else replaced.base, target)
     return Call(words=(*words, "-o", target), target=target, old=target.read_bytes())
@@ -544,7 +544,8 @@ def left(folder: Path) -> list[str]:
 def test_killed_at_every_stage_the_old_file_stays(lab: Lab, replaced: Pair, call: Call) -> None:
     argv = [sys.executable, "-m", "imgkit_builder", *map(str, call.words)]
     found: dict[str, bytes] = {}
-    for stage in STAGES[str(call.words[0])]:
+    verb = "flatten" if "--flatten" in call.words else str(call.words[0])
+    for stage in STAGES[verb]:
         with subprocess.Popen(
             argv, cwd=lab.folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE
         ) as running:

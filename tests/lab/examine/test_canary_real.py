@@ -244,7 +244,7 @@ def test_deltas_run_nothing_of_the_image(lab: Lab) -> None:
         ("verify", delta),
         ("apply", delta, lab.sif, "-o", applied),
         ("verify", applied),
-        ("flatten", applied, "-o", flat),
+        ("apply", "--flatten", applied, "-o", flat),
         ("verify", flat),
     ):
         done = lab(*words)

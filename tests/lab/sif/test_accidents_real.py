@@ -335,7 +335,7 @@ def test_sif_that_a_runtime_built_takes_a_delta_and_flattens(tmp_path: Path) -> 
     finally:
         output("docker", "rmi", name)
     imgkit_json("apply", "x.imgdelta", "old.sif", "-o", "with.sif", folder=tmp_path)
-    imgkit_json("flatten", "with.sif", "-o", "flat.sif", folder=tmp_path)
+    imgkit_json("apply", "--flatten", "with.sif", "-o", "flat.sif", folder=tmp_path)
     for made in ("old.sif", "with.sif", "flat.sif"):
         assert imgkit("verify", made, folder=tmp_path).returncode == 0
     for made in ("with.sif", "flat.sif"):

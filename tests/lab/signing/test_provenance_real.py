@@ -46,8 +46,9 @@ def added(path: Path) -> list[str]:
 
 def test_statement_beside_names_the_file(sif: Path) -> None:
     before = sif.read_bytes()
-    assert imgkit("provenance", sif).returncode == 0
-    stated = json.loads(sif.with_name("mine.sif.intoto.json").read_text())
+    target = sif.with_name("mine.sif.intoto.json")
+    assert imgkit("sbom", sif, "--provenance", "-o", target).returncode == 0
+    stated = json.loads(target.read_text())
     digest = output("sha256sum", sif).split()[0]
     assert stated["subject"] == [{"name": "mine.sif", "digest": {"sha256": digest}}]
     assert sif.read_bytes() == before
@@ -58,10 +59,10 @@ def test_added_statement_is_covered_and_signed(sif: Path, tmp_path: Path) -> Non
     output("openssl", "genpkey", "-algorithm", "ed25519", "-out", private)
     output("openssl", "pkey", "-in", private, "-pubout", "-out", public)
     record = image.read(sif).record
-    assert imgkit("provenance", sif, "--add").returncode == 0
+    assert imgkit("sbom", sif, "--provenance", "--add").returncode == 0
     once = sif.read_bytes()
     # The statement is about the partition: adding it again changes nothing.
-    assert imgkit("provenance", sif, "--add").returncode == 0
+    assert imgkit("sbom", sif, "--provenance", "--add").returncode == 0
     assert sif.read_bytes() == once
     (text,) = added(sif)
     assert record is not None
@@ -74,23 +75,23 @@ def test_added_statement_is_covered_and_signed(sif: Path, tmp_path: Path) -> Non
     assert imgkit("verify", sif, "--keyring", public).returncode == 0
     output("singularity", "verify", "--key", public, sif)
     signed = sif.read_bytes()
-    done = imgkit("provenance", sif, "--add")
+    done = imgkit("sbom", sif, "--provenance", "--add")
     assert (done.returncode, sif.read_bytes() == signed) == (1, True)
     assert "it is signed, and one more object would break the signature" in done.stderr
 
 
 def test_changed_statement_is_noticed(sif: Path) -> None:
-    assert imgkit("provenance", sif, "--add").returncode == 0
+    assert imgkit("sbom", sif, "--provenance", "--add").returncode == 0
     data = sif.read_bytes()
     assert data.count(b'"mine"') == 1
     sif.write_bytes(data.replace(b'"mine"', b'"thin"'))
     assert coverage.check(sif).faults == ("object 4 (imgkit-provenance)",)
-    done = imgkit("provenance", sif)
+    done = imgkit("sbom", sif, "--provenance")
     assert (done.returncode, "it is changed" in done.stderr) == (1, True)
 
 
 def test_sif_of_another_tool_is_refused(sif: Path) -> None:
     coverage.clear(sif)
-    done = imgkit("provenance", sif)
+    done = imgkit("sbom", sif, "--provenance")
     assert (done.returncode, "imgkit did not make this .sif" in done.stderr) == (1, True)
     assert [path.name for path in sif.parent.glob("*.intoto.json")] == []

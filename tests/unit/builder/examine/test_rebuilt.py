@@ -12,7 +12,6 @@ import pytest
 import small_sif
 
 from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK
-from imgkit_builder.cli.app import build_app
 from imgkit_builder.delta.layers import Memory
 from imgkit_builder.examine import rebuilt
 from imgkit_builder.examine.rebuilt import DifferentEntry
@@ -20,7 +19,6 @@ from imgkit_builder.recipe import lock_file, targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
 from imgkit_builder.sif.entries import OwnFile
-from imgkit_entrypoints.errors import UsageError
 
 DOCKERFILE = """\
 # mine.yaml:3
@@ -98,12 +96,6 @@ def test_uppermost_layer_with_the_file_is_named() -> None:
     assert rebuilt.placed(lost, layers, made_by) == lost
 
 
-def test_rebuild_without_check_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        build_app(("rebuild",))(["rebuild", str(tmp_path / "x.sif")], standalone_mode=False)
-    assert caught.value.hint == "add --check"
-
-
 LOCK = Lock(
     recipe="mine",
     imgkit="0.2.0",
@@ -159,5 +151,5 @@ def test_lock_in_a_sif_is_checked_as_one_beside_a_recipe(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("image:\n  base: example.org/base:1\n  platform: amd64\n")
     sif = locked_sif(tmp_path, changed(lock_file.text(LOCK).encode()), recipe)
-    code, _, err = call("rebuild", str(sif), "--check", "--recipe", str(recipe))
+    code, _, err = call("rebuild", str(sif), "--recipe", str(recipe))
     assert (code, said in err) == (2, True), err
