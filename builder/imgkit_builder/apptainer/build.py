@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder import __version__
 from imgkit_builder.apptainer import definition, rights
-from imgkit_builder.apptainer.definition import Follower, SifFile, Start
+from imgkit_builder.apptainer.definition import Follower, Registry, SifFile, Start
 from imgkit_builder.apptainer.rights import Rights
 from imgkit_builder.base import checks, files
 from imgkit_builder.base.checks import Check
@@ -29,7 +29,7 @@ from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import check, conversion, convert, coverage, mksquashfs, runtime, runtime_build, table
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.conversion import Archive, Clock, Compression, ConversionJob, Options, Registry, Stage
+from imgkit_builder.sif.conversion import Archive, Clock, Compression, ConversionJob, Options, Stage
 from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.table import NewObject
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
 _DEFINITION = "imgkit.def"
+_LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
@@ -95,7 +96,7 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
     packing = _packing(tool, options)
     base = definition.find_base(request.recipe, name=request.base, place=request.base_from, report=report)
     part = files.temporary_name(target, "TOKEN")
-    words = runtime_build.build_words(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
+    words = runtime_build.arguments(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
     planned = _planned(request, base, pack, report)
     return BuildPlan(
         context=planned.context,
@@ -144,8 +145,10 @@ def _unpack(context: BuildContext, folder: Path) -> None:
 
 def _flags(base: Start, tool: RuntimeTool) -> tuple[str, ...]:
     """Options of the runtime that this base needs."""
-    words = runtime_build.source_words(tool, base.source) if isinstance(base.source, Registry) else ("",)
-    return words[:-1]
+    if not isinstance(base.source, Registry):
+        return ()
+    host = base.source.reference.split("/", 1)[0].rsplit(":", 1)[0]
+    return ("--no-https",) if host in _LOCAL_REGISTRIES and tool.capabilities.no_https else ()
 
 
 def _tool(job: ConversionJob) -> RuntimeTool:
@@ -159,7 +162,7 @@ def _run(request: SifRequest, base: Start, planned: Planned, job: ConversionJob,
     job.log.write(planned.definition.text)
     follower = Follower(planned.definition, base_at=request.recipe.where("image", "base"), report=job.clock)
     job.clock.stage(f"unpack the base with {tool}")
-    words = runtime_build.build_words(
+    words = runtime_build.arguments(
         tool, job.compression, job.work.part, (*_flags(base, tool), str(definition))
     )
     try:

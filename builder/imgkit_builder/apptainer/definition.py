@@ -26,7 +26,7 @@ from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import check, convert, coverage
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.conversion import Archive, OciFolder, Registry
+from imgkit_builder.sif.conversion import Archive, OciFolder
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
@@ -110,6 +110,13 @@ class SifFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """An image in a registry; the runtime pulls it."""
+
+    reference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The base of a build."""
 
@@ -184,6 +191,8 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     ------
     CheckFailed : there is too little on the disk of `target`, or on that of `temporary`.
     """
+    if isinstance(start.source, Registry):
+        return
     if isinstance(start.source, SifFile):
         size: int | None = int(start.source.path.stat().st_size * convert.UNPACKED_FACTOR)
         share = 1.0  # its files once, as its layers are merged already

@@ -113,7 +113,7 @@ def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iter
     """Yield the image called `name`, open; an engine stays connected."""
     from imgkit_builder.delta import source
     from imgkit_builder.sif import image
-    from imgkit_builder.sif.conversion import Piped, Registry
+    from imgkit_builder.sif.conversion import Piped
 
     limit = gigabytes(unpack_limit_gb)
     if name.endswith(".sif") or image.is_sif(Path(name)):
@@ -121,7 +121,7 @@ def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iter
             yield found
         return
     with source_of(name) as (stored, _):
-        if isinstance(stored, Piped | Registry):
+        if isinstance(stored, Piped):
             raise UsageError("an image is read more than once, which a pipe does not allow", where=name)
         with source.opened(stored, report, unpack_limit_bytes=limit) as found:
             yield found

@@ -42,6 +42,14 @@ class SifCompression(str, enum.Enum):
     GZIP = "gzip"
 
 
+class SifWriter(str, enum.Enum):
+    """The program that writes the .sif."""
+
+    AUTO = "auto"
+    IMGKIT = "imgkit"
+    RUNTIME = "runtime"
+
+
 class ImageOrigin(str, enum.Enum):
     """Source of the image."""
 
@@ -67,6 +75,11 @@ def verb_sif(
         help="Source (default: a file is an archive, an image comes from the engine by the faster method). "
         "daemon: write the engine's export straight into the .sif. "
         "layers: save the image's layers to disk first, and merge them.",
+    ),
+    writer: SifWriter = typer.Option(
+        SifWriter.AUTO,
+        help="imgkit: write the .sif with mksquashfs. runtime: let Singularity or Apptainer build it from "
+        "the layers, through spython. auto: imgkit if something can squash, else runtime; prints its choice.",
     ),
     compression: SifCompression = typer.Option(
         SifCompression.AUTO, help="auto: zstd if this machine can write and mount it, else gzip."
@@ -109,6 +122,7 @@ def verb_sif(
         tmpdir=tmpdir,
         unpack_limit_bytes=gigabytes(unpack_limit),
         max_entries=max_entries,
+        writer=writer.value,
         force=force,
         runtime=runtime,
         no_test=no_test,

@@ -27,6 +27,7 @@ from imgkit_builder.sif.workspace import Workspace
 from imgkit_entrypoints.errors import UsageError
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]
+WriterChoice = Literal["auto", "imgkit", "runtime"]
 
 PACKED_SHARE = 0.5
 """Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
@@ -85,13 +86,6 @@ class EngineImage(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registry:
-    """An image in a registry; the runtime pulls it."""
-
-    reference: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Piped:
     """An image archive that comes through a pipe."""
 
@@ -110,15 +104,13 @@ class Piped:
         return compressed.unpacked(raw, compressed.kind_of(start), name="standard input")
 
 
-Source = Archive | OciFolder | EngineImage | Registry | Piped
+Source = Archive | OciFolder | EngineImage | Piped
 
 
 def name_of(source: Source, tags: Sequence[str] = ()) -> str:
     """The name of the image for people; `tags` are those that an archive states."""
     if isinstance(source, EngineImage):
         return source.name
-    if isinstance(source, Registry):
-        return source.reference
     return tags[0] if tags else source.path.name.split(".tar", 1)[0]
 
 
@@ -149,6 +141,8 @@ class Options:
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
     compression: CompressionChoice = "auto"
+    writer: WriterChoice = "auto"
+    """Who writes the .sif; ``auto``: imgkit where something squashes a tar, else the runtime."""
     direct: bool | None = None
     """Convert an `EngineImage` from its export stream, not from its layers; None: where that works."""
     tmpdir: Path | None = None

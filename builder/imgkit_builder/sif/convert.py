@@ -41,7 +41,6 @@ from imgkit_builder.sif.conversion import (
     OciFolder,
     Options,
     Piped,
-    Registry,
     Source,
     Squasher,
     SquashOrder,
@@ -52,7 +51,7 @@ from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runt
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
-Way = Literal["stream", "export", "layers"]
+Method = Literal["stream", "export", "layers"]
 """How the files travel; the record calls it the route."""
 
 _LAYOUT_SHARE = 3.3
@@ -66,8 +65,8 @@ class _Made:
     """Facts about the image once the part file exists."""
 
     name: str
-    config: ImageConfig | None
-    layer_bytes: int | None
+    config: ImageConfig
+    layer_bytes: int
     origin_id: str = ""
     """The image id that the source has; another than that of `config` where the image is locked."""
 
@@ -107,9 +106,9 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
 
 
 def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -> Converted:
-    if means.way == "export":
+    if means.method == "export":
         made = _exported(job, source)
-    elif means.way == "layers":
+    elif means.method == "layers":
         made = _built(job, source)
     else:
         with stream.stored_image(job, source) as image_here:
@@ -122,7 +121,7 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
             stream.write_layers(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
         made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes, origin_id=found.image_id)
-    return _finish(job, made, target, means.way)
+    return _finish(job, made, target, means.method)
 
 
 def _exported(job: ConversionJob, source: Source) -> _Made:
@@ -138,29 +137,26 @@ def _built(job: ConversionJob, source: Source) -> _Made:
     """Let the runtime build."""
     tool = job.tool
     assert tool is not None  # noqa: S101 - for the type checker: this way has one
-    if isinstance(source, Registry):
-        runtime_build.build(job, tool, runtime_build.source_words(tool, source))
-        return _Made(name=source.reference, config=None, layer_bytes=None)
     laid = runtime_build.lay_out(source, job)
     name = name_of(source, laid.names)
     _tell_arch(laid.config, job.clock)
-    runtime_build.build(job, tool, runtime_build.source_words(tool, source, name))
+    runtime_build.build(job, tool, runtime_build.address(name))
     return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
 
 
-def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converted:
+def _finish(job: ConversionJob, made: _Made, target: Path, method: Method) -> Converted:
     """Check, describe, publish."""
     part, clock = job.work.part, job.clock
     clock.stage("check")
     # What squashes got every byte, and its names were counted: an image of zeros is whole.
-    expected = made.layer_bytes if way == "layers" else None
+    expected = made.layer_bytes if method == "layers" else None
     sif, _ = check.structure(part, config=made.config, layer_bytes=expected)
-    record = _record(job, made, way, image.root_sha256(part, advance=clock.advance))
+    record = _record(job, made, method, image.root_sha256(part, advance=clock.advance))
     coverage.put_record(part, record)
-    _check_content(job, made, sif, way)
+    _check_content(job, made, sif, method)
     clock.stage("make durable")
     files.publish(part, target)
-    if made.config and locked.epoch_s(made.config) is not None:
+    if locked.epoch_s(made.config) is not None:
         locked.remember(made.origin_id, record.root_sha256)
     clock.finish()
     return Converted(
@@ -174,7 +170,7 @@ def _finish(job: ConversionJob, made: _Made, target: Path, way: Way) -> Converte
     )
 
 
-def _check_content(job: ConversionJob, made: _Made, sif: SifImage, way: Way) -> None:
+def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Method) -> None:
     executes = job.options.test and runs_here(sif.arch) and job.tool is not None
     if job.options.test and not executes:
         why = (
@@ -183,29 +179,29 @@ def _check_content(job: ConversionJob, made: _Made, sif: SifImage, way: Way) -> 
             else f"the image is {sif.arch}, this machine {host_arch()}"
         )
         job.clock.note(f"not run: {why}")
-    check.content(job, made.config, built=way == "layers", runner=job.tool if executes else None)
+    check.content(job, made.config, built=method == "layers", runner=job.tool if executes else None)
 
 
-def _record(job: ConversionJob, made: _Made, way: Way, root_sha256: str) -> ImgkitRecord:
+def _record(job: ConversionJob, made: _Made, method: Method, root_sha256: str) -> ImgkitRecord:
     config = made.config
-    is_locked = config is not None and locked.epoch_s(config) is not None
+    is_locked = locked.epoch_s(config) is not None
     return ImgkitRecord(
-        image_id=config.image_id if config else "",
-        diff_ids=config.diff_ids if config else (),
+        image_id=config.image_id,
+        diff_ids=config.diff_ids,
         root_sha256=root_sha256,
-        runtime=str(job.tool) if way == "layers" else f"imgkit {__version__}",
+        runtime=str(job.tool) if method == "layers" else f"imgkit {__version__}",
         compression=str(job.compression),
-        route=_route(config, way),
+        route=_route(config, method),
         imgkit=__version__,
         # The name that the user gave may be another in the next build of the lock.
-        source=config.labels.get("imgkit.recipe", "") if config and is_locked else made.name,
+        source=config.labels.get("imgkit.recipe", "") if is_locked else made.name,
     )
 
 
-def _route(config: ImageConfig | None, way: Way) -> Way:
+def _route(config: ImageConfig, method: Method) -> Method:
     """What the record says about `way`; both of imgkit's own ways give one file where the image is locked."""
-    both = config is not None and locked.epoch_s(config) is not None and way == "stream"
-    return "export" if both else way
+    both = locked.epoch_s(config) is not None and method == "stream"
+    return "export" if both else method
 
 
 def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
@@ -214,7 +210,7 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
 
     def wanted(_: SifImage, record: ImgkitRecord) -> bool:
         return (
-            _is_wanted(record, means, options, _route(config, means.way))
+            _is_wanted(record, means, options, _route(config, means.method))
             and record.image_id == config.image_id
             # Two images with one settled configuration may differ: `image.run` is arbitrary.
             and (locked.epoch_s(config) is None or locked.root_of(origin_id) == record.root_sha256)
@@ -236,11 +232,13 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
     )
 
 
-def _is_wanted(record: ImgkitRecord, means: Means, options: Options, route: Way) -> bool:
+def _is_wanted(record: ImgkitRecord, means: Means, options: Options, route: Method) -> bool:
     """Whether a file that was made so is as good as what would be made now."""
-    if means.way == "layers":
+    if means.method == "layers":
         return record.route != "flatten" and record.runtime == str(means.tool)
-    # All ways give the same files: where the user leaves it open, any will do.
+    if options.writer == "imgkit" and record.route == "layers":
+        return False
+    # All methods give the same files: where the user leaves it open, any will do.
     return record.route == route if options.direct is not None else record.route != "flatten"
 
 
@@ -249,7 +247,7 @@ def _is_packed_well(record: ImgkitRecord, means: Means, options: Options) -> boo
     if record.compression == str(means.packing):
         return True
     kind = record.compression.split(" ")[0]
-    return means.way != "layers" and options.compression == "auto" and kind in ("gzip", "runtime")
+    return means.method != "layers" and options.compression == "auto" and kind in ("gzip", "runtime")
 
 
 def _known_config(source: Source) -> ImageConfig | None:
@@ -286,7 +284,7 @@ def _tell_arch(config: ImageConfig, report: Reporter) -> None:
 class Means:
     """What a conversion works with."""
 
-    way: Way
+    method: Method
     packing: Compression
     squasher: Squasher | None
     """None where a runtime builds."""
@@ -304,20 +302,28 @@ def _choose_method(source: Source, options: Options) -> Means:
     ToolMissing : nothing here squashes, and no runtime builds.
     UsageError : the compression that was asked for is not possible.
     """
-    if isinstance(source, Registry):
-        return _by_runtime(options, "")
+    if options.writer == "runtime":
+        if options.direct:
+            raise UsageError(
+                "--from daemon cannot be combined with --writer runtime, which builds from layers",
+                where="--writer runtime",
+                hint="--from layers",
+            )
+        return _by_runtime(options, "--writer runtime")
     try:
         squasher = squashers.choose(options.helper)
     except ToolMissing as error:
-        if options.direct:
+        if options.direct or options.writer == "imgkit":
             raise
-        return _by_runtime(options, error.what)
-    way: Way = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
+        return _by_runtime(options, error.what, fallback=True)
+    method: Method = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
     exported = "the engine's export goes straight into the .sif; --from layers: its layers do"
     packing = conversion.choose_compression(None, options.compression, lacks_zstd=squasher.lacks_zstd)
-    notes = (exported if way == "export" else "", squasher.note, packing.note)
+    why = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
+    writer = f"writer: imgkit, with {squasher}: {why}"
+    notes = (writer, exported if method == "export" else "", squasher.note, packing.note)
     return Means(
-        way=way,
+        method=method,
         packing=packing,
         squasher=squasher,
         tool=runtime_if_any(options.runtime) if options.test else None,
@@ -334,8 +340,10 @@ def _prepared(means: Means, options: Options, report: Reporter) -> Means:
     try:
         means.squasher.prepare(report)
     except ImgkitError as error:
+        if options.writer == "imgkit":
+            raise
         try:
-            other = _by_runtime(options, f"{means.squasher}: {error.what}")
+            other = _by_runtime(options, f"{means.squasher}: {error.what}", fallback=True)
         except ImgkitError:
             raise error from None
         for note in other.notes:
@@ -344,20 +352,25 @@ def _prepared(means: Means, options: Options, report: Reporter) -> Means:
     return means
 
 
-def _by_runtime(options: Options, obstacle: str) -> Means:
-    """The runtime builds; `obstacle` says what keeps imgkit from it, empty where only a runtime can."""
-    why = f"the runtime builds the .sif from the image's layers (slower): {obstacle}" if obstacle else ""
+def _by_runtime(options: Options, why: str, *, fallback: bool = False) -> Means:
+    """The runtime builds, for the reason `why`; with `fallback`, because nothing here squashes."""
     try:
         builder = find_runtime(options.runtime, module_hint=options.module_hint)
     except ToolMissing as error:
-        if not obstacle:
+        if not fallback:
             raise
         more = f"or without a runtime: {squashers.INSTALL}"
         raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
     packing = conversion.choose_compression(builder.capabilities, options.compression, lacks_zstd=lacks)
-    notes = tuple(filter(None, (why, packing.note)))
-    return Means(way="layers", packing=packing, squasher=None, tool=builder, notes=notes)
+    writer = f"writer: {builder}, started through spython: {why}"
+    return Means(
+        method="layers",
+        packing=packing,
+        squasher=None,
+        tool=builder,
+        notes=tuple(filter(None, (writer, packing.note))),
+    )
 
 
 def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
@@ -373,19 +386,13 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     lines = [f"# {note}" for note in means.notes]
     if means.squasher is None:
         assert means.tool is not None  # noqa: S101 - for the type checker: this way has one
-        words = runtime_build.source_words(means.tool, source)
-        lines.append(f"cd {folder}")
-        if not isinstance(source, Registry):
-            lines.append("# lay out the image as an OCI folder with uncompressed layers")
-        lines.append(
-            shlex.join(
-                [str(means.tool.path), *runtime_build.build_words(means.tool, means.packing, part, words)]
-            )
-        )
+        words = runtime_build.arguments(means.tool, means.packing, part, (runtime_build.address("IMAGE"),))
+        lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
+        lines.append(shlex.join([str(means.tool.path), *words]))
     else:
         squashed = means.squasher.shown(_order(part, folder, means.packing))
         name = name_of(source)
-        if means.way == "export":
+        if means.method == "export":
             lines.append(f"docker export CONTAINER-OF-{name} | {squashed}")
         else:
             lines += [f"# merge the layers of {name} into one stream", f"... | {squashed}"]
@@ -421,9 +428,7 @@ def source_bytes(source: Source) -> int | None:
     if isinstance(source, Archive):
         size = source.path.stat().st_size
         return size if compressed.kind(source.path) == "none" else int(size * UNPACKED_FACTOR)
-    if isinstance(source, Piped):
-        return _rest_of(source)
-    return None
+    return _rest_of(source)
 
 
 def _rest_of(source: Piped) -> int | None:
@@ -450,7 +455,7 @@ def _check_space(source: Source, target: Path, base: Path, means: Means) -> None
     size = source_bytes(source)
     if size is None:
         return
-    spool = size if means.squasher and stream.is_spooled(source, means.way) else 0
+    spool = size if means.squasher and stream.is_spooled(source, means.method) else 0
     need_space(size, int(size * temporary_share(means.squasher)) + spool, target, base)
 
 

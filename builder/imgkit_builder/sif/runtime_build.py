@@ -24,8 +24,6 @@ from imgkit_builder.sif.conversion import (
     EngineImage,
     OciFolder,
     Piped,
-    Registry,
-    Source,
     cache_flags,
     folder_name,
     name_of,
@@ -33,8 +31,6 @@ from imgkit_builder.sif.conversion import (
 from imgkit_builder.sif.entries import META
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
-
-_LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
 
 _FOLDERS = ("dev", "etc", "proc", "sys", "var")
 _FILES = ("etc/hosts", "etc/resolv.conf")
@@ -68,7 +64,7 @@ def lay_out(source: Archive | OciFolder | EngineImage | Piped, job: ConversionJo
     return laid
 
 
-def build_words(
+def arguments(
     tool: RuntimeTool, packing: Compression, part: Path, source: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Arguments of the runtime; the last word of `source` is the image, the others are options."""
@@ -81,7 +77,7 @@ def build_words(
     return ("build", "--force", *options, *source[:-1], str(part), source[-1])
 
 
-def build(job: ConversionJob, tool: RuntimeTool, source: tuple[str, ...]) -> None:
+def build(job: ConversionJob, tool: RuntimeTool, source: str) -> None:
     """``singularity build`` into the part file.
 
     Raises
@@ -89,7 +85,7 @@ def build(job: ConversionJob, tool: RuntimeTool, source: tuple[str, ...]) -> Non
     ToolFailed : it failed, or made an empty image.
     """
     job.clock.stage(f"build with {tool}")
-    output = job.run(*build_words(tool, job.compression, job.work.part, source))
+    output = job.run(*arguments(tool, job.compression, job.work.part, (source,)))
     if check.EMPTY_IMAGE in output:
         raise ToolFailed(
             f"{tool} did not read the layers: it found no programs in the image ({check.EMPTY_IMAGE!r})",
@@ -99,13 +95,9 @@ def build(job: ConversionJob, tool: RuntimeTool, source: tuple[str, ...]) -> Non
         raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
 
 
-def source_words(tool: RuntimeTool, source: Source, name: str = "IMAGE") -> tuple[str, ...]:
-    """Where the runtime finds the image: the laid out folder, or a registry."""
-    if not isinstance(source, Registry):
-        return (f"oci:{folder_name(name)}",)
-    host = source.reference.split("/", 1)[0].rsplit(":", 1)[0]
-    plain = host in _LOCAL_REGISTRIES and tool.capabilities.no_https
-    return (*(("--no-https",) if plain else ()), f"docker://{source.reference}")
+def address(name: str) -> str:
+    """Where the runtime finds the image called `name`, which `lay_out` has written."""
+    return f"oci:{folder_name(name)}"
 
 
 class _ImageLinks:

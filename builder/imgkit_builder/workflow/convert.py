@@ -39,6 +39,8 @@ class ConversionRequest:
     """None: a file is an archive, and an image comes from the engine by the faster method."""
     compression: Literal["auto", "zstd", "gzip"] = "auto"
     """``auto``: zstd if this machine can write and mount it, else gzip."""
+    writer: Literal["auto", "imgkit", "runtime"] = "auto"
+    """Who writes the .sif; ``auto``: imgkit if something here squashes, else Singularity or Apptainer."""
     tmpdir: Path | None = None
     """Folder for temporary files."""
     unpack_limit_bytes: int | None = None
@@ -112,6 +114,7 @@ def _prepared(
             runtime=request.runtime,
             module_hint=module_line(system),
             compression=request.compression,
+            writer=request.writer,
             direct=direct,
             tmpdir=request.tmpdir,
             unpack_limit_bytes=request.unpack_limit_bytes,

@@ -342,7 +342,42 @@ def test_runtime_builds_where_the_engine_cannot_squash(
     install()
     notes = Notes()
     assert sif(archive, tmp_path, notes, helper=BrokenHelper).record.route == "layers"
-    assert any("runtime builds" in one and "cannot be installed" in one for one in notes.notes)
+    (chosen,) = [one for one in notes.notes if one.startswith("writer: apptainer 1.4.5, started through")]
+    assert "cannot be installed" in chosen
+
+
+def test_runtime_builds_on_request_and_says_why(archive: Path, tmp_path: Path, install: Install) -> None:
+    fake, notes = install(), Notes()
+    done = sif(archive, tmp_path, notes, writer="runtime", helper=NeverAsked)
+    assert (done.record.route, done.record.runtime) == ("layers", "apptainer 1.4.5")
+    assert len(fake.calls("build")) == 1
+    assert notes.notes[0] == "writer: apptainer 1.4.5, started through spython: --writer runtime"
+    assert sif(archive, tmp_path, writer="runtime").up_to_date
+
+
+class NeverAsked(BrokenHelper):
+    """An engine that must not be asked."""
+
+    def __init__(self) -> None:
+        raise AssertionError("--writer runtime asked for an engine that squashes")
+
+
+def test_writer_imgkit_does_not_fall_back_to_a_runtime(
+    archive: Path, tmp_path: Path, install: Install
+) -> None:
+    fake = install()
+    with pytest.raises(ToolMissing, match="mksquashfs"):
+        sif(archive, tmp_path, writer="imgkit")
+    with pytest.raises(ToolFailed, match="cannot be installed"):
+        sif(archive, tmp_path, writer="imgkit", helper=BrokenHelper)
+    assert fake.calls("build") == []
+
+
+def test_runtime_cannot_read_an_export(tmp_path: Path, install: Install) -> None:
+    install()
+    target = tmp_path / "x.sif"
+    with pytest.raises(UsageError, match="--from daemon cannot be combined with --writer runtime"):
+        convert.convert(Archive(path=target), target, Options(writer="runtime", direct=True), Notes())
 
 
 def test_engine_that_cannot_squash_is_named_where_no_runtime_is(

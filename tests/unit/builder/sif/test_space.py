@@ -26,7 +26,7 @@ SQUASHERS: dict[str, Squasher | None] = {
 def check(source: Source, folder: Path, way: str) -> None:
     squasher = SQUASHERS[way]
     means = Means(
-        way="stream" if squasher else "layers",
+        method="stream" if squasher else "layers",
         packing=conversion.GZIP,
         squasher=squasher,
         tool=None,

@@ -1,0 +1,167 @@
+"""One archive, written by imgkit and built by the real runtime: which files differ, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from labkit import IMGKIT, imgkit, output, public_folder
+from layer_reference import Entry
+from stored_images import archive, files_of
+
+CAPABILITY = "\x01\x00\x00\x02\x00\x20\x00\x00" + "\x00" * 12
+WHEN = 1_600_000_000
+
+pytestmark = [
+    pytest.mark.singularity,
+    pytest.mark.xdist_group("writers"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="unpacks owners: needs root"),
+]
+
+
+def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **about: Any) -> Entry:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.mtime = kind, len(data), WHEN
+    info.mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
+    for key, value in about.items():
+        setattr(info, key, value)
+    return info, data
+
+
+def layers() -> tuple[list[Entry], list[Entry]]:
+    folder = tarfile.DIRTYPE
+    below = [
+        entry("bin", kind=folder),
+        entry("bin/sh", Path("/bin/busybox").read_bytes(), mode=0o755),
+        entry("bin/true", kind=tarfile.LNKTYPE, linkname="bin/sh", mode=0o755),
+        entry("etc", kind=folder),
+        entry("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n"),
+        entry("srv", kind=folder, uid=33, gid=33, mode=0o750),
+        entry("srv/theirs", b"data", uid=33, gid=34, mode=0o640),
+        entry("srv/setuid", b"#!/bin/sh\n", mode=0o4755),
+        entry(
+            "srv/capable", b"elf", mode=0o755, pax_headers={"SCHILY.xattr.security.capability": CAPABILITY}
+        ),
+        entry("srv/noted", b"x", pax_headers={"SCHILY.xattr.user.note": "kept?"}),
+        entry("srv/link", kind=tarfile.SYMTYPE, linkname="theirs"),
+        entry("srv/fifo", kind=tarfile.FIFOTYPE),
+        entry("srv/secret", b"s", mode=0o600),
+        entry("srv/gone", b"deleted by the second layer"),
+        entry("opaque", kind=folder),
+        entry("opaque/below", b"hidden by the second layer"),
+    ]
+    above = [
+        entry("srv/.wh.gone"),
+        entry("opaque/.wh..wh..opq"),
+        entry("opaque/above", b"shown"),
+    ]
+    return below, above
+
+
+Tree = dict[str, dict[str, Any]]
+
+RUNTIMES_OWN = re.compile(
+    r"\.(exec|run|shell|test)|\.singularity\.d/actions(/\w+)?"
+    r"|\.singularity\.d/env/(01-base|94-appsbase|95-apps|99-runtimevars)\.sh"
+)
+"""Files that only the runtime's build adds: every runtime from 3.6 on mounts its own ones over them."""
+
+
+BARE = {"user.note": b"kept?"}
+ROOTLESS = "user.rootlesscontainers"
+ALLOWED = {
+    "root": {
+        # A .sif of imgkit holds capabilities and no other attribute; the runtime keeps user.* of a layer.
+        "srv/noted": [{"xattrs": {}}, {"xattrs": BARE}],
+    },
+    "ordinary user": {
+        "srv/noted": [{"xattrs": {}}, {"xattrs": BARE}],
+        # The runtime unpacks as the user: owners become root, with the true ones in an attribute that
+        # nothing reads at a start, and a capability cannot be set.
+        "srv": [{"owner": (33, 33), "xattrs": {}}, {"owner": (0, 0), "xattrs": {ROOTLESS: b"\x08!\x10!"}}],
+        "srv/theirs": [
+            {"owner": (33, 34), "xattrs": {}},
+            {"owner": (0, 0), "xattrs": {ROOTLESS: b'\x08!\x10"'}},
+        ],
+        "srv/capable": [{"xattrs": {"security.capability": CAPABILITY.encode("latin-1")}}, {"xattrs": {}}],
+    },
+}
+"""Who converts -> path -> what imgkit writes there, and what the runtime does: every allowed difference."""
+
+
+@pytest.fixture(scope="module", params=["root", "ordinary user"])
+def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
+    """Who converted, and the files of the .sif that imgkit wrote and of the one that the runtime built."""
+    folder = public_folder("writers")
+    try:
+        (folder / "x.tar").write_bytes(archive(layers(), config={"Env": ["PATH=/bin"]}))
+        start: tuple[object, ...] = IMGKIT
+        if request.param != "root":
+            start = _as_user(request.getfixturevalue("user"), folder)
+        found = []
+        for writer, route in (("imgkit", "stream"), ("runtime", "layers")):
+            (folder / "made").mkdir(exist_ok=True)
+            target = folder / "made" / f"{writer}.sif"
+            done = output(
+                *(*start, "sif", folder / "x.tar", "-o", target, "--writer", writer, "--no-test", "--json"),
+                folder="/",
+            )
+            assert json.loads(done)["record"]["route"] == route
+            found.append(files_of(target, folder / writer))
+        yield request.param, found[0], found[1]
+    finally:
+        shutil.rmtree(folder)
+
+
+def _as_user(user: str, folder: Path) -> tuple[object, ...]:
+    """Words that start imgkit as `user`, who may not read the folder of this Python."""
+    assert imgkit("bundle", "-o", folder / "imgkit.pyz").returncode == 0
+    (folder / "made").mkdir()
+    shutil.chown(folder / "made", user)
+    places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin:/sbin"
+    home = f"HOME={pwd.getpwnam(user).pw_dir}"
+    env = ("env", "-i", f"PATH={places}", home, "LC_ALL=C.UTF-8")
+    return ("runuser", "-u", user, "--", *env, "/usr/bin/python3", "-I", folder / "imgkit.pyz")
+
+
+def differences(one: Tree, other: Tree) -> dict[str, list[dict[str, Any]]]:
+    """Path to the values that differ, in `one` and in `other`; empty values for a missing file."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(one.keys() | other.keys()):
+        pair = [one.get(path, {}), other.get(path, {})]
+        keys = [key for key in sorted({**pair[0], **pair[1]}) if pair[0].get(key) != pair[1].get(key)]
+        if keys:
+            found[path] = [{key: side[key] for key in keys if key in side} for side in pair]
+    return found
+
+
+def test_trees_of_both_writers_differ_in_the_listed_entries_only(trees: tuple[str, Tree, Tree]) -> None:
+    who, of_imgkit, of_runtime = trees
+    found = differences(of_imgkit, of_runtime)
+    own = [path for path in found if RUNTIMES_OWN.fullmatch(path)]
+    assert own
+    assert [path for path in own if path in of_imgkit] == []
+    assert {path: values for path, values in found.items() if path not in own} == ALLOWED[who]
+
+
+def test_difference_that_is_not_listed_is_found(trees: tuple[str, Tree, Tree]) -> None:
+    _, of_imgkit, _ = trees
+    changed = {**of_imgkit, "etc/passwd": {**of_imgkit["etc/passwd"], "mode": "0o100600"}}
+    assert list(differences(of_imgkit, changed)) == ["etc/passwd"]
+    assert differences(of_imgkit, {}).keys() == of_imgkit.keys()
+
+
+def test_trees_hold_what_the_layers_show(trees: tuple[str, Tree, Tree]) -> None:
+    """The comparison is not one of two empty trees."""
+    for tree in trees[1:]:
+        assert tree["opaque/above"]["content"] == b"shown"
+        assert "srv/gone" not in tree
+        assert "opaque/below" not in tree
