@@ -153,9 +153,11 @@ def _end_of_interpreter() -> None:
 
 def _run_program(words: Sequence[str]) -> None:
     if _own_module(words):
-        place = words.index("-m")
-        sys.argv = ["-m", *words[place + 2 :]]
-        runpy.run_module(words[place + 1], run_name="__main__", alter_sys=True)
+        option = words.index("-m")
+        sys.argv = ["-m", *words[option + 2 :]]
+        # Imported before the fork for the sake of its imports; runpy warns about a module that is there already.
+        sys.modules.pop(_own_module(words), None)
+        runpy.run_module(words[option + 1], run_name="__main__", alter_sys=True)
         return
     # This interpreter is isolated, and that of such a program is not.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
