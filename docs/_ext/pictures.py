@@ -72,7 +72,7 @@ def _in_image(work: Path, folder: Path) -> None:
     start("dist-bench", "all_reduce", "--nproc", "2", "--max", "4M", "--save", "run.json")
     start("dist-bench", "report", "run.json", "-o", "bench.svg")
     _picture(work / "bench.svg", folder / "bench.svg")
-    plan = ("dist-train", "--nproc", "2", "--plan")
+    plan = ("dist-train", "--nproc", "2", "--dry-run", "--json")
     _terminal(folder / "plan.svg", " ".join(plan), start(*plan))
     refused = start("dist-train", check=False, **BATCH_SHELL)
     _terminal(folder / "refused.svg", "dist-train   # in the batch script, without srun", refused)

@@ -12,7 +12,7 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, so that ``--plan`` shows them like all others."""
+    """A parser whose errors are exceptions, so that ``--dry-run`` shows them like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")

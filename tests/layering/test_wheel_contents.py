@@ -130,7 +130,7 @@ def test_installed_wheel_is_not_the_checkout(installed: Path, tmp_path: Path) ->
 
 def test_installed_wheel_has_every_command_of_the_image(installed: Path, tmp_path: Path) -> None:
     assert {path.name for path in installed.glob("dist-*")} == {command.name for command in COMMANDS}
-    done = run(installed, str(installed / "dist-pi"), "--plan", cwd=tmp_path)
+    done = run(installed, str(installed / "dist-pi"), "--dry-run", "--json", cwd=tmp_path)
     assert '"mode": "torchrun"' in done.stdout, done.stderr
 
 

@@ -213,6 +213,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     # If any library hangs, the kernel ends this process.
     signal.alarm(5 * (options.timeout + LATE_S))

@@ -155,7 +155,7 @@ def _run_program(words: Sequence[str]) -> None:
     if _own_module(words):
         option = words.index("-m")
         sys.argv = ["-m", *words[option + 2 :]]
-        # Imported before the fork for the sake of its imports; runpy warns about a module that is there already.
+        # It was imported before the fork for the sake of its imports; runpy warns about a loaded module.
         sys.modules.pop(_own_module(words), None)
         runpy.run_module(words[option + 1], run_name="__main__", alter_sys=True)
         return

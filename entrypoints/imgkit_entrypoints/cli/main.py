@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_run(words, os.environ))
     except ImgkitError as error:
-        if start.plan_wanted(words, os.environ):
+        if start.json_dry_run(words, os.environ):
             parts = {"what": error.what, "where": error.where, "hint": error.hint}
             terminal.document(json.dumps({"schema": plan.SCHEMA, "error": parts}, indent=2) + "\n")
         terminal.err(*f"{words[0] if words else 'imgkit_entrypoints'}: {error}".split("\n"))
@@ -95,20 +95,21 @@ class _Findings:
 
 def _dist_env(words: Sequence[str], env: Mapping[str, str]) -> int:
     """Print it as text, as JSON or as export lines; the exit code."""
-    parser = start.launch_parser("dist-env", "print what this node shows and what it means for a launch", env)
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="print one JSON object")
-    shape.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
+    summary = "print what this node shows and what it means for a launch"
+    parser = start.launch_parser("dist-env", summary, env, json_help="print one JSON object")
+    parser.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
     chosen = parser.parse_args(words)
     asked = start.read_options(chosen, ("dist-env", *words))
-    if asked.show_plan:
+    if chosen.shell and (other := "--json" if asked.json else "--dry-run" if asked.dry_run else ""):
+        raise UsageError(f"--shell cannot be combined with {other}", hint="dist-env --help")
+    if asked.dry_run:
         nothing = Worker(start=(), words=(), own=True)
         return start.launch(asked, nothing, env, start.place(asked.wanted, env))
     found = _look(asked, env)
     if chosen.shell:
         for name, value in sorted(found.network.env.items()):
             terminal.document(f"export {name}={shlex.quote(value)}\n")
-    elif chosen.json:
+    elif asked.json:
         terminal.document(json.dumps(_json(found), indent=2) + "\n")
     else:
         terminal.out(*_lines(found))
@@ -158,10 +159,7 @@ def _lines(found: _Findings) -> list[str]:
             if value not in (None, "", (), {})
         ),
         f"fabric     {network.kind}: {network.reason}",
-        *(
-            f"  {'set ' if decision.used else 'note'} {start.line(decision)}"
-            for decision in network.decisions
-        ),
+        *(f"  {'set ' if decision.used else 'note'} {decision}" for decision in network.decisions),
         *(f"  warn {text}" for text in (*found.odd, *network.warnings, *network.blockers)),
     ]
 
@@ -174,12 +172,16 @@ def _dist_doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
     summary = "check this node, and under a launcher all nodes, for distributed runs"
-    both = start.launch_parser("dist-doctor", summary, env)
+    both = start.launch_parser("dist-doctor", summary, env, json_help="print one JSON object")
     node.add_arguments(both)
     both.add_argument("--bundle", metavar="FILE", help="save what was read here, to replay it elsewhere")
     both.parse_args(words)
     parsed, rest = start.launch_parser("dist-doctor", summary, env).parse_known_args(words)
     asked = start.read_options(parsed, ("dist-doctor", *words))
+    if asked.dry_run:
+        place = start.place(asked.wanted, env)
+        return start.launch(asked, start.module_worker(_ALL_NODES, rest), env, place)
+    rest = [*rest, *(["--json"] if asked.json else [])]
     if not any(word.startswith("--bundle") for word in rest) and not saved_environment.is_replay(env):
         try:
             place = start.place(asked.wanted, env)

@@ -79,7 +79,9 @@ def parse_app(command: Command, words: Sequence[str], env: Mapping[str, str]) ->
     if hasattr(app, "check"):
         app.check(rest, env)
     worker = module_worker(command.app, rest)
-    return read_options(parsed, tuple(words)), dataclasses.replace(worker, goodput=command.goodput)
+    options = read_options(parsed, tuple(words))
+    refuse_json_alone(options)
+    return options, dataclasses.replace(worker, goodput=command.goodput)
 
 
 def parse_user_program(
@@ -109,7 +111,9 @@ def parse_user_program(
     given = tuple(flag for flag, wanted in flags if wanted)
     start = (sys.executable, "-u", user_program.__file__)
     worker = Worker(start=start, words=(*given, *parsed.program), own=False, goodput=command.goodput)
-    return read_options(parsed, tuple(words)), worker
+    options = read_options(parsed, tuple(words))
+    refuse_json_alone(options)
+    return options, worker
 
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -126,11 +130,18 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
 
 
 def launch_parser(
-    name: str, summary: str, env: Mapping[str, str], usage: str | None = None, *, device: str = "auto"
+    name: str,
+    summary: str,
+    env: Mapping[str, str],
+    usage: str | None = None,
+    *,
+    device: str = "auto",
+    json_help: str = "with --dry-run: print one JSON object",
 ) -> argparse.ArgumentParser:
     """Return a parser with the launch's options; the app adds its own. Its errors are UsageError."""
     made = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
     made.add_argument("--version", action="version", version=f"imgkit {__version__}")
+    made.add_argument("--json", action="store_true", help=json_help)
     group = made.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
 
     def option(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
@@ -230,13 +241,13 @@ def launch_parser(
         )
     switch("--no-network-test", "start without testing the network between the nodes")
     switch("--direct", "this process is one rank: do not start torchrun")
-    switch("--plan", "print the plan as JSON and stop")
+    switch("--dry-run", "print every resolved value with its source, and start nothing")
     return made
 
 
-def plan_wanted(words: Sequence[str], env: Mapping[str, str]) -> bool:
+def json_dry_run(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     """Return whether errors are printed as JSON too, also errors in the options themselves."""
-    return "--plan" in words or env.get(_variable("--plan")) == "1"
+    return "--json" in argv and ("--dry-run" in argv or env.get(_variable("--dry-run")) == "1")
 
 
 def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
@@ -258,7 +269,8 @@ def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> Launch
             start=parsed.start,
             log_dir=parsed.log_dir,
         ),
-        show_plan=parsed.plan,
+        dry_run=parsed.dry_run,
+        json=parsed.json,
         network_test=not parsed.no_network_test,
         secret_file=parsed.secret_file,
         require_secret=parsed.require_secret,
@@ -270,6 +282,12 @@ def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> Launch
             lost_after_s=parsed.lost_after,
         ),
     )
+
+
+def refuse_json_alone(options: LaunchOptions) -> None:
+    """Raise UsageError for ``--json`` where only a dry run prints JSON."""
+    if options.json and not options.dry_run:
+        raise UsageError("--json needs --dry-run", hint="add --dry-run, or leave --json out")
 
 
 def _variable(flag: str) -> str:
@@ -327,7 +345,7 @@ def place(wanted: Wanted, env: Mapping[str, str]) -> Placement:
 
 
 def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: Placement) -> int:
-    """Launch `worker` on the node `where`, or with ``--plan`` print how; the exit code.
+    """Launch `worker` on the node `where`, or with ``--dry-run`` print how; the exit code.
 
     Raises
     ------
@@ -343,20 +361,23 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     files = absent_files(facts.Reader(root=facts.root_of(env)), child)
     absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in files)
     warnings = (*odd, *made.warnings, *absent, *(() if worker.own else _shadows(env)))
-    if asked.show_plan:
+    if asked.dry_run:
         meets = where.nnodes > 1 and made.mode == "torchrun"
         source = secret.source(asked.secret_file, env, shared_home=_shared_home(env)) if meets else ""
         found = dataclasses.replace(made, warnings=warnings, secret=source)
-        terminal.document(json.dumps(found.to_dict(), indent=2) + "\n")
+        if asked.json:
+            terminal.document(json.dumps(found.to_dict(), indent=2) + "\n")
+        else:
+            terminal.out(*found.lines())
         return 0
     if saved_environment.is_replay(env):
         # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
         raise UsageError(
             "a replay starts nothing",
             where=f"IMGKIT_ROOT={env['IMGKIT_ROOT']}",
-            hint="add --plan; to start a run here: unset IMGKIT_ROOT",
+            hint="add --dry-run; to start a run here: unset IMGKIT_ROOT",
         )
-    from imgkit_entrypoints.launch import supervisor  # --plan prints sooner without them
+    from imgkit_entrypoints.launch import supervisor  # --dry-run prints sooner without them
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
     from imgkit_entrypoints.rollcall import gather
     from imgkit_entrypoints.rollcall.messages import Caller
@@ -377,7 +398,7 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
             folder.refuse_stopped()
         os.execvpe(made.argv[0], made.argv, child)  # noqa: S606 - an argv list, no shell
     if where.node_rank == 0:
-        for text in (*(line(decision) for decision in made.decisions if decision.used), *warnings):
+        for text in (*(str(decision) for decision in made.decisions if decision.used), *warnings):
             say(text)
     carrier = sockets.selected(host, child) if asked.network_test else None
     me = Caller(
@@ -440,11 +461,6 @@ def _secret(asked: LaunchOptions, env: Mapping[str, str], where: Placement) -> b
 def _shared_home(env: Mapping[str, str]) -> bool:
     own = secret.home_file(env)
     return own is not None and storage.on_network_disk(facts.Reader(root=facts.root_of(env)), str(own))
-
-
-def line(decision: fabric.Decision) -> str:
-    """Return one decision as users read it."""
-    return f"{decision.variable}={decision.value}: {decision.reason}"
 
 
 def say(text: str, *more: str) -> None:

@@ -52,7 +52,7 @@ def how_to_replay(target: Path) -> str:
     name = shlex.quote(target.name)
     return (
         f"mkdir node && tar -xzf {name} -C node && IMGKIT_ROOT=node dist-doctor, "
-        "also dist-env and dist-run --plan"
+        "also dist-env and dist-run --dry-run"
     )
 
 

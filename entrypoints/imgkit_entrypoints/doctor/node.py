@@ -25,8 +25,7 @@ DECIDED = "IMGKIT_DECIDED"
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options of dist-doctor."""
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    """Add the options of dist-doctor, except ``--json``, which every command has."""
     parser.add_argument("--strict", action="store_true", help="warnings fail too: exit code 1")
     parser.add_argument(
         "--timeout",
@@ -49,6 +48,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         prog="dist-doctor", description="Check this node for distributed runs.", allow_abbrev=False
     )
     add_arguments(parser)
+    parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--bundle",
         type=Path,

@@ -23,6 +23,9 @@ class Decision:
     used: bool = True
     """False if the value is only reported, and workers do not get it."""
 
+    def __str__(self) -> str:
+        return f"{self.variable}={self.value}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -64,7 +65,10 @@ class LaunchOptions:
     wanted: Wanted
     request: Request
     timeouts: Timeouts
-    show_plan: bool
+    dry_run: bool
+    """Print every resolved value with its source, and start nothing."""
+    json: bool = False
+    """A dry run prints one JSON object."""
     network_test: bool = True
     """The nodes test the network between them before torchrun starts."""
     secret_file: str | None = None
@@ -105,6 +109,8 @@ ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 
 _GIVEN_GPUS = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
 """Variables with the GPUs that a job has on each node, of imgkit's job script and of Slurm."""
+_WIDEST = 24
+"""Longest value after which the sources of a dry run are still aligned."""
 _OPERATORS = "PET_NPROC_PER_NODE"
 """Variable in which Kubeflow's operators give the number of processes; torchrun is kept from reading it."""
 
@@ -127,8 +133,40 @@ class LaunchPlan:
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
 
+    def lines(self) -> Iterator[str]:
+        """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
+        rows = [*self._values()]
+        names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+        for name, value, source in rows:
+            yield f"{name:{names}}  {value:{min(values, _WIDEST)}}  {source}".rstrip()
+        yield from (f"warning: {text}" for text in self.warnings)
+        yield f"command: {shlex.join(self.argv)}"
+
+    def _values(self) -> Iterator[tuple[str, str, str]]:
+        """Names and values, each with its source."""
+        placement, source = self.to_dict()["placement"], self.placement.source
+        default = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
+        yield "scheduler", self.placement.scheduler, ""
+        for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
+            value = placement[name]
+            shown = ",".join(value) if name == "hosts" else str(value)
+            yield name, shown or "-", source.get(name, "") or default.get(name, "")
+        yield "max_failures", str(self.max_failures), "failures that the run survives"
+        starter = "torchrun" if self.mode == "torchrun" else self.placement.scheduler
+        yield "mode", self.mode, f"{starter} starts the workers"
+        yield "secret", self.secret or "-", "" if self.secret else "none is needed, or the start is open"
+        decided = {decision.variable for decision in self.decisions}
+        for decision in self.decisions:
+            reason = decision.reason if decision.used else f"not set: {decision.reason}"
+            yield decision.variable, decision.value or "-", reason
+        for name, value in self.env.items():
+            if name not in decided:
+                yield name, value, "set by imgkit for the workers"
+        for name in self.unset:
+            yield name, "-", "removed from the workers' environment"
+
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of ``--plan``."""
+        """The JSON form, of ``--dry-run --json``."""
         place = self.placement
         return {
             "schema": SCHEMA,

@@ -93,8 +93,8 @@ def start(repeat: int) -> None:
 
 def plan(repeat: int) -> None:
     """The decision alone."""
-    runs = alternate((Side(name="plan", commands=((*DIST, "dist-train", "--plan"),)),), repeat)
-    print(f"* `dist-train --plan`: {spread([run.wall_s * 1000 for run in runs['plan']], 0)} ms")
+    runs = alternate((Side(name="dry-run", commands=((*DIST, "dist-train", "--dry-run"),)),), repeat)
+    print(f"* `dist-train --dry-run`: {spread([run.wall_s * 1000 for run in runs['dry-run']], 0)} ms")
 
 
 def pi(repeat: int) -> None:

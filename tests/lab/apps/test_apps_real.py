@@ -131,7 +131,10 @@ def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
 
 
 GPUS = """
-plan() { python3 -I -m imgkit_entrypoints dist-run --plan program.py "$@" | grep -e '"what"' -e '"nproc": '; }
+plan() {
+    python3 -I -m imgkit_entrypoints dist-run --dry-run --json program.py "$@" |
+        grep -e '"what"' -e '"nproc": '
+}
 IMGKIT_GPUS=4 plan || true
 mknod /dev/nvidia0 c 195 0 # the engine's device rules close it
 IMGKIT_GPUS=4 plan || true

@@ -114,9 +114,9 @@ def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPat
     mine = folder / take(lines, "cd ").removeprefix("cd ")
     plan = shell(take(lines, "imgkit run --dry-run"), mine)
     assert re.search(r"^account +bsc98 +imgkit.toml:\d+$", plan, re.MULTILINE)
-    hello = take(lines, "imgkit run -- ").replace(" -- ", " --plan -- ")
+    hello = take(lines, "imgkit run -- ").replace(" -- ", " --dry-run -- ")
     assert re.search(r"^command +dist-hello +--$", shell(hello, mine), re.MULTILINE)
-    assert "train.py" in shell(take(lines, "imgkit run"), mine, "--plan")
+    assert "train.py" in shell(take(lines, "imgkit run"), mine, "--dry-run")
     assert "no runs yet" in shell(take(lines, "imgkit runs"), folder)
     assert [line.split()[1] for line in lines] == ["logs", "fetch", "compare"]
 

@@ -292,7 +292,7 @@ def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
     subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", place], check=True)
     (packages,) = place.glob("lib/python3*/site-packages")
     (packages / "entrypoints.pth").write_text(f"{ROOT / 'entrypoints'}\n")
-    words = ("--runtime", "host", "--image", place, "--", "dist-hello", "--plan")
+    words = ("--runtime", "host", "--image", place, "--", "dist-hello", "--dry-run", "--json")
     code, output = pbs.end(pbs.submit(*words, start="pbsdsh"))
     assert code == 0, output
     loaded = re.findall(r"(node\d): module load (\S+)", output)

@@ -109,7 +109,7 @@ def test_busy_port_names_its_holder(slurm: Slurm) -> None:
 
 
 def test_hidden_job_is_told(slurm: Slurm) -> None:
-    command = slurm.exec("dist-hello", *TWO, "--plan").replace("exec", "exec --cleanenv", 1)
+    command = slurm.exec("dist-hello", *TWO, "--dry-run").replace("exec", "exec --cleanenv", 1)
     told = slurm.run(f"srun -N2 {command}")
     assert len(re.findall("no scheduler variable is set here.*--cleanenv", told)) == 2, told
 

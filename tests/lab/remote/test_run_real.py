@@ -486,7 +486,7 @@ def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> Non
     done = site.imgkit("run", *words, "--", "cat", "/etc/name")
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"{name}:1"]), done.stderr
     assert "imgkit: to send: nothing; far has the image" in done.stderr
-    planned = site.imgkit("run", *words, "--plan", "--", "true")
+    planned = site.imgkit("run", *words, "--dry-run", "--", "true")
     assert (planned.returncode, name in planned.stdout) == (0, True), planned.stderr
 
 

@@ -91,7 +91,7 @@ def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
         "--baseline": wanted.baseline,
         "--require": wanted.require,
         "--for": wanted.for_s,
-        "--plan": asked.show_plan,
+        "--dry-run": asked.dry_run,
     }
     if given := [flag for flag, value in flags.items() if value]:
         raise UsageError(

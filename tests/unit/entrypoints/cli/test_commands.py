@@ -17,6 +17,7 @@ from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, shim
 from imgkit_entrypoints.errors import UsageError
 
+DRY = ("--dry-run", "--json")
 BATCH = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 
 
@@ -32,30 +33,30 @@ def command(*words: str, env: dict[str, str] | None = None, cwd: Path | None = N
 
 
 def test_options_come_in_any_order():
-    first = command("dist-train", "--plan", "--steps", "7", "--nproc", "2", "--lr", "0.1", "--device", "cpu")
-    second = command("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "7", "--plan", "--lr", "0.1")
+    first = command("dist-train", *DRY, "--steps", "7", "--nproc", "2", "--lr", "0.1", "--device", "cpu")
+    second = command("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "7", *DRY, "--lr", "0.1")
     assert first.returncode == 0
     assert first.stdout == second.stdout
     assert json.loads(first.stdout)["argv"][-4:] == ["--steps", "7", "--lr", "0.1"]
 
 
 def test_variables_stand_in_for_flags():
-    made = json.loads(command("dist-hello", "--plan", env={"IMGKIT_NPROC": "3"}).stdout)
+    made = json.loads(command("dist-hello", *DRY, env={"IMGKIT_NPROC": "3"}).stdout)
     assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "3"
 
 
 def test_switches_have_variables_too():
-    env = {"IMGKIT_PLAN": "1", "IMGKIT_NPROC": "3"}
-    assert json.loads(command("dist-hello", env=env).stdout)["nproc"] == 3
+    env = {"IMGKIT_DRY_RUN": "1", "IMGKIT_NPROC": "3"}
+    assert json.loads(command("dist-hello", "--json", env=env).stdout)["nproc"] == 3
     ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PLAN": "1"}
-    assert json.loads(command("dist-hello", env=ranks | sizes).stdout)["mode"] == "direct"
+    sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_DRY_RUN": "1"}
+    assert json.loads(command("dist-hello", "--json", env=ranks | sizes).stdout)["mode"] == "direct"
 
 
 def test_switch_that_is_neither_on_nor_off_is_refused():
-    done = command("dist-hello", env={"IMGKIT_PLAN": "yes"})
+    done = command("dist-hello", env={"IMGKIT_DRY_RUN": "yes"})
     assert done.returncode == 2
-    assert "IMGKIT_PLAN: 'yes' is neither 0 nor 1" in done.stderr
+    assert "IMGKIT_DRY_RUN: 'yes' is neither 0 nor 1" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -96,34 +97,76 @@ def test_preflight_of_single_ranks_is_refused():
     assert "--preflight: the ranks start without a roll call" in done.stderr
 
 
-def test_variable_for_plan_shows_errors_as_json():
-    done = command("dist-hello", "--nproc", "many", env={"IMGKIT_PLAN": "1"})
+def test_variable_for_a_dry_run_shows_errors_as_json():
+    done = command("dist-hello", "--json", "--nproc", "many", env={"IMGKIT_DRY_RUN": "1"})
     assert done.returncode == 2
     assert "'many'" in json.loads(done.stdout)["error"]["what"]
 
 
+def test_dry_run_names_the_source_of_each_value():
+    env = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": "1"}
+    words = ("--dry-run", "--nproc", "2", "--port", "29500")
+    done = command("dist-hello", *words, env={**env, "SLURM_JOB_ID": "7"})
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(None, 2) for line in done.stdout.splitlines()]
+    assert ["nnodes", "2", "SLURM_STEP_NUM_NODES"] in rows
+    assert ["node_rank", "1", "SLURM_NODEID"] in rows
+    assert ["hosts", "n1,n2", "SLURM_STEP_NODELIST"] in rows
+    assert ["nproc", "2", "--nproc"] in rows
+    assert "torchrun" in done.stdout.splitlines()[-1]
+
+
+def test_dry_run_names_every_variable_of_the_json():
+    made = json.loads(command("dist-hello", *DRY).stdout)
+    first = {line.partition(" ")[0] for line in command("dist-hello", "--dry-run").stdout.splitlines()}
+    assert {*made["env"], *made["unset"]} <= first
+
+
+def test_dry_run_of_the_doctor_starts_no_check():
+    assert command("dist-doctor", "--dry-run").stdout.splitlines()[-1].endswith("apps.doctor")
+
+
+@pytest.mark.parametrize("name", ["dist-hello", "dist-run", "dist-bench"])
+def test_json_without_a_dry_run_is_refused(name: str):
+    done = command(name, "--json", *(["x.py"] if name == "dist-run" else []))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json needs --dry-run" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--json", "--dry-run"])
+def test_export_lines_with_another_form_are_refused(flag: str):
+    done = command("dist-env", "--shell", flag)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--shell cannot be combined with {flag}" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--plan", "--explain"])
+def test_former_names_of_the_dry_run_are_refused(flag: str):
+    assert command("dist-hello", flag).returncode == 2
+
+
 def test_flag_beats_its_variable():
-    made = json.loads(command("dist-hello", "--plan", "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
+    made = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
     assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "2"
 
 
 def test_dist_run_leaves_the_scripts_arguments_alone():
     made = json.loads(
-        command("dist-run", "--plan", "--nproc", "2", "train.py", "--nproc", "x y", "--plan").stdout
+        command("dist-run", *DRY, "--nproc", "2", "train.py", "--nproc", "x y", "--dry-run").stdout
     )
-    assert made["argv"][-4:] == ["train.py", "--nproc", "x y", "--plan"]
+    assert made["argv"][-4:] == ["train.py", "--nproc", "x y", "--dry-run"]
 
 
-def test_failed_plan_is_json_too():
-    done = command("dist-hello", "--plan", env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **BATCH})
+def test_failed_dry_run_is_json_too():
+    done = command("dist-hello", *DRY, env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **BATCH})
     assert done.returncode == 5
     told = json.loads(done.stdout)["error"]
     assert "srun" in told["hint"]
     assert "Traceback" not in done.stderr
 
 
-def test_mistake_with_plan_is_json_too():
-    done = command("dist-hello", "--plan", "--nproc", "many")
+def test_mistake_with_a_dry_run_is_json_too():
+    done = command("dist-hello", *DRY, "--nproc", "many")
     assert done.returncode == 2
     assert "--nproc: 'many'" in json.loads(done.stdout)["error"]["what"]
     assert "--nproc: 'many'" in done.stderr
@@ -133,19 +176,19 @@ def test_pi_needs_no_gpu(tmp_path: Path):
     (tmp_path / "opt/imgkit").mkdir(parents=True)
     (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
     env = {"IMGKIT_ROOT": str(tmp_path)}
-    assert command("dist-hello", "--plan", env=env).returncode == 5
-    made = json.loads(command("dist-pi", "--plan", env=env).stdout)
+    assert command("dist-hello", *DRY, env=env).returncode == 5
+    made = json.loads(command("dist-pi", *DRY, env=env).stdout)
     assert (made["env"]["IMGKIT_DEVICE"], made["nproc"]) == ("cpu", 1)
-    assert command("dist-pi", "--plan", "--device", "cuda", env=env).returncode == 5
+    assert command("dist-pi", *DRY, "--device", "cuda", env=env).returncode == 5
 
 
-def test_plan_imports_no_torch(tmp_path: Path):
+def test_dry_run_imports_no_torch(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
     code += "from imgkit_entrypoints.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "dist-train", "--plan"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, "dist-train", *DRY], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -167,12 +210,12 @@ def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: P
     refused = run()
     assert refused.returncode == 2
     assert f"rm {tmp_path}/run/stop" in refused.stderr
-    assert json.loads(run("--plan").stdout)["mode"] == "direct"
+    assert json.loads(run(*DRY).stdout)["mode"] == "direct"
 
 
 def test_hidden_torch_is_told(tmp_path: Path):
     (tmp_path / "torch").mkdir()
-    made = json.loads(command("dist-run", "--plan", "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
+    made = json.loads(command("dist-run", *DRY, "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
     assert any("another torch" in text for text in made["warnings"])
 
 
@@ -183,7 +226,7 @@ def test_shell_lines_can_be_evaluated():
 
 
 def test_dist_run_takes_a_module():
-    made = json.loads(command("dist-run", "--plan", "-m", "pkg.train", "--lr", "1").stdout)
+    made = json.loads(command("dist-run", *DRY, "-m", "pkg.train", "--lr", "1").stdout)
     assert made["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]
 
 
@@ -268,7 +311,7 @@ def test_broken_system_facts_are_named(tmp_path: Path):
 
 def test_torchrun_s_spellings_are_understood() -> None:
     old = ("--nproc_per_node=2", "--node_rank=1", "--master_addr=node1", "--master_port=7000")
-    done = command("dist-hello", "--plan", "--nnodes=2", *old)
+    done = command("dist-hello", *DRY, "--nnodes=2", *old)
     assert done.returncode == 0, done.stderr
     placement = json.loads(done.stdout)["placement"]
     # torchrun has the port that is given, the roll call the next.
@@ -286,11 +329,11 @@ def test_dist_env_takes_the_launch_s_options() -> None:
     flags = ("--nnodes", "2", "--node-rank", "1", "--head", "node1")
     found = json.loads(command("dist-env", "--json", *flags).stdout)
     assert (found["placement"]["nnodes"], found["placement"]["head"]) == (2, "node1")
-    assert json.loads(command("dist-env", "--plan", *flags).stdout)["placement"]["node_rank"] == 1
+    assert json.loads(command("dist-env", *DRY, *flags).stdout)["placement"]["node_rank"] == 1
 
 
 def test_absent_file_of_a_variable_is_in_the_plan():
-    made = json.loads(command("dist-run", "--plan", "x.py", env={"NCCL_TOPO_FILE": "/gone.xml"}).stdout)
+    made = json.loads(command("dist-run", *DRY, "x.py", env={"NCCL_TOPO_FILE": "/gone.xml"}).stdout)
     (text,) = [text for text in made["warnings"] if "NCCL_TOPO_FILE" in text]
     assert "there is no such file" in text
     assert "--bind /gone.xml" in text
@@ -343,7 +386,7 @@ def test_start_without_a_secret_says_once_that_it_is_open(started):
     assert done.stderr.count("this start is open") == 1
     assert "--secret-file FILE" in done.stderr
     assert "never called" in done.stderr
-    assert "open" not in started("--nnodes", "1", "--plan").stderr
+    assert "open" not in started("--nnodes", "1", *DRY).stderr
 
 
 def test_start_that_requires_a_secret_is_refused_without(started):
@@ -368,7 +411,7 @@ def test_start_with_a_secret_is_not_open_and_shows_no_value(started, tmp_path):
         assert "never called" in done.stderr
         assert "open" not in done.stderr
         assert marker not in done.stderr + done.stdout
-    plan = started("--secret-file", str(file), "--plan").stdout
+    plan = started("--secret-file", str(file), *DRY).stdout
     assert json.loads(plan)["secret"] == str(file)
     assert marker not in plan
 

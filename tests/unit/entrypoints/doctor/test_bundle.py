@@ -203,7 +203,7 @@ def test_replay_runs_nothing_of_its_sender(
     monkeypatch.setenv("IMGKIT_NNODES", "2")
     monkeypatch.setenv("IMGKIT_NODE_RANK", "0")
     monkeypatch.setenv("IMGKIT_HEAD", "here")
-    for words in (["dist-env"], ["dist-doctor"], ["dist-run", "x.py"], ["dist-run", "--plan", "x.py"]):
+    for words in (["dist-env"], ["dist-doctor"], ["dist-run", "x.py"], ["dist-run", "--dry-run", "x.py"]):
         with pytest.raises(SystemExit):
             main.main(words)
     assert "a replay starts nothing" in capsys.readouterr().err

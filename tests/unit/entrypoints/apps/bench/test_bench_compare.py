@@ -256,7 +256,7 @@ def test_other_arms_are_refused(text: str) -> None:
         (("--for", "30m"), (), None, "--for needs a single run"),
         (("--require", "80%"), (), None, "--require needs a single run"),
         (("--group", "node"), (), None, "within a node"),
-        ((), ("--plan",), None, "--plan needs a single run"),
+        ((), ("--dry-run",), None, "--dry-run needs a single run"),
     ],
 )
 def test_impossible_comparisons_are_refused(
