@@ -241,7 +241,7 @@ def launch_parser(
         )
     switch("--no-network-test", "start without testing the network between the nodes")
     switch("--direct", "this process is one rank: do not start torchrun")
-    switch("--dry-run", "print every resolved value with its source, and start nothing")
+    switch("--dry-run", "show every resolved value and its source, then exit")
     return made
 
 

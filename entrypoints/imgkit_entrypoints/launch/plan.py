@@ -66,7 +66,7 @@ class LaunchOptions:
     request: Request
     timeouts: Timeouts
     dry_run: bool
-    """Print every resolved value with its source, and start nothing."""
+    """Show every resolved value and its source, then exit."""
     json: bool = False
     """A dry run prints one JSON object."""
     network_test: bool = True
