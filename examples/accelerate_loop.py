@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
-from imgkit_entrypoints.run import Checkpoint, Run
+from imgkit_entrypoints.run import LibraryCheckpoint, Run
 
 
 def main(run):
@@ -17,7 +17,7 @@ def main(run):
     by_epoch = DataLoaderConfiguration(use_seedable_sampler=True)  # the order depends on the epoch alone
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=by_epoch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    checkpoint = Checkpoint(run)
+    checkpoint = LibraryCheckpoint(run)
     if run.restore() and checkpoint.path:
         accelerator.load_state(checkpoint.path)
     for epoch in range(checkpoint.step // len(loader), 3):
@@ -28,7 +28,7 @@ def main(run):
             optimizer.step()
             optimizer.zero_grad()
             if run.due(save_every=15):  # all ranks agree, also that one was asked to stop
-                accelerator.save_state(checkpoint.place())
+                accelerator.save_state(checkpoint.next_path())
                 run.save()  # now this checkpoint counts; after a request to stop, the program ends here
 
 

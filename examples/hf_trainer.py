@@ -6,18 +6,18 @@ imgkit submit mn5-llm -A bsc98 --qos acc_debug --time 2h -- dist-run hf_trainer.
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from imgkit_entrypoints.run import Checkpoint, Run
+from imgkit_entrypoints.run import LibraryCheckpoint, Run
 
 
 class SaveAndResume(TrainerCallback):
     def __init__(self, run):
-        self.run, self.checkpoint = run, Checkpoint(run)
+        self.run, self.checkpoint = run, LibraryCheckpoint(run)
 
     def on_step_end(self, args, state, control, **_):
         control.should_save |= self.run.due()  # all ranks agree that one was asked to stop
 
     def on_save(self, args, state, control, **_):
-        self.checkpoint.place(f"{args.output_dir}/checkpoint-{state.global_step}")
+        self.checkpoint.next_path(f"{args.output_dir}/checkpoint-{state.global_step}")
         self.run.save()  # from now on this checkpoint counts; after a request to stop, the program ends here
 
 

@@ -8,19 +8,19 @@ from lightning import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from imgkit_entrypoints.run import Checkpoint, Run
+from imgkit_entrypoints.run import LibraryCheckpoint, Run
 
 
 class SaveAndResume(Callback):
     def __init__(self, run):
-        self.run, self.checkpoint, self.on_sigterm = run, Checkpoint(run), getsignal(SIGTERM)
+        self.run, self.checkpoint, self.on_sigterm = run, LibraryCheckpoint(run), getsignal(SIGTERM)
 
     def on_train_start(self, trainer, module):
         signal(SIGTERM, self.on_sigterm)  # Lightning's own handler ends the program unsaved
 
     def on_train_batch_end(self, trainer, module, *_):
         if self.run.due(save_every=15):  # all ranks agree, also that one was asked to stop
-            trainer.save_checkpoint(self.checkpoint.place(), weights_only=False)
+            trainer.save_checkpoint(self.checkpoint.next_path(), weights_only=False)
             self.run.save()  # now this checkpoint counts; after a request to stop, the program ends here
 
 

@@ -30,27 +30,27 @@ class RandomPairs(Dataset):
 
 
 class Trainer:
-    def __init__(self, model, data, optimizer, save_every, snapshot_path):
+    def __init__(self, model, data, optimizer, save_every, checkpoint_path):
         self.local_rank, self.rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank)
         self.model = model.to(self.device)
         self.data, self.optimizer, self.save_every = data, optimizer, save_every
-        self.epochs_run, self.snapshot_path = 0, snapshot_path
-        if Path(snapshot_path).exists():
-            self.load_snapshot(snapshot_path)
+        self.epochs_run, self.checkpoint_path = 0, checkpoint_path
+        if Path(checkpoint_path).exists():
+            self.load_checkpoint(checkpoint_path)
         self.model = DistributedDataParallel(self.model)
 
-    def load_snapshot(self, path):
-        snapshot = torch.load(path, map_location=self.device)
-        self.model.load_state_dict(snapshot["model"])
-        self.epochs_run = snapshot["epochs_run"]
+    def load_checkpoint(self, path):
+        checkpoint = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(checkpoint["model"])
+        self.epochs_run = checkpoint["epochs_run"]
         print(f"resuming from epoch {self.epochs_run}", flush=True)
 
-    def save_snapshot(self, epoch):
-        torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch + 1}, self.snapshot_path)
-        print(f"epoch {epoch}: snapshot saved at {self.snapshot_path}", flush=True)
+    def save_checkpoint(self, epoch):
+        torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch + 1}, self.checkpoint_path)
+        print(f"epoch {epoch}: checkpoint saved at {self.checkpoint_path}", flush=True)
 
     def run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -68,24 +68,24 @@ class Trainer:
         for epoch in range(self.epochs_run, max_epochs):
             self.run_epoch(epoch)
             if self.rank == 0 and epoch % self.save_every == 0:
-                self.save_snapshot(epoch)
+                self.save_checkpoint(epoch)
 
 
-def main(epochs, save_every, batch_size, snapshot_path="snapshot.pt"):
+def main(epochs, save_every, batch_size, checkpoint_path="checkpoint.pt"):
     dist.init_process_group()
     torch.manual_seed(0)
     data = RandomPairs(2048)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     loader = DataLoader(data, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(data))
-    Trainer(model, loader, optimizer, save_every, snapshot_path).train(epochs)
+    Trainer(model, loader, optimizer, save_every, checkpoint_path).train(epochs)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="a distributed training job")
     parser.add_argument("epochs", type=int, help="epochs in all")
-    parser.add_argument("save_every", type=int, help="epochs between two snapshots")
+    parser.add_argument("save_every", type=int, help="epochs between two checkpoints")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of each rank and step")
     options = parser.parse_args()
     main(options.epochs, options.save_every, options.batch_size)

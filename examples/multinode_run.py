@@ -73,7 +73,7 @@ def main(run, epochs, save_every, batch_size):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="a distributed training job")
     parser.add_argument("epochs", type=int, help="epochs in all")
-    parser.add_argument("save_every", type=int, help="epochs between two snapshots")
+    parser.add_argument("save_every", type=int, help="epochs between two checkpoints")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of each rank and step")
     options = parser.parse_args()
     with Run.start() as run:

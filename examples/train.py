@@ -1,4 +1,4 @@
-"""A training program to copy: your model, data, evaluation and checkpoint go where the comments say.
+"""A training program to copy: your model, data, evaluation and export go where the comments say.
 
     imgkit run                              in a folder that `imgkit init` made
     imgkit submit mn5 -A bsc98 --qos acc_debug --time 2h --nodes 2 -- dist-run train.py --epochs 20
@@ -74,8 +74,8 @@ def evaluate(model: nn.Module, loader: DataLoader) -> float:
     return float(right[0] / right[1])
 
 
-def checkpoint(run: Run, model: nn.Module, accuracy: float) -> None:
-    """Your checkpoint: the weights alone, for use elsewhere. A resume needs snapshots/ beside it."""
+def export(run: Run, model: nn.Module, accuracy: float) -> None:
+    """Your export: the weights alone, for use elsewhere. A resume needs checkpoints/ as well."""
     part = run.folder / "weights.part"
     torch.save({"model": model.state_dict(), "accuracy": accuracy}, part)
     part.replace(run.folder / "weights.pt")  # a killed job leaves the older file
@@ -106,7 +106,7 @@ def train(run: Run, options: argparse.Namespace) -> None:
         accuracy = evaluate(plain, held_out)
         if RANK == 0:
             print(f"epoch {epoch + 1}/{options.epochs}  accuracy {accuracy:.1%}", flush=True)
-            checkpoint(run, plain, accuracy)
+            export(run, plain, accuracy)
 
 
 def main() -> None:

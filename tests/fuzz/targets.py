@@ -370,7 +370,7 @@ def _bench_records() -> list[bytes]:
     ]
 
 
-def _snapshot(data: bytes, folder: Path) -> None:
+def _checkpoint(data: bytes, folder: Path) -> None:
     (folder / "weights.pt").write_bytes(b"x")
     (folder / disk.MANIFEST).write_bytes(data)
     if disk.problem(folder) is None:
@@ -651,8 +651,8 @@ TARGETS = (
         also=(ValueError,),
     ),
     Target(
-        name="snapshot",
-        run=_snapshot,
+        name="checkpoint",
+        run=_checkpoint,
         seeds=lambda: [
             json.dumps(
                 json_text.sealed(

@@ -173,7 +173,9 @@ def verb_fetch(
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="DIR", help="Folder for the run's files (default: runs/NAME-ID here)."
     ),
-    snapshots: bool = typer.Option(False, "--snapshots", help="Bring the saved states of a training, too."),
+    checkpoints: bool = typer.Option(
+        False, "--checkpoints", help="Also fetch the checkpoints of a training."
+    ),
     watch: bool = typer.Option(False, "--watch", help="Do so every 30 s, until Ctrl-C."),
     as_json: bool = JSON,
 ) -> None:
@@ -200,7 +202,7 @@ def verb_fetch(
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
     while True:
         with reporter(as_json=as_json) as report:
-            done = fetch.fetch(far, record, folder, snapshots=snapshots, report=report)
+            done = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
         submit.keep(record)  # imgkit runs and compare find the folder
         text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
         data = {

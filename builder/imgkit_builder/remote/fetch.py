@@ -64,13 +64,13 @@ class Fetched:
 
 
 def fetch(
-    connection: Connection, record: SubmittedJob, folder: Path, *, snapshots: bool, report: Reporter
+    connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> Fetched:
     """Make `folder` like the run folder of the job, with the job's output; nothing in it is removed.
 
     Parameters
     ----------
-    snapshots : bring the training's saved states, too.
+    checkpoints : bring the training's saved states, too.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def fetch(
         raise CheckFailed(
             f"there is no {run} on {record.remote} yet", where=home, hint=f"imgkit status {record.handle}"
         )
-    wanted = [one for one in far if snapshots or "/snapshots/" not in one.path]
+    wanted = [one for one in far if checkpoints or "/checkpoints/" not in one.path]
     old = [one for one in wanted if not _is_there(one, one.target(folder, run))]
     total = sum(one.size_bytes for one in old)
     report.stage(f"fetch {record.handle}")

@@ -22,7 +22,7 @@ from imgkit_entrypoints.run.random_state import SentState
 from imgkit_entrypoints.run.ranks import Ranks
 
 Say = Callable[[str], None]
-FOLDER = "snapshots"
+FOLDER = "checkpoints"
 """Name of the folder in a run folder."""
 STATE = "state.json"
 """Part with the values that JSON keeps, and the versions that wrote them."""
@@ -40,7 +40,7 @@ def on_host(value: Any) -> Any:
 
 
 class CheckpointWriter:
-    """Takes snapshots of a run, and writes them in the background while training goes on."""
+    """Takes checkpoints of a run, and writes them in the background while training goes on."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class CheckpointWriter:
         say: Say,
         kept: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Save into `run_dir`; `kept` gets the step of each snapshot once it is safely written."""
+        """Save into `run_dir`; `kept` gets the step of each checkpoint once it is safely written."""
         self._folder, self._keep, self._here, self._say = run_dir / FOLDER, keep, here, say
         self._kept = kept
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._warned = False
         self.saved_step = -1
-        """Step of the newest snapshot that is safely written, or -1; on rank 0, after `close` on all."""
+        """Step of the newest checkpoint that is safely written, or -1; on rank 0, after `close` on all."""
         self.stalled_s = self.longest_stall_s = 0.0
         """Seconds in which training waited for this: of all calls, and of the longest `save`."""
 
@@ -114,7 +114,7 @@ class CheckpointWriter:
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
-            self._say(f"warning: {problem}; snapshots are saved all the same")
+            self._say(f"warning: {problem}; checkpoints are saved all the same")
         self._warned = True
 
     def _finish_writing(self) -> None:
@@ -125,11 +125,11 @@ class CheckpointWriter:
             newest = (
                 "there is no older one" if self.saved_step < 0 else f"the newest is of step {self.saved_step}"
             )
-            self._say(f"cannot write a snapshot to {self._folder}: {self._error.strerror}; {newest}")
+            self._say(f"cannot write a checkpoint to {self._folder}: {self._error.strerror}; {newest}")
             self._error = None
 
     def close(self) -> None:
-        """Wait for the last snapshot; a collective call."""
+        """Wait for the last checkpoint; a collective call."""
         began = time.perf_counter()
         self._finish_writing()
         self.saved_step = int(self._here.broadcast(str(self.saved_step).encode(), 0))
@@ -154,7 +154,7 @@ def _cause(error: BaseException) -> OSError:
 
 
 class FoundCheckpoint:
-    """A valid snapshot that one rank reads for all. Its methods are collective calls."""
+    """A valid checkpoint that one rank reads for all. Its methods are collective calls."""
 
     def __init__(self, mine: Path | None, source: int, here: Ranks) -> None:
         self._mine, self._source, self._here = mine, source, here
@@ -201,21 +201,21 @@ class FoundCheckpoint:
 
     def _unreadable(self, name: str, why: str) -> UsageError:
         return UsageError(
-            f"this part of the snapshot cannot be read: {why}",
+            f"this part of the checkpoint cannot be read: {why}",
             where=str(self.where / name),
-            hint=f"mv {self.where} elsewhere, and the run goes on from an older snapshot",
+            hint=f"mv {self.where} elsewhere, and the run goes on from an older checkpoint",
         )
 
 
-def newest(place: Path, here: Ranks, say: Say) -> FoundCheckpoint | None:
-    """Find the newest valid snapshot in `place` on any node; None: there is none. A collective call.
+def newest(path: Path, here: Ranks, say: Say) -> FoundCheckpoint | None:
+    """Find the newest valid checkpoint at `path` on any node; None: there is none. A collective call.
 
     A shared file system is not needed: the first rank of each node searches, and the one with the newest
-    snapshot reads it.
+    checkpoint reads it.
     """
     mine: Path | None = None
     if here.local_rank == 0:
-        mine = next(disk.valid_ones(place, say), None)
+        mine = next(disk.valid_ones(path, say), None)
     offers = here.gather(-1 if mine is None else disk.step_of(mine), int, call="run.restore")
     step = max(offers)
     if step < 0:
@@ -232,5 +232,5 @@ def first_difference(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -
 
     for key in (*saved, *model):
         if key not in saved or key not in model or saved[key].shape != model[key].shape:
-            return f"{key} is {shown(saved, key)} in the snapshot and {shown(model, key)} in the model"
+            return f"{key} is {shown(saved, key)} in the checkpoint and {shown(model, key)} in the model"
     return None

@@ -31,7 +31,7 @@ CHUNK = 4 << 20
 
 
 class Sink(Protocol):
-    """The file of a snapshot, written in sequence."""
+    """The file of a checkpoint, written in sequence."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of `data`."""
@@ -73,7 +73,7 @@ class _File:
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of a step's snapshot; names sort like steps."""
+    """Folder name of a step's checkpoint; names sort like steps."""
     return f"step-{step:010d}"
 
 
@@ -86,15 +86,15 @@ def write_checkpoint(
     warn: Callable[[str], None] = print,
     env: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Write a snapshot into `folder`, and remove all but the `keep` newest.
+    """Write a checkpoint into `folder`, and remove all but the `keep` newest.
 
-    Snapshots of later steps are removed too: the run was resumed from before them. What cannot be removed
+    Checkpoints of later steps are removed too: the run was resumed from before them. What cannot be removed
     stays, as a file on NFS that another process holds open: `warn` gets a line about it. `env` names this
     worker's attempt: one that is over changes nothing in `folder` (fence.py).
 
     Raises
     ------
-    OSError : the snapshot could not be written, or the attempt is over; older ones are unchanged.
+    OSError : the checkpoint could not be written, or the attempt is over; older ones are unchanged.
     """
     target = folder / checkpoint_name(step)
     # Random: what an earlier run has left under the same name may be impossible to remove.
@@ -113,7 +113,7 @@ def write_checkpoint(
     except Exception:  # torch.save turns an OSError of its file into a RuntimeError
         _discard(temporary)
         raise
-    # The new snapshot is safe.
+    # The new checkpoint is safe.
     found = newest_first(folder)
     here = found.index(target) if target in found else len(found)
     for path in (*found[:here], *found[here + keep :]):
@@ -152,7 +152,7 @@ def _sync(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> list[str]:
-    """Remove what an interrupted writer left, and snapshots that are being removed; return what stays."""
+    """Remove what an interrupted writer left, and checkpoints that are being removed; return what stays."""
     stays = []
     try:
         entries = os.listdir(folder)  # noqa: PTH208
@@ -169,13 +169,13 @@ def _clear(folder: Path) -> list[str]:
 
 
 def _discard(temporary: Path) -> None:
-    """Remove this writer's own unfinished snapshot, and not that of a worker of the next attempt."""
+    """Remove this writer's own unfinished checkpoint, and not that of a worker of the next attempt."""
     with contextlib.suppress(OSError):  # the next writer tidies up
         _remove(temporary)
 
 
 def _remove(path: Path) -> None:
-    """Remove a snapshot's folder; of a link, the link alone."""
+    """Remove a checkpoint's folder; of a link, the link alone."""
     try:
         inside = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError:
@@ -190,7 +190,7 @@ def _remove(path: Path) -> None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The snapshots in `folder`, valid or not, newest first."""
+    """The checkpoints in `folder`, valid or not, newest first."""
     try:
         found = [path for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
@@ -198,30 +198,30 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def problem(snapshot: Path) -> str | None:
-    """The reason why `snapshot` cannot be used; None if every file is as it was written."""
+def problem(checkpoint: Path) -> str | None:
+    """The reason why `checkpoint` cannot be used; None if every file is as it was written."""
     try:
-        manifest = json_text.load(snapshot / MANIFEST)
+        manifest = json_text.load(checkpoint / MANIFEST)
         if manifest["schema"] != SCHEMA:
-            return f"{snapshot / MANIFEST} has schema {manifest['schema']}; this imgkit reads {SCHEMA}"
+            return f"{checkpoint / MANIFEST} has schema {manifest['schema']}; this imgkit reads {SCHEMA}"
         json_text.unseal(manifest)
         if manifest.keys() != {"schema", "step", "files"} or not manifest["files"]:
-            return f"{snapshot / MANIFEST} is not a manifest"
-        there = {path.name for path in snapshot.iterdir()} - {MANIFEST}
+            return f"{checkpoint / MANIFEST} is not a manifest"
+        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
         if odd := sorted(there ^ manifest["files"].keys()):
             where = "in the folder, but not in the manifest" if odd[0] in there else "missing"
-            return f"{snapshot / odd[0]} is {where}"
+            return f"{checkpoint / odd[0]} is {where}"
         if type(manifest["step"]) is not int:
             raise TypeError("the step is no whole number")
         for part_name, said in manifest["files"].items():
-            if (size := (snapshot / part_name).stat().st_size) != said["size_bytes"]:
-                return f"{snapshot / part_name} has {size} bytes, not {said['size_bytes']}"
-            if _sha256(snapshot / part_name) != said["sha256"]:
-                return f"{snapshot / part_name} is damaged: its sha256 differs from the manifest"
+            if (size := (checkpoint / part_name).stat().st_size) != said["size_bytes"]:
+                return f"{checkpoint / part_name} has {size} bytes, not {said['size_bytes']}"
+            if _sha256(checkpoint / part_name) != said["sha256"]:
+                return f"{checkpoint / part_name} is damaged: its sha256 differs from the manifest"
     except OSError as error:
-        return f"{error.filename or snapshot}: {error.strerror}"
+        return f"{error.filename or checkpoint}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{snapshot / MANIFEST} is not a manifest, or damaged"
+        return f"{checkpoint / MANIFEST} is not a manifest, or damaged"
     return None
 
 
@@ -233,34 +233,31 @@ def _sha256(path: Path) -> str:
     return found.hexdigest()
 
 
-def step_of(snapshot: Path) -> int:
-    """The step after which a valid snapshot was taken."""
-    return int(json_text.load(snapshot / MANIFEST)["step"])
+def step_of(checkpoint: Path) -> int:
+    """The step after which a valid checkpoint was taken."""
+    return int(json_text.load(checkpoint / MANIFEST)["step"])
 
 
-def _not_mine(snapshot: Path) -> str | None:
-    """The reason why another user may have put `snapshot` into a folder that is not that user's."""
+def _not_mine(checkpoint: Path) -> str | None:
+    """The reason why another user may have put `checkpoint` into a folder that is not that user's."""
     try:
-        return f"{snapshot} is another user's, or a link" if files.foreign_folder(snapshot) else None
+        return f"{checkpoint} is another user's, or a link" if files.foreign_folder(checkpoint) else None
     except OSError as error:
-        return f"{snapshot}: {error.strerror}"
+        return f"{checkpoint}: {error.strerror}"
 
 
-def valid_ones(place: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Yield valid snapshots, newest first. `place` is a snapshot, a folder of snapshots, or a run folder.
+def valid_ones(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Yield valid checkpoints, newest first. `path` is a checkpoint, a folder of them, or a run folder.
 
-    Reports every snapshot that is skipped, with the reason.
+    Reports every checkpoint that is skipped, with the reason.
     """
-    if (place / MANIFEST).exists():
-        found = [place]
-    else:
-        found = newest_first(place) or newest_first(place / "snapshots")
-    for path in found:
-        why = (None if path == place else _not_mine(path)) or problem(path)
+    alone = (path / MANIFEST).exists()
+    for one in [path] if alone else newest_first(path) or newest_first(path / "checkpoints"):
+        why = (None if one == path else _not_mine(one)) or problem(one)
         if why is None:
-            yield path
+            yield one
         else:
-            say(f"snapshot skipped: {why}")
+            say(f"checkpoint skipped: {why}")
 
 
 LOCK = "run.lock"

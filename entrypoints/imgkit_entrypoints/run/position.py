@@ -18,7 +18,7 @@ from imgkit_entrypoints.run.random_state import LoopGenerators, SentState
 from imgkit_entrypoints.run.ranks import Ranks, told
 
 RANDOM, PASS = "random.pt", "pass.pt"
-"""Parts of a snapshot: the random states of all ranks, now and at the start of the pass."""
+"""Parts of a checkpoint: the random states of all ranks, now and at the start of the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPosition:
-    """The position that a snapshot keeps; equal on all ranks."""
+    """The position that a checkpoint keeps; equal on all ranks."""
 
     step: int = 0
     loops: Mapping[str, Loop] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class RunPosition:
     batch: int = 0
     """Batches that each rank has had in the pass that is not done."""
     at_start: bool = False
-    """Whether the snapshot was taken by `Run.steps` before the first batch of a pass."""
+    """Whether the checkpoint was taken by `Run.steps` before the first batch of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ class PassOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Resumed:
-    """What the first pass after a restore needs of the snapshot."""
+    """What the first pass after a restore needs of the checkpoint."""
 
     drawn: Mapping[str, Any]
     pass_drawn: Mapping[str, Any]
     same_ranks: bool
     repeats: bool
-    """Whether the program does again what it had done in this epoch before the snapshot."""
+    """Whether the program does again what it had done in this epoch before the checkpoint."""
 
 
 class LivePosition:
@@ -124,12 +124,12 @@ class LivePosition:
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether the snapshot was taken between two passes, and none has begun since."""
+        """Whether the checkpoint was taken between two passes, and none has begun since."""
         return self._resumed is not None and not self._batch and self.has_loops
 
     @property
     def repeats(self) -> bool:
-        """Whether the program does again what it had done in this epoch before the snapshot."""
+        """Whether the program does again what it had done in this epoch before the checkpoint."""
         return self._resumed is not None and self._resumed.repeats
 
     @property
@@ -137,8 +137,8 @@ class LivePosition:
         """Whether there was a pass of `Run.steps`."""
         return bool(self._loops)
 
-    def position(self, *, at_start: bool = False) -> RunPosition:
-        """The position as a snapshot keeps it."""
+    def kept(self, *, at_start: bool = False) -> RunPosition:
+        """The position as a checkpoint keeps it."""
         return RunPosition(step=self.step, loops=dict(self._loops), batch=self._batch, at_start=at_start)
 
     def passes(self) -> float:
@@ -155,7 +155,7 @@ class LivePosition:
         return self._batch % accumulate == 0 or self._batch == self._length
 
     def drawn(self) -> dict[str, SentState]:
-        """This rank's random states, by the part of a snapshot that keeps them."""
+        """This rank's random states, by the part of a checkpoint that keeps them."""
         pending = self._resumed.drawn if self._resumed and self._batch else None
         now = {**(pending or random_state.current()), "more": self._generators.states()}
         states: dict[str, Mapping[str, Any]] = {RANDOM: now}
@@ -166,7 +166,7 @@ class LivePosition:
     def take_over(
         self, position: RunPosition, found: FoundCheckpoint, here: Ranks, say: Callable[[str], None]
     ) -> None:
-        """Go on from the `position` in a snapshot, with its random numbers; a collective call."""
+        """Go on from the `position` in a checkpoint, with its random numbers; a collective call."""
         drawn = found.tensors(RANDOM)
         pass_drawn = found.tensors(PASS) if PASS in found.parts else drawn
         self.step, self._loops, self._batch = position.step, dict(position.loops), position.batch
@@ -216,7 +216,7 @@ class LivePosition:
             )
 
     def is_next(self, name: str) -> bool:
-        """Whether a pass of the loop `name` begins now; False: it was done before the snapshot.
+        """Whether a pass of the loop `name` begins now; False: it was done before the checkpoint.
 
         Raises
         ------
@@ -247,7 +247,7 @@ class LivePosition:
         )
 
     def open(self, loader: Any, options: PassOptions) -> Iterator[Any]:
-        """Begin a pass over `loader`, or go on where the snapshot was taken, and iterate over its batches.
+        """Begin a pass over `loader`, or go on where the checkpoint was taken, and iterate over its batches.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class LivePosition:
 
         Raises
         ------
-        UsageError : the snapshot was taken in a pass over another loader.
+        UsageError : the checkpoint was taken in a pass over another loader.
         """
         resumed, self._resumed = self._resumed, None
         middle = resumed if self._batch else None
@@ -321,12 +321,12 @@ def _refuse_other_loader(name: str, last: Loop, loop: Loop, *, same_ranks: bool)
     else:
         return
     raise UsageError(
-        f"the pass of the loop {_shown(name)} in the snapshot {other}", where="run.steps", hint=hint
+        f"the pass of the loop {_shown(name)} in the checkpoint {other}", where="run.steps", hint=hint
     )
 
 
 def position_in(found: FoundCheckpoint) -> RunPosition:
-    """Read the position from a snapshot; a collective call.
+    """Read the position from a checkpoint; a collective call.
 
     Raises
     ------
@@ -336,9 +336,9 @@ def position_in(found: FoundCheckpoint) -> RunPosition:
         position: RunPosition = json_text.read(RunPosition, found.values(checkpoints.STATE)["run"], "run")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"this snapshot is of another program: its position is missing or wrong ({error})",
+            f"this checkpoint is of another program: its position is missing or wrong ({error})",
             where=str(found.where / checkpoints.STATE),
-            hint="name another folder in Run.start(FOLDER); dist-train's snapshots are for dist-train",
+            hint="name another folder in Run.start(FOLDER); dist-train's checkpoints are for dist-train",
         ) from None
     return position
 

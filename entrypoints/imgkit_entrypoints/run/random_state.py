@@ -45,7 +45,7 @@ class NumpyState:
 
     kind: str
     words: list[int]
-    place: int
+    position: int
     has_gauss: int
     gauss: float
 
@@ -69,7 +69,7 @@ class SentState:
         version, words, gauss = state["python"]
         numpy = None
         if "numpy" in state:
-            names = ("kind", "words", "place", "has_gauss", "gauss")
+            names = ("kind", "words", "position", "has_gauss", "gauss")
             numpy = NumpyState(**dict(zip(names, state["numpy"], strict=True)))
         return cls(
             torch=_hexadecimal(state["torch"]),
@@ -89,7 +89,7 @@ class SentState:
             found["cuda"] = _bytes(self.cuda)
         if self.numpy is not None:
             own = self.numpy
-            found["numpy"] = (own.kind, own.words, own.place, own.has_gauss, own.gauss)
+            found["numpy"] = (own.kind, own.words, own.position, own.has_gauss, own.gauss)
         if self.more:
             found["more"] = {name: [_bytes(one) for one in own] for name, own in self.more.items()}
         return found
@@ -118,12 +118,12 @@ def restore(state: Mapping[str, Any], more: Generators = MappingProxyType({})) -
 
 
 class LoopGenerators:
-    """The generators that the loaders of each loop use, from one snapshot to the next."""
+    """The generators that the loaders of each loop use, from one checkpoint to the next."""
 
     def __init__(self) -> None:
         self._live: dict[str, Sequence[torch.Generator]] = {}
         self._saved: dict[str, Sequence[torch.Tensor]] = {}
-        """States in the snapshot, of the loops without a pass since the restore."""
+        """States in the checkpoint, of the loops without a pass since the restore."""
         self._at_start: dict[str, Sequence[torch.Tensor]] = {}
 
     def states(self) -> dict[str, Sequence[torch.Tensor]]:
@@ -152,7 +152,7 @@ class LoopGenerators:
         Parameters
         ----------
         was_kept : whether it was so at the latest pass; None: there was one pass alone, or none.
-        in_pass : the pass has begun before the snapshot.
+        in_pass : the pass has begun before the checkpoint.
         """
         saved = self._saved.pop(name, None)
         if saved is None:

@@ -66,8 +66,8 @@ class Run:
         node = env.get("IMGKIT_STOP_DIR")
         notes = ProgressNotes(node, self._rank)
         self._state = RunState(kept, keep, notes, say)
-        self._place = self._state.place
-        self._stepping = Stepping(self._place, kept, Pulse(node, self._rank), notes, say)
+        self._position = self._state.position
+        self._stepping = Stepping(self._position, kept, Pulse(node, self._rank), notes, say)
         self._updates = Updates(self._state.tracked, self._tell)
         self._requests.listen()
 
@@ -86,7 +86,7 @@ class Run:
         ----------
         folder : the run's folder, which all nodes share; by default IMGKIT_RUN_DIR, else
             ``runs/NAME-OF-THE-PROGRAM``. A new run needs a folder of its own.
-        keep : number of snapshots that stay; 0: the run needs no folder and saves nothing.
+        keep : number of checkpoints that stay; 0: the run needs no folder and saves nothing.
         stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
             the first attempt, also after a failure; a job that was requeued counts anew.
         say : gets the run's messages; by default they go to stderr.
@@ -103,13 +103,13 @@ class Run:
     def step(self) -> int:
         """Steps done."""
         self._position_is_read = True
-        return self._place.step
+        return self._position.step
 
     @property
     def epoch(self) -> int:
         """Epochs that are done: one pass of each loop over `steps`, to its end or to a ``break``."""
         self._position_is_read = True
-        return self._place.epoch
+        return self._position.epoch
 
     @property
     def stopping(self) -> str:
@@ -140,7 +140,7 @@ class Run:
     def track(self, **parts: Any) -> None:
         """Name the objects whose state belongs to the run: model, optimizer, scheduler, scaler, loader.
 
-        A snapshot keeps rank 0's state of each, and a resume gives it to all ranks; of a loader it keeps
+        A checkpoint keeps rank 0's state of each, and a resume gives it to all ranks; of a loader it keeps
         one for each rank. Random states of torch, Python and NumPy always belong to it. A model is saved
         without the wrappers of DDP and torch.compile. A DataLoader over a map-style dataset needs no
         state: `steps` counts its batches.
@@ -186,23 +186,23 @@ class Run:
         return here
 
     def find(self, where: str | Path | None = None) -> FoundCheckpoint | None:
-        """Find the newest whole snapshot, for a program that needs it before its objects exist.
+        """Find the newest whole checkpoint, for a program that needs it before its objects exist.
 
         `tensors("NAME.pt")` of the result is the state of what was tracked as NAME. A collective call.
 
         Parameters
         ----------
-        where : the folder of another run, or one snapshot; by default this run's folder.
+        where : the folder of another run, or one checkpoint; by default this run's folder.
         """
         folder = self._state.folder if where is None else Path(where)
         return None if folder is None else self._state.find(folder, self._join())
 
     def restore(self, found: FoundCheckpoint | None = None) -> bool:
-        """Take over `found`, or the newest whole snapshot; False if there is none. A collective call.
+        """Take over `found`, or the newest whole checkpoint; False if there is none. A collective call.
 
         Raises
         ------
-        UsageError : the snapshot holds other objects, or cannot be read; rank 0's state of an object cannot
+        UsageError : the checkpoint holds other objects, or cannot be read; rank 0's state of an object cannot
             count for all; or a scheduler is not tracked.
         """
         self._updates.refuse_unknown_scheduler()
@@ -215,11 +215,11 @@ class Run:
             return False
         self._state.restore(newest, here)
         self._updates.restored()
-        self._position_is_read = self._place.epoch == 0
-        self._stepping.saved_step = self._place.step
+        self._position_is_read = self._position.epoch == 0
+        self._stepping.saved_step = self._position.step
         self._rehearses = here.world_size > 2
         if found is None:
-            self._tell(f"resumes after step {self._place.step}: {newest.where}")
+            self._tell(f"resumes after step {self._position.step}: {newest.where}")
         return True
 
     def steps(
@@ -227,7 +227,7 @@ class Run:
     ) -> Iterator[tuple[int, Any]]:
         """Iterate once over `loader`; yield the number of each step, from 1, and its batch.
 
-        After a restore, the first call goes on where the snapshot was taken. After the body of a step, the
+        After a restore, the first call goes on where the checkpoint was taken. After the body of a step, the
         ranks save if it is time, and stop if any of them was asked to: then the state is saved and the
         program ends, with nothing behind the loop but ``finally``. While gradients wait for an optimizer
         that is tracked, both wait for it. A ``break`` counts its step as done, and the pass, too.
@@ -236,7 +236,7 @@ class Run:
         ----------
         name : of this loop, where an epoch has several; each epoch has the same ones, in the same order.
             A resume passes over those that were done.
-        save_every : steps between two snapshots; 0: save only at a stop and at the end of the run.
+        save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
         accumulate : batches of an update of the weights. Of an optimizer that is tracked, the run sees when
             it is called.
 
@@ -247,21 +247,23 @@ class Run:
         CheckFailed : the ranks have taken different numbers of steps.
         """
         if not name:
-            self._place.refuse_other_caller(sys._getframe(1))
+            self._position.refuse_other_caller(sys._getframe(1))
         return self._pass(loader, name, save_every, accumulate)
 
     def _pass(self, loader: Any, name: str, save_every: int, accumulate: int) -> Iterator[tuple[int, Any]]:
         here = self._join()
 
         def may_save() -> bool:
-            return not self._wait(here) if self._updates.are_seen else self._place.between_updates(accumulate)
+            return (
+                not self._wait(here) if self._updates.are_seen else self._position.between_updates(accumulate)
+            )
 
         if self._stepping.has_begun:  # as at the end of the run, where another rank may be
-            self._stepping.agreement.meet(self._place.step)
+            self._stepping.agreement.meet(self._position.step)
         options = self._state.next_pass(loader, name, save_every, accumulate, here)
         if options is None:
             return
-        late = self._place.was_broken_off or self._stepping.wants_save
+        late = self._position.was_broken_off or self._stepping.wants_save
         if late and self._stepping.agree(save_every, may_save):
             self._save(here, at_start=True)
         try:
@@ -277,27 +279,27 @@ class Run:
                     times, passes = passes * accumulate, 0
                     log, self._stepping.log = self._stepping.log, NumberLog()
                     again = rehearsal.rehearsed(batch, times, loader, self._state.tracked)
-                    yield from enumerate(again, self._place.step + 1)
+                    yield from enumerate(again, self._position.step + 1)
                     self._stepping.log = log
                 self._stepping.enter()
                 self._updates.forget()
-                yield self._place.step + 1, batch
+                yield self._position.step + 1, batch
                 self._end_step()
                 if self._stepping.agree(save_every, may_save):
                     self._save(here)
             waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
             waits.daemon = True
             waits.start()
-            self._stepping.agreement.meet(self._place.step)
+            self._stepping.agreement.meet(self._position.step)
             waits.cancel()
             if self.stopping and not self._wait(here):
                 self._save(here)
-            self._place.close()
+            self._position.close()
         except GeneratorExit:
             self._break_off()
             raise
         finally:
-            self._place.leave()
+            self._position.leave()
 
     def _end_step(self) -> None:
         if self._in_step:
@@ -307,8 +309,8 @@ class Run:
     def _break_off(self) -> None:
         """End the step and the pass that the program has left by a ``break``."""
         self._end_step()
-        if self._place.is_open:
-            self._place.close(broken_off=True)
+        if self._position.is_open:
+            self._position.close(broken_off=True)
 
     def _wait(self, here: Ranks) -> bool:
         """Whether gradients of a rank wait for their optimizer; a collective call."""
@@ -347,7 +349,7 @@ class Run:
 
     def looks(self) -> bool:
         """Whether the numbers of the step that begins are sent at its end, so that costly ones pay off."""
-        return self._stepping.agreement.looks(self._place.step + 1)
+        return self._stepping.agreement.looks(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`; True if the loop has to call `save` now.
@@ -377,8 +379,8 @@ class Run:
         if not self._position_is_read:
             self._position_is_read = True
             self._tell(
-                f"warning: a pass begins in epoch {self._place.epoch}, but the program never read run.epoch: "
-                "write `for epoch in range(run.epoch, EPOCHS)`"
+                f"warning: a pass begins in epoch {self._position.epoch}, but the program never read "
+                "run.epoch: write `for epoch in range(run.epoch, EPOCHS)`"
             )
         self._stepping.begin(save_every)
 
@@ -409,7 +411,7 @@ class Run:
         All numbers of the steps before have arrived, the time in it counts for no step, and the training
         does not see the random numbers that it draws.
         """
-        self._stepping.agreement.settle(self._place.step)
+        self._stepping.agreement.settle(self._position.step)
         drawn = random_state.current()
         yield
         random_state.restore(drawn)
@@ -418,26 +420,26 @@ class Run:
     def save(self) -> None:
         """Save the state; a collective call. After a request to stop this does not return.
 
-        The snapshot is written in the background. At a stop, the run waits until it is whole, and raises
+        The checkpoint is written in the background. At a stop, the run waits until it is whole, and raises
         SystemExit. In the body of a loop over `steps`, and while gradients wait for their optimizer, the
-        snapshot is taken at the end of the first step where it can be; behind a loop with a name in the first
-        epoch, where the next pass begins.
+        checkpoint is taken at the end of the first step where it can be; after a loop with a name in the
+        first epoch, where the next pass begins.
 
         Raises
         ------
-        UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored; or weights
+        UsageError : nothing is tracked, or the folder holds checkpoints that nobody has restored; or weights
             were updated in a step that no call of `due` has ended.
         """
         here = self._join()
-        if self._updates.are_ahead and not self._place.has_loops:
+        if self._updates.are_ahead and not self._position.has_loops:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
                 hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
             )
-        if self._place.repeats:  # the snapshot holds this already
+        if self._position.repeats:  # the checkpoint holds this already
             return
-        if self._in_step or self._place.may_have_more_loops or self._wait(here):
+        if self._in_step or self._position.may_have_more_loops or self._wait(here):
             self._stepping.wants_save = True
         else:
             self._save(here)
@@ -446,7 +448,7 @@ class Run:
         self._state.save(here, at_start=at_start)
         if self.stopping:
             stepping.leave(self._state, self._stepping, here, self._env, self._tell)
-        self._stepping.saved_step, self._stepping.wants_save = self._place.step, False
+        self._stepping.saved_step, self._stepping.wants_save = self._position.step, False
         self._stepping.go_on()
 
     def refuse_older(self) -> None:
@@ -454,7 +456,7 @@ class Run:
 
         Raises
         ------
-        UsageError : the folder holds snapshots.
+        UsageError : the folder holds checkpoints.
         """
         here = self._join()
         self._state.refuse_older(here)
@@ -465,7 +467,7 @@ class Run:
         return self._state.notes.saving()
 
     def wait(self) -> CheckpointWriter:
-        """Wait until the last snapshot is whole; the result has its step. A collective call."""
+        """Wait until the last checkpoint is whole; the result has its step. A collective call."""
         return self._state.wait(self._join())
 
     def _tell(self, text: str) -> None:
@@ -474,5 +476,5 @@ class Run:
 
     def _tell_wait(self) -> None:
         self._say(
-            f"rank {self._rank} has no batch after step {self._place.step}, and waits for the other ranks"
+            f"rank {self._rank} has no batch after step {self._position.step}, and waits for the other ranks"
         )

@@ -38,7 +38,7 @@ MOST_STEPS = 1000
 
 
 class Stepping:
-    """Counts the steps at `place`, and notes both ends of each. `connect` comes before the first step.
+    """Counts the steps at `position`, and notes both ends of each. `connect` comes before the first step.
 
     Parameters
     ----------
@@ -48,18 +48,18 @@ class Stepping:
 
     def __init__(
         self,
-        place: LivePosition,
+        position: LivePosition,
         folder: Path | None,
         pulse: Pulse,
         notes: ProgressNotes,
         say: Callable[[str], None],
     ) -> None:
-        self._place, self.pulse, self._notes = place, pulse, notes
+        self._position, self.pulse, self._notes = position, pulse, notes
         self._lines, self.log = ProgressLines(MetricsFile(folder, say)), NumberLog(self._note)
         self._may_save, self._most = folder is not None, 0
         self._writes_lines = self.has_begun = self.wants_save = False
         self.saved_step = 0
-        """Step of the last save, or of the snapshot from which the run goes on."""
+        """Step of the last save, or of the checkpoint from which the run goes on."""
         self.agreement: Agreement
 
     def connect(self, here: Ranks, asked: Callable[[], Sequence[bool]]) -> None:
@@ -73,23 +73,23 @@ class Stepping:
     def begin(self, save_every: int) -> None:
         """Start the clock before the first step of a loop."""
         self.has_begun = True
-        self.agreement.begin(self._place.step, self._most or save_every or MOST_STEPS)
-        self.pulse.done(self._place.step)
+        self.agreement.begin(self._position.step, self._most or save_every or MOST_STEPS)
+        self.pulse.done(self._position.step)
 
     def go_on(self) -> None:
         """Start the clock again after a save or a pause."""
-        self.agreement.restart(self._place.step)
-        self.pulse.done(self._place.step)
+        self.agreement.restart(self._position.step)
+        self.pulse.done(self._position.step)
 
     def enter(self) -> None:
         """This rank has its batch of the next step."""
-        self.pulse.begins(self._place.step + 1)
+        self.pulse.begins(self._position.step + 1)
         self._notes.trains()
 
     def count(self) -> None:
         """This rank is done with its step."""
-        self._place.count()
-        self.pulse.done(self._place.step)
+        self._position.count()
+        self.pulse.done(self._position.step)
         self._notes.moved()
 
     def agree(self, save_every: int, may_save: Callable[[], bool]) -> bool:
@@ -99,7 +99,7 @@ class Stepping:
         ----------
         may_save : whether no rank has gradients that wait; else the ranks save after one of the next steps.
         """
-        step = self._place.step
+        step = self._position.step
         self.agreement.after(step)
         saves = self._may_save and save_every > 0 and step // save_every > self.saved_step // save_every
         if not (saves or self.agreement.stop or self.wants_save) or not may_save():
@@ -110,22 +110,22 @@ class Stepping:
 
     def end(self) -> None:
         """Wait for the last numbers of ranks that may have taken different numbers of steps."""
-        self.agreement.meet(self._place.step)
+        self.agreement.meet(self._position.step)
         if self._writes_lines:
-            self._lines.write(self._place.step, self._place.passes())
+            self._lines.write(self._position.step, self._position.passes())
 
     def _note(self, agreed: Agreed, means: Mapping[str, float]) -> None:
         if self._writes_lines:
-            self._lines.note(agreed.step, self._place.passes(), agreed.steps, agreed.seconds, means)
+            self._lines.note(agreed.step, self._position.passes(), agreed.steps, agreed.seconds, means)
 
 
 class RunState:
-    """The state of a run, and its snapshots. Collective calls take the ranks.
+    """The state of a run, and its checkpoints. Collective calls take the ranks.
 
     Parameters
     ----------
     folder : the run's folder; None: nothing is written.
-    keep : number of snapshots that stay.
+    keep : number of checkpoints that stay.
     notes : get the time that saving takes.
     """
 
@@ -133,7 +133,7 @@ class RunState:
         self, folder: Path | None, keep: int, notes: ProgressNotes, say: Callable[[str], None]
     ) -> None:
         self.folder, self._keep, self.notes, self._say = folder, keep, notes, say
-        self.tracked, self.place = Tracked(), LivePosition()
+        self.tracked, self.position = Tracked(), LivePosition()
         self.may_write = self.has_written = False
         self._saved = RunPosition()
         self._restored: FoundCheckpoint | None = None
@@ -144,15 +144,15 @@ class RunState:
 
     @property
     def has_moved(self) -> bool:
-        """Whether there is a state that no snapshot has."""
-        return self._saved != self.place.position() and len(self.tracked) > 0
+        """Whether there is a state that no checkpoint has."""
+        return self._saved != self.position.kept() and len(self.tracked) > 0
 
     def find(self, folder: Path, here: Ranks) -> FoundCheckpoint | None:
-        """Find the newest whole snapshot in `folder`, which may also be a snapshot."""
+        """Find the newest whole checkpoint in `folder`, which may also be a checkpoint."""
         return checkpoints.newest(folder, here, self._say if here.rank == 0 else lambda _: None)
 
     def restore(self, found: FoundCheckpoint, here: Ranks) -> None:
-        """Take over a snapshot.
+        """Take over a checkpoint.
 
         Raises
         ------
@@ -160,13 +160,13 @@ class RunState:
         """
         position = position_in(found)
         self.tracked.load(self.tracked.read(found, here), str(found.where))
-        self.place.take_over(position, found, here, self._say)
-        self._saved, self._restored = self.place.position(), found
+        self.position.take_over(position, found, here, self._say)
+        self._saved, self._restored = self.position.kept(), found
 
     def next_pass(
         self, loader: Any, name: str, save_every: int, accumulate: int, here: Ranks
     ) -> PassOptions | None:
-        """Compare the options of a pass, and return those of rank 0; None: it was done before the snapshot.
+        """Compare the options of a pass, and return those of rank 0; None: it was done before the checkpoint.
 
         Raises
         ------
@@ -185,38 +185,38 @@ class RunState:
             samples=resumable.samples(loader),
             save_every=save_every,
             accumulate=accumulate,
-            step=self.place.step,
+            step=self.position.step,
             tracked=", ".join(self.tracked.names()),
         )
         every = here.gather(own, PassOptions, call="run.steps")
         refuse_different(every)
-        return every[0] if self.place.is_next(name) else None
+        return every[0] if self.position.is_next(name) else None
 
     def open_pass(self, loader: Any, options: PassOptions, here: Ranks) -> Iterator[Any]:
-        """Iterate over `loader` from its beginning, or from where the snapshot was taken.
+        """Iterate over `loader` from its beginning, or from where the checkpoint was taken.
 
         Raises
         ------
-        UsageError : the snapshot was taken in a pass over another loader.
+        UsageError : the checkpoint was taken in a pass over another loader.
         """
-        if self._restored and self.place.repeats:
-            # What the program has done in this epoch was done before the snapshot already.
+        if self._restored and self.position.repeats:
+            # What the program has done in this epoch was done before the checkpoint already.
             self.tracked.load(self.tracked.read(self._restored, here), str(self._restored.where))
         self._restored = None
         if here.rank == 0:
             self._warn(loader, options.name)
-        return self.place.open(loader, options)
+        return self.position.open(loader, options)
 
     def _warn(self, loader: Any, name: str) -> None:
         """Warn, once each, of what may differ after a resume."""
         warnings = [
-            f"the loader's {one} draws random numbers that no snapshot keeps: after a resume within a pass "
+            f"the loader's {one} draws random numbers that no checkpoint keeps: after a resume within a pass "
             "they are others; docs/howto/own-loop.md names what else the run cannot see"
             for one in resumable.unseen_generators(loader)
         ]
-        if self.place.is_between_passes and resumable.is_stateful_loader(loader):
+        if self.position.is_between_passes and resumable.is_stateful_loader(loader):
             warnings.append(
-                f"after a snapshot between two passes, {type(loader).__name__} draws other random numbers "
+                f"after a checkpoint between two passes, {type(loader).__name__} draws other random numbers "
                 "than without the stop"
             )
         before = self._loader()
@@ -233,21 +233,21 @@ class RunState:
         self._warned.update(warnings)
 
     def refuse_older(self, here: Ranks) -> None:
-        """Raise UsageError, on every rank, if the folder holds snapshots on any node."""
+        """Raise UsageError, on every rank, if the folder holds checkpoints on any node."""
         older = self.folder and newest_first(self.folder / checkpoints.FOLDER)
         if any(here.gather(bool(older), bool, call="run.save")):
             raise UsageError(
-                "this run would replace the snapshots of another run",
+                "this run would replace the checkpoints of another run",
                 where=str(self.folder),
                 hint="call run.restore() after run.track(), or name another folder",
             )
 
     def save(self, here: Ranks, *, at_start: bool = False) -> None:
-        """Write a snapshot in the background; `at_start`: a pass of `Run.steps` begins now.
+        """Write a checkpoint in the background; `at_start`: a pass of `Run.steps` begins now.
 
         Raises
         ------
-        UsageError : nothing is tracked, or the folder holds snapshots that nobody has restored.
+        UsageError : nothing is tracked, or the folder holds checkpoints that nobody has restored.
         """
         if self.folder is None:
             return
@@ -256,19 +256,19 @@ class RunState:
         if not self.may_write:
             self.refuse_older(here)
             self.may_write = True
-        step = self.place.step
+        step = self.position.step
         with self.notes.saving(step):
             parts = self.tracked.kept(here)
-            self._saved, self.has_written = self.place.position(at_start=at_start), True
+            self._saved, self.has_written = self.position.kept(at_start=at_start), True
             self.writer(here).save(
                 step,
                 tensors=lambda: parts,
-                drawn=self.place.drawn(),
+                drawn=self.position.drawn(),
                 about={"run": dataclasses.asdict(self._saved)},
             )
 
     def writer(self, here: Ranks) -> CheckpointWriter:
-        """What writes the snapshots; made at the first call, which may come before any `save`."""
+        """What writes the checkpoints; made at the first call, which may come before any `save`."""
         if self._writer is None:
             self._writer = CheckpointWriter(
                 self.folder or Path(), self._keep, here, self._say, self.notes.keeps
@@ -276,7 +276,7 @@ class RunState:
         return self._writer
 
     def wait(self, here: Ranks) -> CheckpointWriter:
-        """Wait until the last snapshot is whole."""
+        """Wait until the last checkpoint is whole."""
         writer = self.writer(here)
         with self.notes.saving():
             writer.close()
@@ -313,7 +313,7 @@ def leave(
 ) -> None:
     """Raise SystemExit once the saved state is whole. Whatever destructors do then, its code stays."""
     stepping.end()
-    step, why = state.place.step, stepping.agreement.stop
+    step, why = state.position.step, stepping.agreement.stop
     saved = state.wait(here).saved_step
     if state.folder is None:
         tell(f"stopped after step {step}: {why}")
@@ -342,8 +342,8 @@ def finish(state: RunState, stepping: Stepping, here: Ranks, tell: Callable[[str
     stepping.agreement.stop = ""  # all is done
     if state.has_moved:
         state.save(here)
-    if state.has_written and state.wait(here).saved_step != state.place.step:
-        raise NotSaved(f"the state of step {state.place.step} is not saved", where=str(state.folder))
+    if state.has_written and state.wait(here).saved_step != state.position.step:
+        raise NotSaved(f"the state of step {state.position.step} is not saved", where=str(state.folder))
 
 
 def _end_in_order() -> None:

@@ -21,7 +21,7 @@ from imgkit_entrypoints.run.checkpoints import FoundCheckpoint, first_difference
 from imgkit_entrypoints.run.ranks import Ranks, told
 
 RESERVED = ("random", "pass")
-"""Names of a snapshot's own parts."""
+"""Names of a checkpoint's own parts."""
 OF_RANKS = ".ranks"
 """Ends the name of a part that has one state for each rank."""
 SHARDING = ("FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer")
@@ -72,17 +72,17 @@ class Tracked:
     @property
     def only_checkpoints(self) -> bool:
         """Whether another library keeps all of the state."""
-        return all(_is_a(one, ("Checkpoint",)) for one in self._parts.values())
+        return all(_is_a(one, ("LibraryCheckpoint",)) for one in self._parts.values())
 
     def add(self, name: str, value: Any, *, by_rank: bool = False) -> None:
         """Add an object; `by_rank`: each rank has a state of its own, as it always has of a loader.
 
         Raises
         ------
-        UsageError : it has no state that a snapshot can keep.
+        UsageError : it has no state that a checkpoint can keep.
         """
         if name in RESERVED or name in self._parts:
-            why = "a part of every snapshot" if name in RESERVED else "tracked already"
+            why = "a part of every checkpoint" if name in RESERVED else "tracked already"
             raise UsageError(f"the name {name} is {why}", where="run.track", hint="choose another name")
         if not resumable.has_state(value):
             if hasattr(value, "__iter__"):
@@ -114,7 +114,7 @@ class Tracked:
         }
 
     def kept(self, here: Ranks) -> dict[str, Any]:
-        """What a snapshot keeps, by the name of the part; a collective call.
+        """What a checkpoint keeps, by the name of the part; a collective call.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class Tracked:
         return {f"{name}{OF_RANKS}" if name in self._by_rank else name: name for name in self._parts}
 
     def read(self, found: FoundCheckpoint, here: Ranks) -> dict[str, Any]:
-        """Read this rank's states from a snapshot; a collective call.
+        """Read this rank's states from a checkpoint; a collective call.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class Tracked:
         own = self._own()
         if kept != own.keys():
             raise UsageError(
-                f"the snapshot holds {_listed(kept)}, and this program tracks {_listed(own)}",
+                f"the checkpoint holds {_listed(kept)}, and this program tracks {_listed(own)}",
                 where=str(found.where),
                 hint="track the same names in the same way, or start anew in another folder",
             )
@@ -205,7 +205,7 @@ class Tracked:
         return states
 
     def _of_rank(self, name: str, rows: list[bytes], found: FoundCheckpoint, here: Ranks) -> Any:
-        """This rank's state of those in a snapshot."""
+        """This rank's state of those in a checkpoint."""
         if len(rows) == here.world_size:
             return _read(name, rows[here.rank])
         regroup = getattr(self._parts[name], "regroup_state_dicts", None)
@@ -232,7 +232,7 @@ class Tracked:
                 names = _plain_keys(value, live)
                 if other := first_difference(state, {names[key]: one for key, one in live.items()}):
                     raise UsageError(
-                        f"the snapshot holds another {name}: {other}",
+                        f"the checkpoint holds another {name}: {other}",
                         where=where,
                         hint="build the same model, or start anew in another folder",
                     )
@@ -321,7 +321,7 @@ def _sharded(what: str) -> UsageError:
     return UsageError(
         f"{what} is sharded over the ranks, and no rank has all of it",
         where="run.track",
-        hint="let its library save to the place() of a Checkpoint(run) where run.due() says so: "
+        hint="let its library save to the next_path() of a LibraryCheckpoint(run) where run.due() says so: "
         "docs/howto/own-loop.md",
     )
 
@@ -394,8 +394,8 @@ _USED = "_imgkit_used"
 class Updates:
     """The updates of the weights by the optimizers that are tracked.
 
-    A snapshot keeps no gradients, so none is taken where some wait for their optimizer; and it cannot keep a
-    scheduler that is not tracked.
+    A checkpoint keeps no gradients, so none is taken where some wait for their optimizer; and it cannot keep
+    a scheduler that is not tracked.
     """
 
     def __init__(self, tracked: Tracked, say: Callable[[str], None]) -> None:
@@ -461,7 +461,7 @@ class Updates:
             raise _unknown_scheduler("it would begin anew after a resume")
 
     def restored(self) -> None:
-        """Note the learning rates of a snapshot."""
+        """Note the learning rates of a checkpoint."""
         self._rates = self._learning_rates()
 
     def check_schedulers(self) -> None:
@@ -469,12 +469,12 @@ class Updates:
 
         Raises
         ------
-        UsageError : it has changed a learning rate of the snapshot.
+        UsageError : it has changed a learning rate of the checkpoint.
         """
         if not self._have_unknown_scheduler():
             return
         if self._rates not in (None, self._learning_rates()):
-            raise _unknown_scheduler("it has begun anew, with another learning rate than in the snapshot")
+            raise _unknown_scheduler("it has begun anew, with another learning rate than in the checkpoint")
         error = _unknown_scheduler("it begins anew after a resume, unless its last_epoch says otherwise")
         self._say(f"warning: {error}")
 

@@ -135,7 +135,7 @@ class Bench:
         steps, every = self._steps()
         words = (*self._gpt_words(self.folder / name, steps), "--log-every", str(every), "--save-every", "0")
         self.run(*self.dist("dist-train", *words, *(("--compile",) if compiled else ())))
-        shutil.rmtree(self.folder / name / "snapshots", ignore_errors=True)
+        shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
         rates = [one["samples_per_s"] * gpt_110m.CONTEXT for one in _metrics(self.folder / name)]
         return rates[2:]  # the first lines hold the warm-up
 
@@ -146,10 +146,10 @@ class Bench:
         rates: list[float] = json.loads(output.splitlines()[-1])
         return rates[2:]
 
-    def snapshots(self) -> Found:
-        """The longest wait of training for a snapshot of the GPT and its optimizer."""
+    def checkpoints(self) -> Found:
+        """The longest wait of training for a checkpoint of the GPT and its optimizer."""
         steps, every = self._steps()
-        run = self.folder / "snapshots"
+        run = self.folder / "checkpoints"
         self.run(*self.dist("dist-train", *self._gpt_words(run, steps), "--save-every", str(every)))
         summary = json.loads((run / "summary.json").read_text())
         return {"longest_save_stall_s": summary["longest_save_stall_s"], "saving_s": summary["saving_s"]}
@@ -176,7 +176,7 @@ class Bench:
         words = self.dist("dist-train", *model, "--run-dir", str(run), "--export", str(killed))
         started = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
         with subprocess.Popen(words, cwd=self.folder, **started) as process:
-            self._wait_for_snapshot(run, process)
+            self._wait_for_checkpoint(run, process)
             process.kill()
         output = self.run(*words)
         if "resumes after step" not in output:
@@ -187,11 +187,11 @@ class Bench:
             raise Failed(f"{len(different)} of {len(one)} weights differ after the resume: {different[:5]}")
         return {"bitwise": True, "weights": len(one)}
 
-    def _wait_for_snapshot(self, run: Path, process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None and not any(run.glob("snapshots/step-*")):
+    def _wait_for_checkpoint(self, run: Path, process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None and not any(run.glob("checkpoints/step-*")):
             if time.monotonic() > self.end:
                 process.kill()
-                raise Failed("no snapshot came in time")
+                raise Failed("no checkpoint came in time")
             time.sleep(0.05)
 
     def flight_recorder(self) -> Found:
@@ -212,7 +212,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="imgkit-gpu-") as folder:
         bench = Bench(Path(folder), rehearse=options.rehearse)
         parts: Sequence[Callable[[], Found]] = (
-            bench.doctor, bench.fused, bench.resume, bench.bench, bench.resnet50, bench.snapshots,
+            bench.doctor, bench.fused, bench.resume, bench.bench, bench.resnet50, bench.checkpoints,
             bench.gpt, *(() if options.rehearse else (bench.flight_recorder,)),
         )  # fmt: skip
         for part in parts:
@@ -244,8 +244,8 @@ def table(made: Mapping[str, Any]) -> str:
             rates = f"{statistics.median(one['tokens_per_s']):.0f} tokens/s"
             mfu = "" if one["mfu"] is None else f", {one['mfu']:.1%} MFU"
             rows.append((f"GPT 110M, bf16, {kind}", f"{rates}{mfu}, {one['of_bare']:.3f} of the bare loop"))
-    if "longest_save_stall_s" in (saved := parts.get("snapshots", {})):
-        rows.append(("longest wait for a snapshot", f"{saved['longest_save_stall_s'] * 1e3:.0f} ms"))
+    if "longest_save_stall_s" in (saved := parts.get("checkpoints", {})):
+        rows.append(("longest wait for a checkpoint", f"{saved['longest_save_stall_s'] * 1e3:.0f} ms"))
     for name, found in parts.items():
         if "failed" in found:
             rows.append((name, f"failed: {found['failed'].splitlines()[0][:120]}"))

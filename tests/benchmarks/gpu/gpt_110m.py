@@ -85,7 +85,7 @@ def flops_a_token() -> float:
 
 
 def bare(steps: int, every: int, device: torch.device, *, compiled: bool) -> list[float]:
-    """Train without DDP, log or snapshots; tokens per second of each `every` steps."""
+    """Train without DDP, log or checkpoints; tokens per second of each `every` steps."""
     torch.manual_seed(0)
     made = Gpt().to(device)
     if compiled:

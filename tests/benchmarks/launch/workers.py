@@ -123,7 +123,7 @@ def sides(folder: Path, nproc: int, nodes: int) -> list[Side]:
 
 
 def new_run(folder: Path) -> None:
-    """Keep the last summary, and remove the run folder: dist-train would go on from its snapshot."""
+    """Keep the last summary, and remove the run folder: dist-train would go on from its checkpoint."""
     if folder.exists():
         before = len(list(folder.parent.glob(f"{folder.name}-*.json")))
         (folder / "summary.json").rename(folder.parent / f"{folder.name}-{before}.json")

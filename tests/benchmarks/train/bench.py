@@ -3,8 +3,8 @@
     PYTHON tests/benchmarks/train/bench.py [--nproc N] [--turns N] [PART ...]
 
 PYTHON has torch and imgkit. Parts: linear resnet18 save. In the first two, every rank trains a few steps of
-each side in turn; in the third, every second hundred of steps has a snapshot. A checkout of an older imgkit,
---old FOLDER, adds a fourth part, old: the trainers of both versions take turns.
+each side in turn; in the third, every second hundred of steps has a checkpoint. A checkout of an older
+imgkit, --old FOLDER, adds a fourth part, old: the trainers of both versions take turns.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def rates(model: str, turns: int, nproc: int) -> None:
 
 
 def save(turns: int, nproc: int) -> None:
-    """Time that a snapshot every 100 steps adds, and the longest delay of a single one."""
+    """Time that a checkpoint every 100 steps adds, and the longest delay of a single one."""
     for model, size in SAVED.items():
         with tempfile.TemporaryDirectory() as folder:
             words = ("saving", model, str(size), str(EVERY), str(turns), folder)
@@ -84,7 +84,7 @@ def save(turns: int, nproc: int) -> None:
         pairs = list(zip(spent["saving"], spent["plain"], strict=True))
         for column, what in ((1, "wall time"), (0, "CPU time of rank 0")):
             low, middle, high = interval([100 * (one[column] / other[column] - 1) for one, other in pairs])
-            print(f"* a snapshot adds {middle:+.1f} % of {what} ({low:+.1f} to {high:+.1f})")
+            print(f"* a checkpoint adds {middle:+.1f} % of {what} ({low:+.1f} to {high:+.1f})")
         print(f"* longest stall: {1e3 * spent['stall'][0][1]:.0f} ms", flush=True)
 
 

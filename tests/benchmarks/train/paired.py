@@ -48,7 +48,7 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
 
 
 def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
-    """Run `count` steps with a snapshot and as many without, in turn."""
+    """Run `count` steps with a checkpoint and as many without, in turn."""
     from imgkit_entrypoints.run import stepping
 
     keepers = []
@@ -61,7 +61,7 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
         spent: list[tuple[float, float]] = []
         began = clocks()
         for number, step in enumerate(steps, start=1):
-            if number % count == 0:  # the next step ends with a snapshot, or not
+            if number % count == 0:  # the next step ends with a checkpoint, or not
                 spent.append(since(began))
                 if len(spent) == 2 * (turns + WARM_UP) + 1:
                     longest = (0.0, keepers[0].longest_stall_s)

@@ -12,11 +12,11 @@ TRAIN = "python3 -I -m imgkit_entrypoints dist-train --nproc 2 --run-dir /tmp/ru
 KILLED_AND_RESUMED = f"""
 pip install -q --no-index --find-links /wheels --root-user-action ignore tensorboard wandb || exit
 {TRAIN} --steps 1000000 --log-every 10 --save-every 500 &
-until [ -e /tmp/run/snapshots/step-0000001000 ]; do sleep 0.2; done
+until [ -e /tmp/run/checkpoints/step-0000001000 ]; do sleep 0.2; done
 kill -KILL $!
 wait
 sleep 1 # its guard ends the workers
-last=$(ls /tmp/run/snapshots | sort | tail -n 1)
+last=$(ls /tmp/run/checkpoints | sort | tail -n 1)
 {TRAIN} --steps $((10#${{last#step-}} + 1000)) --log-every 10 --save-every 500 --eval-every 500
 grep -l samples_per_s -a -r /tmp/run/wandb --include 'run-*.wandb'
 python3 - <<'END'

@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(standin: str, runs: Path) -> dict[str, str]:
-    """Checksums of the last snapshot of a run that nothing disturbed."""
+    """Checksums of the last checkpoint of a run that nothing disturbed."""
     folder = shared_folder() / "faults"
     with locked("faults"):
         if not folder.exists():
@@ -55,13 +55,13 @@ def inside(standin: str, runs: Path, script: str, *words: str) -> str:
 
 def kept(run: Path) -> dict[str, str]:
     """Checksums of the last step's weights and optimizer; torch.save of equal state gives equal bytes."""
-    manifest = json.loads((run / f"snapshots/step-{STEPS:010d}/manifest.json").read_text())
+    manifest = json.loads((run / f"checkpoints/step-{STEPS:010d}/manifest.json").read_text())
     return {name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.pt")}
 
 
 def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
     told = inside(standin, runs, "FAULT='once kill 1 33' train --max-failures 1 --run-dir killed")
-    assert re.search(r"resumes after step (25|30) of 60: killed/snapshots", told), told
+    assert re.search(r"resumes after step (25|30) of 60: killed/checkpoints", told), told
     assert kept(runs / "killed") == whole
 
 
@@ -72,7 +72,7 @@ words="--nproc 1 --nnodes 2+1 --head 127.0.0.1"
 (train $words --node-rank 2) & spare=$!
 (train $words --node-rank 1) & victim=$!
 (train $words --node-rank 0) & head=$!
-until test -e spare/snapshots/step-*10; do sleep 0.05; kill -0 $head; done
+until test -e spare/checkpoints/step-*10; do sleep 0.05; kill -0 $head; done
 kill -KILL $victim
 wait $head
 wait $spare
@@ -80,7 +80,7 @@ wait $spare
     told = inside(standin, runs, script)
     assert "attempt 2 starts with 2 nodes; node 2 of 3" in told
     assert re.search(r"torchrun starts again \d+\.\d s after the failure was noticed", told)
-    assert re.search(r"resumes after step (10|15|20) of 60: spare/snapshots", told)
+    assert re.search(r"resumes after step (10|15|20) of 60: spare/checkpoints", told)
     assert (runs / "spare/result").read_text() == "local 0\n"
     assert kept(runs / "spare") == whole
 
@@ -100,13 +100,13 @@ shrunk="$words --nnodes {size} --run-dir shrunk{batch}"
 (train $shrunk --node-rank 1) & other=$!
 (train $shrunk --node-rank 2) & victim=$!
 (train $shrunk --node-rank 0) & head=$!
-until test -e shrunk{batch}/snapshots/step-*10; do sleep 0.05; kill -0 $head; done
+until test -e shrunk{batch}/checkpoints/step-*10; do sleep 0.05; kill -0 $head; done
 kill -KILL $victim
 wait $head
 wait $other
 python3 - <<END
 import torch
-path = "snapshots/step-{STEPS:010d}/weights.pt"
+path = "checkpoints/step-{STEPS:010d}/weights.pt"
 three, shrunk = (torch.load(f"{{run}}{batch}/{{path}}") for run in ("three", "shrunk"))
 print("differ by", max(((three[k] - shrunk[k]).abs().max() / three[k].abs().max()).item() for k in three))
 END
@@ -140,7 +140,7 @@ def test_any_process_killed_at_any_time_costs_nothing(
     killed = re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", told, re.M)
     assert len(killed) == kills
     assert "resumes after step" in told
-    assert "skipped" not in told  # whatever was being written does not look like a snapshot
+    assert "skipped" not in told  # whatever was being written does not look like a checkpoint
     assert kept(runs / f"shot{kills}") == whole
 
 
@@ -170,19 +170,19 @@ kill -KILL $pid
     assert re.search(r"rank 1 .*: stack, innermost first:\n    /runs/faults.py:\d+ fail\n", told), told
 
 
-def test_newest_snapshot_counts_wherever_it_lies(standin: str, runs: Path, whole: dict[str, str]) -> None:
+def test_newest_checkpoint_counts_wherever_it_lies(standin: str, runs: Path, whole: dict[str, str]) -> None:
     # Two nodes with a run folder of their own each; the one that has trained on is the second one next time.
     script = """
 python3 train_many.py <<END
 import os
 words = "--model faults.py:model --data faults.py:data --batch-size 4 --momentum 0.9 --save-every 5"
 assert train(2, f"{words} --steps 12", folders="host-a host-b") == 0
-assert not os.path.exists("host-b/snapshots")
+assert not os.path.exists("host-b/checkpoints")
 assert train(2, f"{words} --steps 60", folders="host-b host-a") == 0
 END
 """
     told = inside(standin, runs, script)
-    assert "resumes after step 12 of 60: host-a/snapshots/step-0000000012" in told
+    assert "resumes after step 12 of 60: host-a/checkpoints/step-0000000012" in told
     assert kept(runs / "host-b") == whole
 
 
@@ -195,7 +195,7 @@ assert train(2, f"{words} --steps 60 --run-dir scaled") == 0
 assert train(2, f"{words} --steps 5 --run-dir unscaled") == 0
 assert train(2, f"{words} --steps 60 --run-dir unscaled") == 0
 scales = [
-    torch.load(f"unscaled/snapshots/step-{step:010d}/optimizer.pt")["scaler"]["scale"] for step in (5, 60)
+    torch.load(f"unscaled/checkpoints/step-{step:010d}/optimizer.pt")["scaler"]["scale"] for step in (5, 60)
 ]
 assert 65536 > scales[0] > scales[1], scales
 END

@@ -48,8 +48,8 @@ def launched(standin: str, runs: Path, script: str) -> str:
 
 
 def kept(run: Path, step: int) -> dict[str, str]:
-    """Checksums of a snapshot's files; torch.save of equal state gives equal bytes."""
-    manifest = json.loads((run / f"snapshots/step-{step:010d}/manifest.json").read_text())
+    """Checksums of a checkpoint's files; torch.save of equal state gives equal bytes."""
+    manifest = json.loads((run / f"checkpoints/step-{step:010d}/manifest.json").read_text())
     return {name: said["sha256"] for name, said in manifest["files"].items() if name != "course.pt"}
 
 
@@ -62,7 +62,7 @@ for n in WORLD_SIZES:
     assert train(n, f"{words} --steps 7 --run-dir whole{n}") == 0
     assert train(n, f"{words} --steps 4 --run-dir cut{n}") == 0
     assert train(n, f"{words} --steps 7 --run-dir cut{n}") == 0
-    one, other = (torch.load(f"{run}{n}/snapshots/step-0000000007/random.pt") for run in ("whole", "cut"))
+    one, other = (torch.load(f"{run}{n}/checkpoints/step-0000000007/random.pt") for run in ("whole", "cut"))
     assert len(one) == len(other) == n
     for a, b in zip(one, other):
         assert torch.equal(a["torch"], b["torch"]) and a["python"] == b["python"]
@@ -118,7 +118,7 @@ assert train(4, f"{own} --global-batch 20 --steps 8 --run-dir idle") == 0
 assert train(1, f"{own} --global-batch 20 --steps 8 --run-dir busy") == 0
 
 def largest_difference(one, other):
-    one, other = (torch.load(f"{run}/snapshots/step-0000000008/weights.pt") for run in (one, other))
+    one, other = (torch.load(f"{run}/checkpoints/step-0000000008/weights.pt") for run in (one, other))
     assert all(value.dtype == torch.float64 for value in one.values())
     return max((value - other[key]).abs().max().item() for key, value in one.items())
 
@@ -134,12 +134,12 @@ assert train(5, f"{words} --steps 9 --run-dir changing") == 2
     assert "use 4 or 6 ranks" in told
 
 
-def test_damaged_snapshot_is_skipped_and_replaced(standin: str, runs: Path) -> None:
+def test_damaged_checkpoint_is_skipped_and_replaced(standin: str, runs: Path) -> None:
     script = """
 import shutil
 assert train(2, "--steps 6 --save-every 2 --keep 3 --run-dir damaged") == 0
 shutil.copytree("damaged", "same")
-with open("damaged/snapshots/step-0000000006/weights.pt", "ab") as file:
+with open("damaged/checkpoints/step-0000000006/weights.pt", "ab") as file:
     file.write(b"more")
 assert train(2, "--steps 6 --run-dir damaged") == 0
 assert train(2, "--steps 6 --run-dir same") == 0
@@ -148,18 +148,18 @@ assert train(2, "--steps 8 --resume nowhere --run-dir new") == 2
 assert train(2, "--steps 8 --resume never --run-dir same") == 2
 """
     told = many(standin, runs, script)
-    assert "snapshot skipped: damaged/snapshots/step-0000000006/weights.pt has" in told
+    assert "checkpoint skipped: damaged/checkpoints/step-0000000006/weights.pt has" in told
     assert "resumes after step 4 of 6" in told
     one, other = kept(runs / "damaged", 6), kept(runs / "same", 6)
     assert (one["weights.pt"], one["optimizer.pt"]) == (other["weights.pt"], other["optimizer.pt"])
     assert "resumes after step 6 of 6" in told
-    assert "model is 'mlp', the snapshot has 'linear'" in told
-    assert "nowhere: no valid snapshot found" in told
-    assert "replace the snapshots of another run" in told
+    assert "model is 'mlp', the checkpoint has 'linear'" in told
+    assert "nowhere: no valid checkpoint found" in told
+    assert "replace the checkpoints of another run" in told
 
 
 @pytest.mark.soak
-def test_snapshot_of_another_program_is_refused(standin: str, runs: Path) -> None:
+def test_checkpoint_of_another_program_is_refused(standin: str, runs: Path) -> None:
     script = """
 import json, shutil
 from pathlib import Path
@@ -167,13 +167,13 @@ from imgkit_entrypoints.run import disk
 
 words = "--model mlp --momentum 0.9 --samples 100 --global-batch 12"
 assert train(2, f"{words} --steps 6 --run-dir other") == 0
-(snapshot,) = Path("other/snapshots").iterdir()
-shutil.rmtree(snapshot)
+(checkpoint,) = Path("other/checkpoints").iterdir()
+shutil.rmtree(checkpoint)
 state = json.dumps({"run": {"step": 6}}).encode()
-disk.write_checkpoint(snapshot.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
+disk.write_checkpoint(checkpoint.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
 assert train(2, f"{words} --steps 13 --run-dir other") == 2
 """
-    assert "this snapshot is of another program" in many(standin, runs, script)
+    assert "this checkpoint is of another program" in many(standin, runs, script)
 
 
 def test_changed_model_is_refused_by_its_first_key(standin: str, runs: Path) -> None:
@@ -186,14 +186,14 @@ open("grown.py", "w").write(text.replace("64", "65") + " ")  # another size, els
 assert train(1, f"{words} --steps 4") == 2
 """
     told = many(standin, runs, script)
-    assert "0.weight is (64, 6) in the snapshot and (65, 6) in the model" in told
+    assert "0.weight is (64, 6) in the checkpoint and (65, 6) in the model" in told
 
 
 def test_ranks_with_different_options_are_refused_by_name(standin: str, runs: Path) -> None:
     script = """
 import os
 assert train(2, "--steps 3", folders="unlike0 unlike1", own=("--lr 0.1", "--lr 0.2 --seed 3")) == 2
-assert not os.path.exists("unlike0/snapshots")
+assert not os.path.exists("unlike0/checkpoints")
 """
     told = many(standin, runs, script)
     assert (
@@ -210,7 +210,7 @@ assert train(2, f"{words} --on-nan skip --amp fp16 --run-dir scaled") == 0
 """
     told = many(standin, runs, script)
     assert "a loss is not a number; the state of step 4 is saved" in told
-    assert sorted(path.name[-2:] for path in (runs / "broken/snapshots").iterdir()) == ["02", "04"]
+    assert sorted(path.name[-2:] for path in (runs / "broken/checkpoints").iterdir()) == ["02", "04"]
     skipped = [
         json.loads((runs / f"{name}/summary.json").read_text())["skipped"] for name in ("skipping", "scaled")
     ]
@@ -254,12 +254,12 @@ assert train(1, own + "wide") == 2
     assert "all must be one number, but it is a tensor of shape" in told
 
 
-def test_full_disk_leaves_the_older_snapshots(standin: str, runs: Path) -> None:
-    # A snapshot of mlp has 0.3 MB, so some find their place on a file system of 3 MB.
+def test_full_disk_leaves_the_older_checkpoints(standin: str, runs: Path) -> None:
+    # A checkpoint of mlp has 0.3 MB, so some find their place on a file system of 3 MB.
     script = """
 import os
 assert train(2, "--model mlp --steps 40 --save-every 2 --keep 99 --run-dir /tiny/run") == 1
-print("there:", *sorted(os.listdir("/tiny/run/snapshots")))
+print("there:", *sorted(os.listdir("/tiny/run/checkpoints")))
 """
     told = many(standin, runs, script)
     assert "No space left on device; the newest is of step" in told

@@ -69,11 +69,11 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     losses = re.search(r"loss (\S+) -> (\S+),", shell(train, folder))
     assert losses is not None
     assert float(losses[2]) < float(losses[1])
-    assert {"snapshots", "metrics.jsonl", "curves.svg"} <= {
+    assert {"checkpoints", "metrics.jsonl", "curves.svg"} <= {
         path.name for path in (folder / "first").iterdir()
     }
     metrics = (folder / "first/metrics.jsonl").read_text()
-    shell(train, folder)  # typed again: it goes on from the last snapshot, which is the end
+    shell(train, folder)  # typed again: it goes on from the last checkpoint, which is the end
     assert (folder / "first/metrics.jsonl").read_text() == metrics
     assert "docker run" in shell(take(lines, "imgkit submit cpu"), folder)
     assert "docker" in shell(take(lines, "imgkit doctor cpu"), folder)

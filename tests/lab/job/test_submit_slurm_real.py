@@ -465,8 +465,8 @@ def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
     train = ("dist-train", "--device", "cpu", "--nproc", "1", *own, *kept)
     slow = ("--env", "PAUSE=0.05")
     job = site.submit("--nodes", "3", *slow, "--", *train)
-    snapshots = site.folder / "runs/mine/snapshots"
-    site.until(lambda: len(sorted(snapshots.glob("step-*"))) == 2, job)
+    checkpoints = site.folder / "runs/mine/checkpoints"
+    site.until(lambda: len(sorted(checkpoints.glob("step-*"))) == 2, job)
     site.cluster("fault", "crash", "node3")
     site.until(lambda: site.told(job).count("lost node 2 of 3 (node3)") == 2, job)
     site.until(lambda: not site.processes("node1", "node2"), job)
@@ -474,7 +474,7 @@ def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
 
     job = site.submit("--nodes", "2", *slow, "--", *train)
     site.until(lambda: "resumes after step" in site.told(job), job)
-    newest = sorted(snapshots.iterdir())[-1]
+    newest = sorted(checkpoints.iterdir())[-1]
     site.until(lambda: not newest.exists(), job)  # two newer ones are there
     saved = stopped_and_requeued(site, job)
     site.until(lambda: not site.queued(job), job)

@@ -29,11 +29,11 @@ system:
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    """Digests of weights, optimizer, schedule and place in the newest snapshot.
+    """Digests of weights, optimizer, schedule and place in the newest checkpoint.
 
     The program does not seed Python's own generator, so the random states of two runs differ.
     """
-    newest = max((folder / "snapshots").glob("step-*"))
+    newest = max((folder / "checkpoints").glob("step-*"))
     files = json.loads((newest / "manifest.json").read_text())["files"]
     return {name: files[name] for name in ("model.pt", "optimizer.pt", "schedule.pt", "state.json")}
 
@@ -68,17 +68,17 @@ def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, st
     assert whole.returncode == 0, whole.stderr
     train, own = words(folder, standin, "cut"), folder / "runs/cut"
 
-    def snapshots(after: int = 0) -> bool:
-        steps = [int(path.name[5:]) for path in own.glob("snapshots/step-*")]
+    def checkpoints(after: int = 0) -> bool:
+        steps = [int(path.name[5:]) for path in own.glob("checkpoints/step-*")]
         return max(steps, default=0) > after
 
     with subprocess.Popen(train, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
-        until(snapshots)
+        until(checkpoints)
         run("docker", "kill", "--signal", "KILL", f"imgkit-init-{os.getpid()}")
     assert killed.returncode != 0
     until(lambda: not run("docker", "ps", "--quiet", "--filter", f"name=imgkit-init-{os.getpid()}").stdout)
     with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stopped:
-        until(lambda: snapshots(after=1000))
+        until(lambda: checkpoints(after=1000))
         (own / "stop").touch()
         said, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 0, said
@@ -180,7 +180,7 @@ def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
         assert starts == sorted(set(starts)), text
         assert len(starts) == 4, text
         saved = [int(step) for step in re.findall(r"the state of step (\d+) is saved", text)]
-        assert saved == [starts[0], starts[2]]  # the others went on from a snapshot of every 50 steps
+        assert saved == [starts[0], starts[2]]  # the others went on from a checkpoint of every 50 steps
         assert "attempt 2 starts" in text
         assert last_state(folder) == last_state(undisturbed)
         assert (folder / "weights.pt").read_bytes() == (undisturbed / "weights.pt").read_bytes()

@@ -351,7 +351,7 @@ def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
 
 def test_fetch_brings_what_is_new(site: Site) -> None:
     make = (
-        'cd "$IMGKIT_RUN_DIR"; mkdir -p snapshots/step-1 "a b"; echo state > snapshots/step-1/w;'
+        'cd "$IMGKIT_RUN_DIR"; mkdir -p checkpoints/step-1 "a b"; echo state > checkpoints/step-1/w;'
         ' echo 1 > "a b/c";'
         " echo 2 > metrics.jsonl; echo s > secret.abc; ln -s /etc/passwd link; echo done"
     )
@@ -366,8 +366,8 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
     assert "0 of 3 files were new" in site.imgkit("fetch", job).stdout
     (folder / "metrics.jsonl").write_text("changed here")
     assert "1 of 3 files were new" in site.imgkit("fetch", job).stdout
-    assert site.imgkit("fetch", job, "--snapshots").returncode == 0
-    assert found(folder) == ["a b/c", log, "metrics.jsonl", "snapshots/step-1/w"]
+    assert site.imgkit("fetch", job, "--checkpoints").returncode == 0
+    assert found(folder) == ["a b/c", log, "metrics.jsonl", "checkpoints/step-1/w"]
 
 
 FIND = "type -aP python3 python3.10 python3.11 python3.12 python3.13 rsync || true"

@@ -2,7 +2,7 @@
 
 ``loop_shapes.py CUTS [LOOP...]`` writes ``results.json``: for each loop whether the weights of the run that
 was cut are "exact" or "differ", or that it was "refused", and what the run told. CUTS is a list, of the
-steps between snapshots and of [STEP, SIGNAL, WHEN]: a start each, in the same folder, gets the signal.
+steps between checkpoints and of [STEP, SIGNAL, WHEN]: a start each, in the same folder, gets the signal.
 """
 
 from __future__ import annotations
@@ -1047,12 +1047,12 @@ def attempt(name, cuts):
 
 
 def watch():
-    """Cut where a step was counted. Wait for each snapshot, so that a cut leaves the same ones each time."""
+    """Cut where a step was counted. Wait for each checkpoint, so that a cut always leaves the same ones."""
     counted, saved, started = Run._count, RunState.save, Run.start
 
     def count(run):
         counted(run)
-        cut(run._place.step, "step")
+        cut(run._position.step, "step")
 
     def save(state, here, **options):
         saved(state, here, **options)

@@ -101,8 +101,8 @@ def leave(program, words, grouped=True):
 
 
 def weights(folder):
-    """The state of the newest snapshot in a run folder, by part."""
-    newest = max(Path(folder, "snapshots").glob("step-*"))
+    """The state of the newest checkpoint in a run folder, by part."""
+    newest = max(Path(folder, "checkpoints").glob("step-*"))
     return {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))}
 
 

@@ -46,13 +46,13 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 def newest(folder):
-    snapshot = max(Path(folder, "snapshots").glob("step-*"))
-    path = Path(folder, torch.load(snapshot / "checkpoint.pt")["path"])
+    checkpoint = max(Path(folder, "checkpoints").glob("step-*"))
+    path = Path(folder, torch.load(checkpoint / "library_checkpoint.pt")["path"])
     if path.is_file():
         found = torch.load(path, weights_only=True)
         return found["global_step"], found["state_dict"], found["optimizer_states"][0]["state"]
     (optimizer,) = [*path.glob("optimizer.*")]
-    return snapshot.name, load_file(path / "model.safetensors"), torch.load(optimizer)["state"]
+    return checkpoint.name, load_file(path / "model.safetensors"), torch.load(optimizer)["state"]
 
 def same(one, other):
     if isinstance(one, dict):

@@ -179,10 +179,10 @@ def accumulating():
 
 assert start(1, accumulating, "updates") == [0]
 assert start(1, accumulating, "parts", at=11, pause=0.02) == [-9]
-kept = sorted(path.name[-2:] for path in Path("parts/snapshots").iterdir())
+kept = sorted(path.name[-2:] for path in Path("parts/checkpoints").iterdir())
 assert kept == ["04", "08"], kept
 assert start(1, accumulating, "parts", at=30, how=signal.SIGTERM, pause=0.01) == [85]
-stopped = int(max(Path("parts/snapshots").iterdir()).name[-2:])
+stopped = int(max(Path("parts/checkpoints").iterdir()).name[-2:])
 assert (stopped - 22) % 4 == 0, stopped
 assert start(1, accumulating, "parts") == [0]
 same("updates", "parts")
@@ -328,8 +328,8 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
         "run.track: the state of loader, a Broken, cannot be read: no inner loader",
         "run.track: shared is sharded over the ranks",
         "the ranks have different values of save_every: rank 0: 1, rank 1: 2",
-        "this run would replace the snapshots of another run",
-        "the snapshot holds model, and this program tracks model, other",
+        "this run would replace the checkpoints of another run",
+        "the checkpoint holds model, and this program tracks model, other",
         "held: another run writes into this folder (process ",
         "the ranks are at different calls: rank 1: run.steps, rank 0: the end of the run",
         "the ranks are at different calls: rank 0: run.restore, rank 1: run.steps",
@@ -338,12 +338,12 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
         assert text in told, (text, told)
 
 
-def test_damaged_and_hostile_snapshots_do_no_harm(standin: str, tmp_path: Path) -> None:
+def test_damaged_and_hostile_checkpoints_do_no_harm(standin: str, tmp_path: Path) -> None:
     script = """
 import json, pickle, shutil
 from imgkit_entrypoints.run import disk
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
-with open("damaged/snapshots/step-0000000004/model.pt", "ab") as file:
+with open("damaged/checkpoints/step-0000000004/model.pt", "ab") as file:
     file.write(b"more")
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
 
@@ -354,15 +354,15 @@ part = lambda data: lambda sink: sink.write(data)
 state = json.dumps({"run": {"step": 9, "loops": {}, "batch": 1, "at_start": False}}).encode()
 parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b"", "pass.pt": b""}
 def write(folder):
-    os.makedirs(f"{folder}/snapshots", exist_ok=True)
+    os.makedirs(f"{folder}/checkpoints", exist_ok=True)
     content = {name: part(data) for name, data in parts.items()}
-    disk.write_checkpoint(Path(folder) / "snapshots", 9, content, keep=3)
+    disk.write_checkpoint(Path(folder) / "checkpoints", 9, content, keep=3)
 write("hostile")
 assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
 write("damaged")  # above good ones, which the refusal leaves in their place
 assert start(2, lambda: training(range(4)), "damaged") == [2, 2]
-shutil.move("damaged/snapshots/step-0000000009", "elsewhere")
-os.truncate("damaged/snapshots/step-0000000004/model.pt", 100)
+shutil.move("damaged/checkpoints/step-0000000009", "elsewhere")
+os.truncate("damaged/checkpoints/step-0000000004/model.pt", 100)
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
 parts["state.json"] = b"{}"
 write("foreign")
@@ -372,17 +372,18 @@ def wider():
         run.track(model=torch.nn.Linear(2, 1))
         run.restore()
 assert start(1, wider, "damaged") == [2]
-assert sorted(os.listdir("damaged/snapshots")) == ["step-0000000002", "step-0000000004"]
+assert sorted(os.listdir("damaged/checkpoints")) == ["step-0000000002", "step-0000000004"]
 """
     told = many(standin, tmp_path, PROGRAMS + script)
-    assert "snapshot skipped: damaged/snapshots/step-0000000004/model.pt has" in told
+    assert "checkpoint skipped: damaged/checkpoints/step-0000000004/model.pt has" in told
     assert told.count("run: resumes after step 2: ") == 2
-    assert "snapshot skipped: damaged/snapshots/step-0000000004/model.pt has 100 bytes, not " in told
+    assert "checkpoint skipped: damaged/checkpoints/step-0000000004/model.pt has 100 bytes, not " in told
     assert (
-        "the snapshot holds another model: weight is (1, 1) in the snapshot and (1, 2) in the model" in told
+        "the checkpoint holds another model: weight is (1, 1) in the checkpoint and (1, 2) in the model"
+        in told
     )
-    assert "model.pt: this part of the snapshot cannot be read" in told
-    assert "this snapshot is of another program" in told
+    assert "model.pt: this part of the checkpoint cannot be read" in told
+    assert "this checkpoint is of another program" in told
     assert "the pickle ran code" not in told
 
 
@@ -452,7 +453,7 @@ LAUNCHER = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-run")
 def run(folder, kill=False):
     program = [*LAUNCHER, "--nproc", str(ranks), f"/examples/{name}.py", *argv]
     launcher = subprocess.Popen(program, env={**os.environ, **env, "IMGKIT_RUN_DIR": folder})
-    while kill and not any(Path(folder, "snapshots").glob("step-*")):
+    while kill and not any(Path(folder, "checkpoints").glob("step-*")):
         assert launcher.poll() is None
         time.sleep(0.01)
     if kill:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.docker
 
 WRAPPED = """
 from torch.nn.parallel import DistributedDataParallel as DDP
-from imgkit_entrypoints.run import Checkpoint
+from imgkit_entrypoints.run import LibraryCheckpoint
 
 class Holder(torch.nn.Module):
     def __init__(self, net):
@@ -102,7 +102,7 @@ assert start(3, lambda: wrapped("inner", due=True), "due") == [2, 2, 2]
 def of_a_library():
     model = DDP(torch.nn.Linear(2, 1))
     with Run.start() as run:
-        Checkpoint(run)
+        LibraryCheckpoint(run)
         run.restore()
         while run.step < 3:
             model(torch.ones(2)).sum().backward()
@@ -188,7 +188,7 @@ for number, make in enumerate((of_fsdp1, of_fsdp2, of_zero, with_buffer, lambda:
         "run.save: rank 1: holder['inner'][0]['moment'] is sharded",
     ):
         assert told.count(text) == 2, (text, told)
-    assert "-> let its library save to the place() of a Checkpoint(run)" in told
+    assert "-> let its library save to the next_path() of a LibraryCheckpoint(run)" in told
 
 
 CURSOR = """

@@ -51,7 +51,7 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
     fence.check(env(tmp_path, 2))
 
 
-def test_late_snapshot_changes_nothing(tmp_path: Path) -> None:
+def test_late_checkpoint_changes_nothing(tmp_path: Path) -> None:
     def save(step: int, attempt: int, late: bool = False) -> None:
         def part(sink: disk.Sink) -> None:
             sink.write(b"weights")

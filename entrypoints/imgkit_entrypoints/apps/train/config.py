@@ -85,7 +85,7 @@ class Config:
         return range(start + 1, start + steps + 1)
 
     def values(self) -> dict[str, Any]:
-        """The options in plain values, as snapshots keep them."""
+        """The options in plain values, as checkpoints keep them."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -129,7 +129,7 @@ def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Conf
     """
     given = dataclasses.asdict(config)
     wrong = [
-        f"{key} is {given[key]!r}, the snapshot has {saved[key]!r}"
+        f"{key} is {given[key]!r}, the checkpoint has {saved[key]!r}"
         for key in COURSE
         if key in saved and given[key] != saved[key] and not (key == "global_batch" and given[key] is None)
     ]

@@ -35,7 +35,7 @@ class _TensorBoard:
     def __init__(self, config: Config, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the snapshot are repeated: TensorBoard drops what an earlier start wrote for them.
+        # Steps after the checkpoint are repeated: TensorBoard drops what an earlier start wrote for them.
         again = start + 1 if start else None
         self._writer = SummaryWriter(_folder(config, "tensorboard"), purge_step=again, flush_secs=30)
 

@@ -121,7 +121,7 @@ PART = "course.pt"
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """What a snapshot keeps beside model and optimizer; it is needed before these exist."""
+    """What a checkpoint keeps beside model and optimizer; it is needed before these exist."""
 
     position: Position = field(default_factory=Position)
     first_loss: float = math.nan
@@ -129,7 +129,7 @@ class Course:
     """The options, as JSON has them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The values in a snapshot."""
+        """The values in a checkpoint."""
         return {**dataclasses.asdict(self), "config": dict(self.config)}
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
@@ -137,12 +137,12 @@ class Course:
 
 
 def find(config: Config, run: Run) -> FoundCheckpoint | None:
-    """Find the snapshot that ``--resume`` selects; a collective call.
+    """Find the checkpoint that ``--resume`` selects; a collective call.
 
     Raises
     ------
-    UsageError : the path of ``--resume`` holds no valid snapshot on any node, or ``--resume never`` would
-        replace the snapshots of another run.
+    UsageError : the path of ``--resume`` holds no valid checkpoint on any node, or ``--resume never`` would
+        replace the checkpoints of another run.
     """
     if config.resume == "never":
         try:
@@ -155,7 +155,7 @@ def find(config: Config, run: Run) -> FoundCheckpoint | None:
         found = run.find()
     elif (found := run.find(config.resume)) is None:
         raise UsageError(
-            "no valid snapshot found",
+            "no valid checkpoint found",
             where=str(Path(config.resume)),
             hint="--resume auto, or --resume never to start over",
         )
@@ -163,7 +163,7 @@ def find(config: Config, run: Run) -> FoundCheckpoint | None:
 
 
 def course_of(found: FoundCheckpoint) -> Course:
-    """Read the course that a snapshot keeps; a collective call.
+    """Read the course that a checkpoint keeps; a collective call.
 
     Raises
     ------
@@ -179,7 +179,7 @@ def course_of(found: FoundCheckpoint) -> Course:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"this snapshot is of another program: its course is missing or wrong ({error})",
+            f"this checkpoint is of another program: its course is missing or wrong ({error})",
             where=str(found.where / PART),
             hint="name another folder by --run-dir",
         ) from None

@@ -111,12 +111,12 @@ def _computation(group: argparse._ArgumentGroup) -> None:
 
 
 def _output(add: _Add) -> None:
-    text = "run folder for snapshots and metrics (default: IMGKIT_RUN_DIR, else keep nothing)"
+    text = "run folder for checkpoints and metrics (default: IMGKIT_RUN_DIR, else keep nothing)"
     add("--run-dir", Path, None, "DIR", text)
     text = "save every N steps or N epochs; 0: only at the end (default: 1000)"
     add("--save-every", _interval, "1000", "N|Ne", text)
-    add("--keep", positive, 2, "K", "number of snapshots to keep (default: 2)")
-    text = "auto: resume from the run folder's newest valid snapshot; never; or a path (default: auto)"
+    add("--keep", positive, 2, "K", "number of checkpoints to keep (default: 2)")
+    text = "auto: resume from the run folder's newest valid checkpoint; never; or a path (default: auto)"
     add("--resume", str, "auto", "HOW", text)
     text = "evaluate on held-out data every N steps or N epochs (default: 0, never)"
     add("--eval-every", _interval, "0", "N|Ne", text)

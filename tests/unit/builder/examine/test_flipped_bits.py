@@ -1,4 +1,4 @@
-"""A flipped bit in a delta's description, in an archive or its sidecars, or in a snapshot is noticed."""
+"""A flipped bit in a delta's description, in an archive or its sidecars, or in a checkpoint is noticed."""
 
 from __future__ import annotations
 
@@ -84,24 +84,24 @@ def archive_checksum(folder: Path) -> Kind:
     return sidecar.sha256_path(path), lambda: refused(path)
 
 
-def snapshot(folder: Path) -> Path:
+def checkpoint(folder: Path) -> Path:
     def write(sink: disk.Sink) -> None:
         sink.write(b"weights")
 
     return disk.write_checkpoint(folder, 7, {"weights.pt": write, "state.json": write}, keep=1)
 
 
-def snapshot_manifest(folder: Path) -> Kind:
-    path = snapshot(folder)
+def checkpoint_manifest(folder: Path) -> Kind:
+    path = checkpoint(folder)
     return path / disk.MANIFEST, lambda: disk.problem(path) is not None
 
 
-def snapshot_part(folder: Path) -> Kind:
-    path = snapshot(folder)
+def checkpoint_part(folder: Path) -> Kind:
+    path = checkpoint(folder)
     return path / "weights.pt", lambda: disk.problem(path) is not None
 
 
-KINDS = (delta, archive_itself, archive_manifest, archive_checksum, snapshot_manifest, snapshot_part)
+KINDS = (delta, archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

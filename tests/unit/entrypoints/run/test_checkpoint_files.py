@@ -1,4 +1,4 @@
-"""Snapshots on disk: interrupted at every system call, damaged, kept and skipped."""
+"""Checkpoints on disk: interrupted at every system call, damaged, kept and skipped."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def write(folder: Path, step: int, keep: int = 2) -> Path:
     return disk.write_checkpoint(folder, step, parts(step), keep=keep)
 
 
-def rewrite(snapshot: Path, **changed: object) -> None:
+def rewrite(checkpoint: Path, **changed: object) -> None:
     """Change values of the manifest, whose own digest stays."""
-    path = snapshot / "manifest.json"
+    path = checkpoint / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
@@ -86,7 +86,7 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: 
         killed = killed_at(folder, step, call, after=after)
         said: list[str] = []
         found = valid_steps(folder, said)
-        assert said == []  # a half-written snapshot does not look like one
+        assert said == []  # a half-written checkpoint does not look like one
         assert found[0] in (1, 2, 3)
         assert again or found[0] >= 2
         outcomes.append(found)
@@ -169,7 +169,7 @@ def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
         (lambda path: (path / "manifest.json").write_text('{"schema": 9}'), "schema 9"),
     ],
 )
-def test_damaged_snapshot_is_named_and_skipped(
+def test_damaged_checkpoint_is_named_and_skipped(
     tmp_path: Path, spoil: Callable[[Path], None], why: str
 ) -> None:
     write(tmp_path, 1)
@@ -181,9 +181,9 @@ def test_damaged_snapshot_is_named_and_skipped(
     assert "step-0000000002" in said[0]
 
 
-def test_run_and_snapshot_are_places_too(tmp_path: Path) -> None:
-    (tmp_path / "snapshots").mkdir()
-    one = write(tmp_path / "snapshots", 1)
+def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    one = write(tmp_path / "checkpoints", 1)
     assert list(disk.valid_ones(tmp_path, print)) == [one]
     assert list(disk.valid_ones(one, print)) == [one]
     assert list(disk.valid_ones(tmp_path / "nowhere", print)) == []
@@ -209,7 +209,7 @@ def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: 
 
 
 def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:
-    folder, victim = tmp_path / "snapshots", tmp_path / ".ssh"
+    folder, victim = tmp_path / "checkpoints", tmp_path / ".ssh"
     folder.mkdir()
     victim.mkdir()
     (victim / "id_ed25519").write_text("mine")
@@ -221,7 +221,7 @@ def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_snapshot_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
+def test_checkpoint_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1)
     os.chown(write(tmp_path, 2), 12345, 12345)
     said: list[str] = []

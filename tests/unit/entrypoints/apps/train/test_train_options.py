@@ -256,8 +256,8 @@ def test_contradicting_run_is_refused_key_by_key() -> None:
     saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
     with pytest.raises(UsageError) as caught:
         resumed(options.read(["--seed", "1", "--global-batch", "32"], {}), saved, Path("s"))
-    assert "seed is 1, the snapshot has 0" in str(caught.value)
-    assert "global_batch is 32, the snapshot has 64" in str(caught.value)
+    assert "seed is 1, the checkpoint has 0" in str(caught.value)
+    assert "global_batch is 32, the checkpoint has 64" in str(caught.value)
     assert "lr" not in caught.value.what
 
 

@@ -1,4 +1,4 @@
-"""`Checkpoint`: paths for checkpoints of other libraries, and which of them counts."""
+"""`LibraryCheckpoint`: paths for checkpoints of other libraries, and which of them counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from imgkit_entrypoints.run import Checkpoint
+from imgkit_entrypoints.run import LibraryCheckpoint
 
 
 class FakeRun:
-    """The part of a run that `Checkpoint` uses; the real one needs torch."""
+    """The part of a run that `LibraryCheckpoint` uses; the real one needs torch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.step = folder, 0
@@ -21,15 +21,15 @@ class FakeRun:
         self.tracked.update(parts)
 
 
-def checkpoint(folder: Path, step: int = 0) -> Checkpoint:
+def checkpoint(folder: Path, step: int = 0) -> LibraryCheckpoint:
     run = FakeRun(folder)
     run.step = step
-    made = Checkpoint(cast("Any", run))
-    assert run.tracked == {"checkpoint": made}
+    made = LibraryCheckpoint(cast("Any", run))
+    assert run.tracked == {"library_checkpoint": made}
     return made
 
 
-def restored(folder: Path, state: dict[str, Any]) -> Checkpoint:
+def restored(folder: Path, state: dict[str, Any]) -> LibraryCheckpoint:
     made = checkpoint(folder)
     made.load_state_dict(state)
     return made
@@ -37,27 +37,27 @@ def restored(folder: Path, state: dict[str, Any]) -> Checkpoint:
 
 def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path: Path) -> None:
     one = checkpoint(tmp_path)
-    places = [one.place() for _ in range(7)]
+    paths = [one.next_path() for _ in range(7)]
     for number in range(2, 7):
-        assert len(set(places[number - 2 : number + 1])) == 3
-    assert len(set(places)) == 3
+        assert len(set(paths[number - 2 : number + 1])) == 3
+    assert len(set(paths)) == 3
 
 
 def test_next_start_finds_path_and_step_also_in_a_moved_folder(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     one = checkpoint(before, step=40)
-    one.place().mkdir(parents=True)
+    one.next_path().mkdir(parents=True)
     before.rename(after)
     found = restored(after, one.state_dict())
-    assert found.path == after / "checkpoint-1"
+    assert found.path == after / "library-checkpoint-1"
     assert found.step == 40
-    assert found.place() == after / "checkpoint-2"
+    assert found.next_path() == after / "library-checkpoint-2"
 
 
 def test_library_may_name_its_checkpoints_itself(tmp_path: Path) -> None:
     one = checkpoint(tmp_path)
     (tmp_path / "trainer/checkpoint-20").mkdir(parents=True)
-    one.place(f"{tmp_path}/trainer/checkpoint-20")
+    one.next_path(f"{tmp_path}/trainer/checkpoint-20")
     assert restored(tmp_path, one.state_dict()).path == tmp_path / "trainer/checkpoint-20"
 
 
@@ -67,8 +67,8 @@ def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
 
 def test_removed_checkpoint_is_refused(tmp_path: Path) -> None:
     one = checkpoint(tmp_path)
-    one.place()
-    with pytest.raises(ValueError, match=r"there is no .*/checkpoint-1"):
+    one.next_path()
+    with pytest.raises(ValueError, match=r"there is no .*/library-checkpoint-1"):
         restored(tmp_path, one.state_dict())
 
 
