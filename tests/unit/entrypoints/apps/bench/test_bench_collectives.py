@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import pytest
 
 from imgkit_entrypoints.apps.bench import collectives
-from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collective, named
+from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collective, Segment, named
 
 
 @pytest.mark.parametrize(
@@ -181,3 +182,37 @@ def test_variant_is_told_where_it_changes_something() -> None:
 def test_averages_are_verified_where_they_are_exact(ranks: int, exact: bool) -> None:
     assert collectives.variant("all_reduce", redop="avg").exact(ranks) is exact
     assert collectives.variant("all_reduce", redop="max").exact(ranks)
+
+
+def test_new_collective_is_one_record() -> None:
+    # The example of docs/bench.md.
+    op = Collective(
+        name="neighbours",
+        output=lambda shape: 2 * shape.count,
+        bus=lambda _: Fraction(2),
+        leaves_node=lambda _share, _weights: 2.0,
+        call=lambda to: to.bind(print, to.input),
+        result=lambda shape: (
+            Segment(start=0, count=shape.count, source=(shape.rank - 1) % shape.ranks, offset=0),
+            Segment(start=shape.count, count=shape.count, source=(shape.rank + 1) % shape.ranks, offset=0),
+        ),
+    )
+    assert [part.source for part in op.result(op.shape(4, 3, 0))] == [2, 1]
+    assert (op.buffer_bytes(100, 3), op.factor(8), op.least_traffic(2, 4)) == (300, 2.0, 2.0)
+    assert op.busbw_GBps(10**9, 0.5, 3) == 4.0
+    assert op.separate
+    assert not op.variant
+
+
+def test_record_without_call_or_result_is_refused() -> None:
+    with pytest.raises(TypeError, match="'call' and 'result'"):
+        Collective(name="barrier")  # type: ignore[call-arg]
+
+
+def test_low_share_of_the_line_rate_is_remarkable_where_all_nodes_send_all_the_time() -> None:
+    assert {op.name for op in COLLECTIVES if op.fills_network} == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "alltoall",
+    }
