@@ -10,7 +10,7 @@ from imgkit_entrypoints.run import LibraryCheckpoint, Run
 def main(run):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(800, 20), torch.randint(10, (800,)))
-    # A generator of its own, so that a resumed pass draws as many random numbers as an undisturbed one.
+    # Its own generator, so that a resumed pass draws as many random numbers as an undisturbed one.
     loader = DataLoader(data, batch_size=10, shuffle=True, generator=torch.Generator())
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters())

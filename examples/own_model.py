@@ -1,4 +1,4 @@
-"""A model and data of your own, trained by dist-train as it is: many ranks, exact resume, checkpoints.
+"""Your own model and data, trained by dist-train as it is: many ranks, exact resume, checkpoints.
 
 dist-train --model own_model.py:model --data own_model.py:data --epochs 3 --run-dir runs/mine
 """

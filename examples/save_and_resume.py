@@ -1,4 +1,4 @@
-"""Any program that saves on request and goes on from there; this one only counts.
+"""Any program that saves on request and resumes from there; this one only counts.
 
     imgkit submit mn5 --nodes 2 ... -- dist-run --device cpu save_and_resume.py 1000
 

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 train.py    also without imgkit's launcher
     python3 train.py                        one process
 
-It saves when the job's time ends or somebody stops it. Started again, it goes on at the next sample.
+It saves when the job's time ends or somebody stops it. Started again, it resumes at the next sample.
 """
 
 import argparse
