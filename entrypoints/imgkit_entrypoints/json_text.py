@@ -1,7 +1,8 @@
-"""Read JSON that another program or machine wrote: every fault of it is a ValueError.
+"""Read data that another program, machine or person wrote, and check it by the annotations of dataclasses.
 
-This is the only reader of JSON. It bounds size, nesting and digits. It refuses a key that occurs twice, since
-readers differ in the one that counts.
+This is the only reader of JSON: every fault of a text is a ValueError. It bounds size, nesting and digits. It
+refuses a key that occurs twice, since readers differ in the one that counts. `checked` finds all faults of
+parsed data, `read` raises the first.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import collections
 import collections.abc
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from imgkit_entrypoints import files
 
@@ -211,42 +214,107 @@ def read(hint: Any, value: Any, place: str) -> Any:
     ------
     ValueError : a value has another type than its field, or a field is missing; names the field.
     """
+    made, faults = checked(hint, value)
+    if faults:
+        raise ValueError(faults[0].text(place))
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One value that does not fit the annotation of the field that it is for."""
+
+    path: tuple[str | int, ...]
+    """Keys and indices from the outermost value."""
+    kind: Literal["missing", "unknown", "type", "choice", "rule"]
+    """``rule``: the dataclass itself refused its values."""
+    expected: Any = None
+    """Of ``type`` the annotation without ``| None``, of ``choice`` the values, of ``rule`` the reason."""
+    value: Any = None
+
+    def text(self, place: str) -> str:
+        """The sentence for an error; `place` is the name of the outermost value."""
+        whole = place + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in self.path)
+        if self.kind == "missing":
+            above = whole.rpartition(".")[0]
+            return f"{above} is not complete: it has no {self.path[-1]}"
+        if self.kind == "unknown":
+            return f"{whole} is an unknown key"
+        if self.kind == "rule":
+            return str(self.expected)
+        allowed = self.expected if self.kind == "choice" else ()
+        wanted = " or ".join(allowed) if allowed else _noun(self.expected)
+        return f"{whole} is {json.dumps(self.value)[:200]}, not {wanted}"
+
+
+def checked(hint: Any, value: Any, *, closed: bool = False) -> tuple[Any, tuple[Fault, ...]]:
+    """Build a value of the type `hint` as `read` does, and find every fault; with a fault the value is None.
+
+    Parameters
+    ----------
+    closed : a key that a dataclass does not have is a fault; by default it is ignored.
+    """
+    faults: list[Fault] = []
+    made = _built(hint, value, (), faults, closed=closed)
+    return (None if faults else made), tuple(faults)
+
+
+def _built(hint: Any, value: Any, path: _Path, faults: list[Fault], *, closed: bool) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        hints, made = typing.get_type_hints(hint), typing.cast(Any, hint)
-        known = [name for name in _needs(value, dict, place) if name in hints]
-        try:
-            return made(**{name: read(hints[name], value[name], f"{place}.{name}") for name in known})
-        except TypeError as error:
-            raise ValueError(f"{place} is not complete: {error}") from None
-    if origin in (tuple, list):
-        items = enumerate(_needs(value, list, place))
-        return origin(read(inner[0], item, f"{place}[{index}]") for index, item in items)
-    if origin is collections.abc.Mapping:
-        pairs = _needs(value, dict, place).items()
-        return {name: read(inner[1], item, f"{place}.{name}") for name, item in pairs}
-    if origin is typing.Literal:
-        if value not in inner:
-            raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {' or '.join(inner)}")
-        return value
-    if hint is Path:
-        return Path(_needs(value, str, place))
     if type(None) in inner:
-        return None if value is None else read(inner[0], value, place)
-    return _needs(value, hint, place)
+        return None if value is None else _built(inner[0], value, path, faults, closed=closed)
+    if origin is Literal:
+        if value not in inner:
+            faults.append(Fault(path=path, kind="choice", expected=inner, value=value))
+        return value
+    if type(value) is not _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint):
+        faults.append(Fault(path=path, kind="type", expected=hint, value=value))
+        return None
+    data: Any = value  # for the type checker, which keeps what `is not` says
+    if dataclasses.is_dataclass(hint):
+        return _object(hint, data, path, faults, closed=closed)
+    if origin in (tuple, list):
+        items = (_built(inner[0], one, (*path, at), faults, closed=closed) for at, one in enumerate(data))
+        return origin(items)
+    if origin is collections.abc.Mapping:
+        return {key: _built(inner[1], one, (*path, key), faults, closed=closed) for key, one in data.items()}
+    return Path(data) if hint is Path else data
 
 
-_WORDS = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
+def _object(owner: Any, value: Mapping[str, Any], path: _Path, faults: list[Fault], *, closed: bool) -> Any:
+    before, hints = len(faults), _hints(owner)
+    known = {field.name: field for field in dataclasses.fields(owner)}
+    made = {
+        name: _built(hints[name], value[name], (*path, name), faults, closed=closed)
+        for name in known
+        if name in value
+    }
+    missing, nothing = set(known) - set(value), dataclasses.MISSING
+    for name, field in known.items():
+        if name in missing and field.default is nothing and field.default_factory is nothing:
+            faults.append(Fault(path=(*path, name), kind="missing"))
+    for name in value if closed else ():
+        if name not in known:
+            faults.append(Fault(path=(*path, name), kind="unknown"))
+    if len(faults) > before:
+        return None
+    try:
+        return owner(**made)
+    except ValueError as error:
+        faults.append(Fault(path=path, kind="rule", expected=str(error)))
+        return None
 
 
-def _needs(value: Any, kind: Any, place: str) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{place} is {json.dumps(value)[:200]}, not {_WORDS[kind]}")
-    return value
+@functools.cache
+def _hints(owner: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(owner)
+
+
+_Path = tuple[str | int, ...]
+_JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}
+"""Types of Python -> those of the parsed JSON; a dataclass comes from a dict, others from themselves."""
+_NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+
+
+def _noun(hint: Any) -> str:
+    return _NOUNS.get(_JSON_TYPES.get(typing.get_origin(hint) or hint, hint), "an object")

@@ -1,7 +1,6 @@
 """System facts: the part of a recipe that every image carries as ``/opt/imgkit/system.json``.
 
-The image half reads these plain dataclasses with the standard library alone. On the host, pydantic checks the
-same classes; only pydantic reads ``__pydantic_config__``.
+Both halves read these plain dataclasses with the standard library alone, checked by their annotations.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from imgkit_entrypoints import json_text
 
@@ -21,8 +20,6 @@ SYSTEM_JSON = Path("/opt/imgkit/system.json")
 RuntimeKind = Literal["singularity", "docker", "kubernetes"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
 Arch = Literal["amd64", "arm64"]
-
-_STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
 
 
 def _at_least(owner: object, least: int, *names: str) -> None:
@@ -35,8 +32,6 @@ def _at_least(owner: object, least: int, *names: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """Start of a container on the system."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     kind: RuntimeKind = "singularity"
     """Kind of container runtime."""
@@ -58,8 +53,6 @@ class Runtime:
 class Node:
     """One compute node."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
-
     gpus: int = 0
     """GPUs per node."""
     gpu_model: str = ""
@@ -78,8 +71,6 @@ class Node:
 class Fabric:
     """Network between nodes; device names and GIDs are never set here but read from sysfs at run time."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
-
     kind: FabricKind = "tcp"
     """Kind of network between nodes."""
     nics: int | None = None
@@ -94,8 +85,6 @@ class Fabric:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
     """Defaults and required fields of a job on the system; an empty string means "not set"."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     name: str = ""
     """Queue, partition or pool."""
@@ -121,8 +110,6 @@ class Queue:
 class Transfer:
     """Destination of an archive: ``rsync ARCHIVE host:directory``."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
-
     host: str = ""
     """``[USER@]HOST`` that archives are copied to."""
     directory: str = ""
@@ -132,8 +119,6 @@ class Transfer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemFacts:
     """Facts of a recipe about the system that the image is for."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = _STRICT
 
     title: str = ""
     """Name of the system, for people."""

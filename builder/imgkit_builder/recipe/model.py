@@ -1,5 +1,5 @@
-"""The values of a recipe and of its lock: frozen, standard library only; pydantic checks those that come
-from YAML.
+"""The values of a recipe and of its lock: frozen; their annotations are the types that a file is checked
+by.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
 from imgkit_entrypoints.system import SystemFacts
@@ -28,17 +28,12 @@ __all__ = [
     "UvProject",
 ]
 
-STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True}
-"""Settings for pydantic: unknown keys are errors, and no value is converted."""
-
 Platform = Literal["linux/amd64", "linux/arm64"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSecret:
     """A value that steps may use and that never becomes part of the image: a token, a netrc file."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     id: str
     """Its name; a step finds the value in the file ``/run/secrets/ID``."""
@@ -51,8 +46,6 @@ class BuildSecret:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipStep:
     """One ``pip install``: `packages`, a `requirements` file or a `project`, with `options` before them."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     packages: tuple[str, ...] = ()
     """Requirements as pip writes them: ``numpy``, ``deepspeed==0.13.1``."""
@@ -74,8 +67,6 @@ class PipStep:
 class UvProject:
     """A uv project: what the base lacks of its ``uv.lock`` is installed before the pip steps."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     project: Path
     """Folder with pyproject.toml and uv.lock, relative to the recipe's file; absolute after loading."""
     extras: tuple[str, ...] = ()
@@ -91,8 +82,6 @@ class Constraints:
     YAML has ``keep``, ``ignore`` or ``{drop: [name, ...]}``.
     """
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
-
     policy: Literal["keep", "ignore", "drop"] = "keep"
     drop: tuple[str, ...] = ()
     """Packages that may differ from the base's version."""
@@ -101,8 +90,6 @@ class Constraints:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyStep:
     """User code that is copied into the image."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     source: Path
     """File or folder relative to the recipe's file, inside its folder; absolute after loading."""
@@ -115,8 +102,6 @@ class CopyStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
     """A shell command; a text in the list is short for ``{command: TEXT}``."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     command: str
     """One line for ``/bin/sh``; a layer of its own."""
@@ -134,8 +119,6 @@ class RunCommand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """The image part of a recipe."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
 
     base: str
     """The image to start from, with tag or digest."""

@@ -1,23 +1,22 @@
-"""Types of a recipe: pydantic checks a tree by the annotations of the model, and the JSON Schema says the
-same to editors.
-"""
+"""Types of a recipe: the annotations of the model check a tree, and become the JSON Schema for editors."""
 
 from __future__ import annotations
 
 import ast
+import collections.abc
 import dataclasses
-import functools
 import inspect
 import json
 import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, Literal
 
 from imgkit_builder.recipe import model, systems
 from imgkit_builder.recipe.check import Checked
-from imgkit_builder.recipe.model import STRICT, Image
+from imgkit_builder.recipe.model import Image
 from imgkit_builder.recipe.problems import (
     YAML_NAMES,
     Collector,
@@ -28,12 +27,9 @@ from imgkit_builder.recipe.problems import (
 )
 from imgkit_builder.recipe.rules import JOB_FIELDS, PLATFORMS
 from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, deepest, kind
-from imgkit_entrypoints import system
+from imgkit_entrypoints import json_text, system
+from imgkit_entrypoints.json_text import Fault
 from imgkit_entrypoints.system import SystemFacts
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-    from pydantic_core import ErrorDetails
 
 _ALIASES = {
     "apptainer": "singularity",
@@ -49,9 +45,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The content of a recipe file, as pydantic checks it."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = STRICT
+    """The content of a recipe file."""
 
     description: str = ""
     image: Image
@@ -64,29 +58,17 @@ def typecheck(tree: Table, bad: Checked, found: Collector, *, whole: bool) -> Do
     Places in `bad` have a reported problem. If `whole` is false, a parent could not be read: it may state the
     keys that are missing here.
     """
-    from pydantic import ValidationError
-
-    # JSON mode is strict about text and numbers, but accepts lists for tuples and text for paths.
-    try:
-        return _adapter().validate_json(json.dumps(_long_forms(_data(tree))))
-    except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            place = detail["loc"] = _as_written(tree, detail["loc"])
-            if detail["type"] == "missing" and not whole:
-                continue
-            if detail["type"] == "value_error" and any(path[: len(place)] == place for path in bad):
-                continue  # the dataclass repeats a check that a rule has reported
-            if place not in bad:
-                _explain(tree, detail, found)
-        return None
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Document]:
-    """Built once: this takes longer than a recipe."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Document)
+    document: Document | None
+    document, faults = json_text.checked(Document, _long_forms(_data(tree)), closed=True)
+    for fault in faults:
+        path = _as_written(tree, fault.path)
+        if fault.kind == "missing" and not whole:
+            continue
+        if fault.kind == "rule" and any(other[: len(path)] == path for other in bad):
+            continue  # the dataclass repeats a check that a rule has reported
+        if path not in bad:
+            _explain(tree, path, fault, found)
+    return document
 
 
 def _data(node: YamlNode) -> Any:
@@ -122,36 +104,35 @@ def _is_decimal(text: str) -> bool:
     return bool(re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", text))
 
 
-def _explain(tree: Table, detail: ErrorDetails, found: Collector) -> None:
-    """Report one pydantic error with the names of the file."""
-    path: KeyPath = detail["loc"]
+def _explain(tree: Table, path: KeyPath, fault: Fault, found: Collector) -> None:
+    """Report one fault with the names of the file."""
     node, reached = deepest(tree, path)
-    error_type = detail["type"]
-    if error_type == "missing":
+    if fault.kind == "missing":
         found.error(node.position, path, "is missing", _missing_hint(path))
-    elif error_type == "unexpected_keyword_argument":
+    elif fault.kind == "unknown":
         above, _ = deepest(tree, path[:-1])
         assert isinstance(above, Table)  # noqa: S101 - only a mapping can have a key too many
         found.error(above.entries[str(path[-1])].key, path, "unknown key", _key_hint(path))
+    elif fault.kind == "rule":
+        found.error(node.position, path, str(fault.expected))
     elif isinstance(node, Scalar) and node.type not in ("text", "nothing") and reached == path:
-        found.error(node.position, path, *_misread(node, error_type))
-    elif error_type == "literal_error" and isinstance(node, Scalar):
-        allowed = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+        found.error(node.position, path, *_misread(node, fault))
+    elif fault.kind == "choice" and isinstance(node, Scalar):
         meant = _ALIASES.get(node.text.lower(), node.text)
-        found.error(node.position, path, f"{node.text!r} is not known", choices(meant, allowed))
+        found.error(node.position, path, f"{node.text!r} is not known", choices(meant, fault.expected))
     else:
-        found.error(node.position, path, *_wrong_type(node, error_type, detail["msg"]))
+        found.error(node.position, path, *_wrong_type(node, fault))
 
 
-def _misread(node: Scalar, error_type: str) -> tuple[str, str]:
+def _misread(node: Scalar, fault: Fault) -> tuple[str, str]:
     """YAML's reading of an unquoted scalar, and how to keep the text."""
-    if error_type.startswith("int"):
+    if fault.expected is int:
         if node.type == "integer":
             return f"YAML reads {node.text} as {_became(node)}", "write plain decimal digits"
         return f"must be an integer, not {kind(node)}", ""
-    if error_type in ("string_type", "path_type", "literal_error"):
+    if fault.kind == "choice" or fault.expected in (str, Path):
         return f"must be text, but YAML reads {node.text} as {_became(node)}", f'quote it: "{node.text}"'
-    return _wrong_type(node, error_type, "")
+    return _wrong_type(node, fault)
 
 
 def _became(node: Scalar) -> str:
@@ -166,19 +147,22 @@ def _became(node: Scalar) -> str:
     return kind(node) if said == node.text or node.type == "date" else f"the {node.type} {said}"
 
 
-def _wrong_type(node: YamlNode, error_type: str, message: str) -> tuple[str, str]:
-    wanted = {
-        "string_type": ("text", ""),
-        "path_type": ("a path", ""),
-        "int_type": ("an integer", "write plain decimal digits, without quotes"),
-        "tuple_type": ("a list", "write - ITEM lines, or [ITEM, ITEM]"),
-        "dataclass_type": ("a mapping", "write `key: value` lines below it"),
-        "dict_type": ("a mapping", "write NAME: VALUE lines below it"),
-        "mapping_type": ("a mapping", "write NAME: VALUE lines below it"),
-    }.get(error_type)
-    if wanted is None:
-        return message, ""
-    return f"must be {wanted[0]}, not {kind(node)}", wanted[1]
+def _wrong_type(node: YamlNode, fault: Fault) -> tuple[str, str]:
+    if fault.kind == "choice":
+        return f"must be text, not {kind(node)}", choices("", fault.expected)
+    expected = typing.get_origin(fault.expected) or fault.expected
+    wanted, hint = _FORMS.get(expected, ("a mapping", "write `key: value` lines below it"))
+    return f"must be {wanted}, not {kind(node)}", hint
+
+
+_FORMS: Mapping[Any, tuple[str, str]] = {
+    str: ("text", ""),
+    Path: ("a path", ""),
+    int: ("an integer", "write plain decimal digits, without quotes"),
+    tuple: ("a list", "write - ITEM lines, or [ITEM, ITEM]"),
+    collections.abc.Mapping: ("a mapping", "write NAME: VALUE lines below it"),
+}
+"""Type of a field -> its form in YAML; other types are dataclasses."""
 
 
 def _missing_hint(path: KeyPath) -> str:
@@ -225,25 +209,65 @@ _PLATFORM = {"enum": sorted([*PLATFORMS, *(name.removeprefix("linux/") for name 
 
 def schema_json() -> str:
     """The schema, JSON Schema draft 2020-12."""
-    from pydantic import TypeAdapter
-
-    schema = TypeAdapter(Document).json_schema()
-    definitions = schema["$defs"]
-    for name, described in _docstrings().items():
-        for key, text in described.items():
-            if name in definitions and key in definitions[name]["properties"]:
-                definitions[name]["properties"][key]["description"] = text
+    definitions: dict[str, Any] = {}
+    schema = _object_schema(Document, definitions, _docstrings())
     _schema_as_written(schema, definitions)
-    _tidy(schema)
     return json.dumps(
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "imgkit recipe",
+            "$defs": dict(sorted(definitions.items())),
             **schema,
             "description": "The content of an image, and facts about the system it is for.",
         },
         indent=2,
     )
+
+
+def _object_schema(
+    owner: Any, definitions: dict[str, Any], described: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """The schema of the dataclass `owner`; those that it uses go into `definitions`."""
+    hints, properties, required = typing.get_type_hints(owner), {}, []
+    for known in dataclasses.fields(owner):
+        about = _value_schema(hints[known.name], definitions, described)
+        if known.default is not dataclasses.MISSING and known.default is not None:
+            plain = dataclasses.is_dataclass(known.default) and not isinstance(known.default, type)
+            about["default"] = dataclasses.asdict(known.default) if plain else known.default
+        elif known.default_factory is dataclasses.MISSING and known.default is dataclasses.MISSING:
+            required.append(known.name)
+        if text := described.get(owner.__name__, {}).get(known.name):
+            about["description"] = text
+        properties[known.name] = about
+    return {
+        "additionalProperties": False,
+        "description": inspect.cleandoc(owner.__doc__ or ""),
+        "properties": properties,
+        **({"required": required} if required else {}),
+        "type": "object",
+    }
+
+
+def _value_schema(
+    hint: Any, definitions: dict[str, Any], described: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        name = getattr(hint, "__name__", "")
+        if name not in definitions:
+            definitions[name] = _object_schema(hint, definitions, described)
+        return {"$ref": f"#/$defs/{name}"}
+    if type(None) in inner:
+        return _value_schema(inner[0], definitions, described)
+    if origin is Literal:
+        return {"enum": list(inner), "type": "string"}
+    if origin is tuple:
+        return {"items": _value_schema(inner[0], definitions, described), "type": "array"}
+    if origin is collections.abc.Mapping:
+        return {"additionalProperties": _value_schema(inner[1], definitions, described), "type": "object"}
+    return {str: {"type": "string"}, Path: {"format": "path", "type": "string"}, int: {"type": "integer"}}[
+        hint
+    ]
 
 
 def _schema_as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> None:
@@ -323,18 +347,3 @@ def _docstrings() -> dict[str, dict[str, str]]:
                     text = inspect.cleandoc(str(after.value.value)).replace("\n", " ")
                     found.setdefault(owner.name, {})[before.target.id] = text
     return found
-
-
-def _tidy(node: Any) -> None:
-    """Remove pydantic's titles, which repeat the keys, and null, which no recipe may contain."""
-    if isinstance(node, dict):
-        if isinstance(node.get("title"), str):
-            del node["title"]
-        if {"type": "null"} in node.get("anyOf", ()):
-            node.update(next(kind for kind in node.pop("anyOf") if kind != {"type": "null"}))
-            node.pop("default", None)
-        for below in node.values():
-            _tidy(below)
-    elif isinstance(node, list):
-        for below in node:
-            _tidy(below)
