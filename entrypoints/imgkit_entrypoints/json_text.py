@@ -227,9 +227,9 @@ class Fault:
     path: tuple[str | int, ...]
     """Keys and indices from the outermost value."""
     kind: Literal["missing", "unknown", "type", "choice", "rule"]
-    """``rule``: the dataclass itself refused its values."""
+    """``rule``: the dataclass refused its values, and `expected` is its reason."""
     expected: Any = None
-    """Of ``type`` the annotation without ``| None``, of ``choice`` the values, of ``rule`` the reason."""
+    """Of ``type`` the annotation without ``| None``, of ``choice`` the values, of ``unknown`` the keys."""
     value: Any = None
 
     def text(self, place: str) -> str:
@@ -244,7 +244,7 @@ class Fault:
             return str(self.expected)
         allowed = self.expected if self.kind == "choice" else ()
         wanted = " or ".join(allowed) if allowed else _noun(self.expected)
-        return f"{whole} is {json.dumps(self.value)[:200]}, not {wanted}"
+        return f"{whole} is {json.dumps(self.value, default=str)[:200]}, not {wanted}"
 
 
 def checked(hint: Any, value: Any, *, closed: bool = False) -> tuple[Any, tuple[Fault, ...]]:
@@ -295,7 +295,7 @@ def _object(owner: Any, value: Mapping[str, Any], path: _Path, faults: list[Faul
             faults.append(Fault(path=(*path, name), kind="missing"))
     for name in value if closed else ():
         if name not in known:
-            faults.append(Fault(path=(*path, name), kind="unknown"))
+            faults.append(Fault(path=(*path, name), kind="unknown", expected=tuple(known)))
     if len(faults) > before:
         return None
     try:

@@ -674,7 +674,7 @@ TARGETS = (
     ),
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
     Target(name="extended", run=_extended, seeds=_recipes, change=mutate.in_text),
-    Target(name="toml", run=_text(problems.parse), seeds=_tomls, change=mutate.in_text),
+    Target(name="toml", run=_text(problems.parse_toml), seeds=_tomls, change=mutate.in_text),
     Target(
         name="uv-lock",
         run=_uv_lock,

@@ -33,7 +33,7 @@ def project_here() -> ProjectFile | None:
     from imgkit_builder.recipe import targets
 
     if targets.is_bundled():
-        return None  # reading it needs pydantic
+        return None  # a file of a laptop's folder: the single-file tool runs on clusters
     from imgkit_builder.project import toml_file
     from imgkit_builder.recipe.problems import shown
 
@@ -59,7 +59,7 @@ def confirm_values(
     from imgkit_builder.recipe import targets
 
     if targets.is_bundled():
-        return  # reading an imgkit.toml needs pydantic
+        return
     from imgkit_builder.project import confirm
 
     found = confirm.of_job(project, recipes, stated=stated)

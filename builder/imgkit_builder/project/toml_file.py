@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from imgkit_builder.job import container, resolve
 from imgkit_builder.job import quoting as job_fields
 from imgkit_builder.recipe import problems, rules
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
-from imgkit_entrypoints import files
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import UsageError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from imgkit_entrypoints.json_text import Fault
 
 NAME = "imgkit.toml"
 _MOST_BYTES = 32 << 10
 _MOST_LINES = 500
-"""`_statements` reads a value of many lines once for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +107,7 @@ def parse(text: str, file: Path) -> ProjectFile:
     """
     found = Collector(lines={file: text.split("\n")}, shows=(file.parent.resolve(),))
     data = _parsed(text, file, found)
-    positions = dict(reversed([*_statements(text, file)])) if data else {}
+    positions = _positions(text, file) if data else {}
     data = {key: value for key, value in data.items() if value != ""}
     _check_types(data, positions, found)
     if not found.errors:
@@ -134,68 +131,37 @@ def _text(file: Path) -> str:
 
 def _parsed(text: str, file: Path, found: Collector) -> dict[str, Any]:
     try:
-        return problems.parse(text)
+        return problems.parse_toml(text)
     except problems.NotToml as error:
         place = Position(file=file, line=error.line, column=error.column)
         found.error(place, (), error.what, 'write KEY = "VALUE"')
     return {}
 
 
-def _statements(text: str, file: Path) -> Iterator[tuple[str, Position]]:
-    """Each key at the left of a line, with its place.
-
-    No parser of TOML gives places. But a value ends at the first line where its statement is TOML.
-    """
-    loads, lines, start = problems.parse, text.split("\n"), 0
-    for end in range(len(lines)):
-        statement = "\n".join(lines[start : end + 1])
-        try:
-            data = loads(statement)
-        except problems.NotToml:
-            continue
-        column = len(lines[start]) - len(lines[start].lstrip()) + 1
-        yield from ((key, Position(file=file, line=start + 1, column=column)) for key in data)
-        start = end + 1
-
-
-def _model() -> type[BaseModel]:
-    import pydantic
-
-    kinds: dict[str, Any] = {
-        "str": (str, ""),
-        "tuple[str, ...]": (list[str], []),
-    }
-    shapes = {one.name: kinds[str(one.type)] for one in fields(ProjectValues)}
-    shapes["nodes"] = (int | str, "")
-    strict = pydantic.ConfigDict(extra="forbid", strict=True)
-    return pydantic.create_model("ImgkitToml", __config__=strict, **shapes)
+def _positions(text: str, file: Path) -> dict[str, Position]:
+    """The first place of each key; a table is an unknown one."""
+    found: dict[str, Position] = {}
+    for path, line, column in problems.toml_positions(text):
+        found.setdefault(str(path[0]), Position(file=file, line=line, column=column))
+    return found
 
 
 def _check_types(data: Mapping[str, Any], positions: Mapping[str, Position], found: Collector) -> None:
-    from pydantic import ValidationError
-
-    try:
-        _model().model_validate(data)
-    except ValidationError as error:
-        # `nodes` may be one of two types, and each would be reported.
-        details = {
-            tuple(part for number, part in enumerate(one["loc"]) if number == 0 or isinstance(part, int)): one
-            for one in error.errors(include_url=False)
-        }
-        for path, detail in details.items():
-            key = str(path[0])
-            what, hint = _type_fault(key, detail["type"], detail["input"])
-            found.error(positions[key], path, what, hint)
+    plain = {
+        key: str(value) if key == "nodes" and type(value) is int else value for key, value in data.items()
+    }
+    for fault in json_text.checked(ProjectValues, plain, closed=True)[1]:
+        key = str(fault.path[0])
+        found.error(positions[key], fault.path, *_explained(key, fault))
 
 
-def _type_fault(key: str, kind: str, value: object) -> tuple[str, str]:
-    if kind == "extra_forbidden":
-        return "unknown key", choices(key, [one.name for one in fields(ProjectValues)])
-    if kind == "list_type":
-        return f"must be a list of texts, not {_kind(value)}", 'write ["ONE", "TWO"]'
-    return f"must be text, not {_kind(value)}", "" if isinstance(
-        value, list | dict
-    ) else f'quote it: "{value}"'
+def _explained(key: str, fault: Fault) -> tuple[str, str]:
+    if fault.kind == "unknown":
+        return "unknown key", choices(key, fault.expected)
+    if fault.expected is not str:
+        return f"must be a list of texts, not {_kind(fault.value)}", 'write ["ONE", "TWO"]'
+    hint = "" if isinstance(fault.value, list | dict) else f'quote it: "{fault.value}"'
+    return f"must be text, not {_kind(fault.value)}", hint
 
 
 def _kind(value: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from imgkit_builder.recipe.model import LOCK_SCHEMA, UV_STEP, Lock, LockedPlatfo
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.json_text import Fault
 from imgkit_recipes import FOLDER
 
 SUFFIX = ".lock"
@@ -161,17 +161,28 @@ def parse(data: str | bytes, file: Path) -> Lock:
         )
         found.add(("schema",), what, hint)
     if not found.problems.errors:
-        _check_keys(Lock, values, (), found)
-    if not found.problems.errors:
-        try:
-            lock: Lock = json_text.read(Lock, values, _PLACE)
-        except (ValueError, TypeError) as error:  # json has no dates, which TOML has
-            _add_type_fault(str(error), found)
-        else:
+        lock, faults = json_text.checked(Lock, values, closed=True)
+        for fault in faults:
+            found.add(fault.path, *_explained(fault))
+        if not faults:
             _check_values(lock, found)
     if found.problems.errors:
         raise RecipeErrors(found.problems.errors, of=file.name)
-    return lock
+    made: Lock = lock
+    return made
+
+
+def _explained(fault: Fault) -> tuple[str, str]:
+    """What is wrong with a value, and the hint."""
+    if fault.kind == "missing":
+        return "is missing", _AGAIN
+    if fault.kind == "unknown":
+        return "unknown key", choices(str(fault.path[-1]), fault.expected)
+    if fault.kind == "type" and dataclasses.is_dataclass(fault.expected):
+        return "must be a table", _AGAIN
+    if fault.kind == "type" and not isinstance(fault.value, str | int | list | dict):
+        return "must not be a date, a time or a number with a point", _AGAIN
+    return fault.text("").partition(" ")[2], _AGAIN
 
 
 class _Faults:
@@ -181,7 +192,7 @@ class _Faults:
         lines = content.split("\n")
         self.problems = Collector(lines={file: lines}, shows=(file.parent.resolve(),))
         self._file = file
-        self._lines = dict(_places(lines))
+        self._lines = {key: line for key, line, _ in problems.toml_positions(content)}
 
     def add(self, path: KeyPath, what: str, hint: str = _AGAIN) -> None:
         """Add a fault of the value at `path`."""
@@ -198,70 +209,12 @@ class _Faults:
         self.problems.error(position, (), f"{key}: {what}" if key else what, hint)
 
 
-def _places(lines: list[str]) -> Iterator[tuple[KeyPath, int]]:
-    """Yield the path and line of each table and key; no parser of TOML gives them.
-
-    The lines are those of `text`: a key at the left of a line, tables with a header, and no dotted keys.
-    """
-    counts: dict[KeyPath, int] = {}
-    table: KeyPath = ()
-    for number, line in enumerate(lines, 1):
-        if head := re.match(r"\s*(\[\[?)\s*([A-Za-z0-9_.-]+)\s*\]", line):
-            *above, last = head[2].split(".")
-            table = ()
-            for name in above:
-                table = (*table, name)
-                # A table below a list of tables belongs to its last item.
-                table = (*table, counts[table]) if table in counts else table
-            table = (*table, last)
-            if head[1] == "[[":
-                counts[table] = counts.get(table, -1) + 1
-                table = (*table, counts[table])
-            yield table, number
-        elif key := re.match(r"\s*([A-Za-z0-9_-]+)\s*=", line):
-            yield (*table, key[1]), number
-
-
 def _parsed(content: str, found: _Faults) -> dict[str, Any]:
     try:
-        return problems.parse(content)
+        return problems.parse_toml(content)
     except problems.NotToml as error:
         found.at(error.line, (), error.what)
     return {}
-
-
-def _check_keys(shape: type[Any], data: Any, path: KeyPath, found: _Faults) -> None:
-    """Report every key that `shape` lacks, and every value that it needs; types come later."""
-    if not isinstance(data, dict):
-        found.add(path, "must be a table")
-        return
-    known = {one.name: one for one in dataclasses.fields(shape)}
-    for key in data.keys() - known.keys():
-        found.add((*path, key), "unknown key", choices(key, known))
-    hints = typing.get_type_hints(shape)
-    for name, field in known.items():
-        inner = [one for one in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(one)]
-        if name not in data:
-            if field.default is dataclasses.MISSING:
-                found.add((*path, name), "is missing")
-        elif not isinstance(data[name], str | int | list | dict):
-            found.add((*path, name), "must not be a date, a time or a number with a point")
-        elif inner and isinstance(data[name], list) and inner[0] is not hints[name]:
-            for number, one in enumerate(data[name]):
-                _check_keys(typing.cast("type[Any]", inner[0]), one, (*path, name, number), found)
-        elif inner and inner[0] is hints[name]:
-            _check_keys(typing.cast("type[Any]", inner[0]), data[name], (*path, name), found)
-
-
-_PLACE = "lock"
-
-
-def _add_type_fault(message: str, found: _Faults) -> None:
-    """Report a ValueError of `json_text.read`, which begins with the place: ``lock.platforms[0].apt[2]``."""
-    place = re.match(rf"{_PLACE}((?:\.\w+|\[\d+\])*)", message)
-    parts = re.findall(r"\.(\w+)|\[(\d+)\]", place[1] if place else "")
-    path = tuple(name or int(number) for name, number in parts)
-    found.add(path, message[place.end() if place else 0 :].strip() or "has the wrong type")
 
 
 def _check_values(lock: Lock, found: _Faults) -> None:

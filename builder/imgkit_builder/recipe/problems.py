@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ class NotToml(UsageError, ValueError):
         self.line, self.column = line, column
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> dict[str, Any]:
     """The values in `text`.
 
     Raises
@@ -234,3 +234,67 @@ def _check(found: dict[str, Any]) -> None:
         ]
     if level:
         raise RecursionError
+
+
+def toml_positions(text: str) -> Iterator[tuple[KeyPath, int, int]]:
+    """Path, line and column of each table in a TOML text, and of each key at the start of a statement.
+
+    No parser of TOML gives positions. The text is one that `parse_toml` takes.
+    """
+    counts: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for statement, line, column in _statements(text):
+        if statement.startswith("["):
+            names, is_item = _header(statement), statement.startswith("[[")
+            table = ()
+            for name in names:
+                # A table below a list of tables belongs to its last item.
+                table = (*table, counts[table]) if table in counts else table
+                table = (*table, name)
+            if is_item:
+                counts[table] = counts.get(table, -1) + 1
+                table = (*table, counts[table])
+            yield table, line, column
+        else:
+            try:
+                keys = parse_toml(statement)
+            except NotToml:
+                continue
+            yield from (((*table, key), line, column) for key in keys)
+
+
+_PIECE = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|\#[^\n]*|[\[{]|[\]}]|\n|[^"\'\#\[\]{}\n]+|.''',
+    re.DOTALL,
+)
+"""A string, a comment, a bracket, a line end, or anything else: what ends a statement is a line end alone."""
+
+
+def _statements(text: str) -> Iterator[tuple[str, int, int]]:
+    """Each statement of the TOML `text` with its line and column; comments and empty lines are none."""
+    depth, start, line, first = 0, 0, 1, 1
+    for piece in _PIECE.finditer(text + "\n"):
+        if piece[0] in ("[", "{"):
+            depth += 1
+        elif piece[0] in ("]", "}"):
+            depth -= 1
+        elif piece[0] == "\n" and depth <= 0:
+            statement = text[start : piece.start()]
+            if (bare := statement.lstrip()) and not bare.startswith("#"):
+                yield bare, first, len(statement) - len(bare) + 1
+            start, first, depth = piece.end(), line + 1, 0
+        line += piece[0].count("\n")
+
+
+def _header(statement: str) -> list[str]:
+    """The names in ``[a.b]`` or ``[[a.b]]``."""
+    try:
+        found: Any = parse_toml(statement)
+    except NotToml:
+        return []
+    names = []
+    while found:
+        ((name, found),) = found.items()
+        found = found[0] if isinstance(found, list) else found
+        names.append(name)
+    return names

@@ -49,7 +49,7 @@ def of_project(folder: Path) -> tuple[str, ...]:
     ToolMissing : this Python cannot read TOML.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
-    content: dict[str, Any] = problems.parse(text)
+    content: dict[str, Any] = problems.parse_toml(text)
     project = content.get("project", {})
     stated = project.get("dependencies", []) if isinstance(project, dict) else None
     if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):

@@ -1,6 +1,6 @@
 """The parts of a recipe that a cluster needs, also in the one-file tool, which cannot read recipe files.
 
-Reading YAML needs PyYAML and pydantic, which are compiled. The JSON of ``imgkit show RECIPE --json`` needs
+Reading YAML needs PyYAML, which is compiled. The JSON of ``imgkit show RECIPE --json`` needs
 the standard library only. The one-file tool carries that of the shipped recipes as ``recipes.json``; a
 user's own recipe comes as a file.
 """

@@ -93,7 +93,7 @@ def tables(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _table(file: Path) -> dict[str, Any]:
     text = files.read_text(file, most_bytes=_MOST_BYTES)
     try:
-        return problems.parse(text)
+        return problems.parse_toml(text)
     except problems.NotToml as error:
         raise ValueError(f"{file.name}:{error.line}: {error.what}") from error
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import files
 from imgkit_builder.job.ssh import fanout
 from imgkit_builder.recipe import problems
-from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.problems import KeyPath, choices
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 FOLDER = "imgkit"
 """imgkit's folder on a remote, in the home there, where the user names none."""
 KEEP_S = 600
+_MOST_KEEP_S = 86400
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
 _MOST_BYTES = 1 << 20
 
@@ -109,7 +109,7 @@ def remotes() -> dict[str, Remote]:
     UsageError : the file is no TOML, or a value in it is wrong; names the line.
     """
     text = _text()
-    return {name: Remote(name=name, **values) for name, values in _checked(text).items()}
+    return _checked(text)
 
 
 def find(name: str) -> Remote:
@@ -191,69 +191,57 @@ def _toml(value: str | int) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _checked(text: str) -> dict[str, Any]:
-    """The tables of the file, each with values that `Remote` takes."""
+def _checked(text: str) -> dict[str, Remote]:
+    """The remotes in the file."""
     if not text.strip():
         return {}
-    from pydantic import ValidationError
-
     try:
-        data = problems.parse(text)
+        data = problems.parse_toml(text)
     except problems.NotToml as error:
         where = f"{path()}:{error.line}"
         raise UsageError(error.what, where=where, hint="correct the file") from error
-    try:
-        found = _adapter().validate_python(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        keys = [str(part) for part in first["loc"] if part != "[key]"]
+    found, faults = json_text.checked(Mapping[str, _RemoteTable], data, closed=True)
+    wrong = [(fault.path, fault.text("").partition(" ")[2]) for fault in faults] or [*_wrong_values(found)]
+    for key, what in wrong:
         raise UsageError(
-            f"{'.'.join(keys)}: {first['msg'].removeprefix('Value error, ')}",
-            where=f"{path()}:{_line(text, keys)}",
+            f"{'.'.join(map(str, key))}: {what}",
+            where=f"{path()}:{_line(text, key)}",
             hint="correct the line",
-        ) from error
-    return {name: one.model_dump() for name, one in found.items()}
+        )
+    return {name: Remote(name=name, **dataclasses.asdict(values)) for name, values in found.items()}
 
 
-def _adapter() -> TypeAdapter[Any]:
-    from typing import Annotated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RemoteTable:
+    """The keys of a table of the file, as in `Remote`."""
 
-    import pydantic
+    address: str
+    folder: str = FOLDER
+    recipe: str = ""
+    transfer: str = ""
+    keep_s: int = KEEP_S
 
-    def check_host(value: str) -> str:
-        if value and not fanout.is_host(value):
-            raise ValueError(f"{value!r} is not an address")
-        return value
 
-    def check_path(value: str) -> str:
+def _wrong_values(tables: Mapping[str, _RemoteTable]) -> Iterator[tuple[KeyPath, str]]:
+    """Each value of the right type that a remote cannot have."""
+    for name, one in tables.items():
+        if not re.fullmatch(_NAME, name):
+            yield (name,), "cannot name a remote"
+        for key, value in (("address", one.address), ("transfer", one.transfer)):
+            if not fanout.is_host(value) and (value or key == "address"):
+                yield (name, key), f"{value!r} is not an address"
         try:
-            return check_folder(value, where="")
+            check_folder(one.folder, where="")
         except UsageError as error:
-            raise ValueError(error.what) from None
-
-    class RemoteTable(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-        address: Annotated[str, pydantic.AfterValidator(check_host), pydantic.Field(min_length=1)]
-        folder: Annotated[str, pydantic.AfterValidator(check_path)] = FOLDER
-        recipe: str = ""
-        transfer: Annotated[str, pydantic.AfterValidator(check_host)] = ""
-        keep_s: Annotated[int, pydantic.Field(ge=0, le=86400)] = KEEP_S
-
-    name = Annotated[str, pydantic.StringConstraints(pattern=f"^{_NAME}$")]
-    return pydantic.TypeAdapter(dict[name, RemoteTable])
+            yield (name, "folder"), error.what
+        if not 0 <= one.keep_s <= _MOST_KEEP_S:
+            yield (name, "keep_s"), f"must be 0 to {_MOST_KEEP_S} seconds"
 
 
-def _line(text: str, keys: list[str]) -> int:
+def _line(text: str, key: KeyPath) -> int:
     """The line of a key of a table, or of the table itself."""
-    place, table = 1, ""
-    for number, row in enumerate(text.splitlines(), 1):
-        if head := re.match(r"\s*\[\s*\"?([^\]\"]*)\"?\s*\]", row):
-            table = head[1]
-        elif table != keys[0] or len(keys) < 2 or not re.match(rf"\s*\"?{re.escape(keys[1])}\"?\s*=", row):
-            continue
-        if table == keys[0]:
-            place = number
-    return place
+    lines = {path: line for path, line, _ in problems.toml_positions(text)}
+    return next((lines[key[:end]] for end in range(len(key), 0, -1) if key[:end] in lines), 1)
 
 
 def _without(text: str, name: str) -> str:

@@ -44,7 +44,7 @@ _OMITTED = (
     "pygments/formatters/",
     "pygments/styles/",
     "templates/project/",
-    "imgkit_builder/remote/",  # its verbs need pydantic
+    "imgkit_builder/remote/",  # its verbs run on a laptop
 )
 """Most of the size, and never imported; `_KEPT` lists the exceptions."""
 _KEPT = ("__init__.py", "_mapping.py")

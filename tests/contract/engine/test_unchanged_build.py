@@ -1,4 +1,4 @@
-"""A second build asks the engine two questions, and loads no SDK and no pydantic, until anything changes."""
+"""A second build asks the engine two questions, and loads no SDK, until anything changes."""
 
 from __future__ import annotations
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -99,3 +101,60 @@ def test_long_value_is_not_repeated(reader: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         READERS[reader](json.dumps({**facts, "title": ["x" * 9999]}) + ("}" if reader == "value" else ""))
     assert len(str(caught.value)) < 250
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    name: str
+    kind: Literal["a", "b"] = "a"
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == "bad":
+            raise ValueError("bad is no name")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    wheels: tuple[Wheel, ...]
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folder: Path = Path()
+
+
+def test_every_fault_is_found_at_once() -> None:
+    data = {
+        "wheels": [{"name": 1, "size": True, "oops": 1}, {"kind": "c"}, "x", {"name": "bad"}],
+        "labels": {"a": "b", "c": 2},
+        "folder": ["."],
+    }
+    made, faults = json_text.checked(Shelf, data, closed=True)
+    assert made is None
+    assert {(fault.path, fault.kind) for fault in faults} == {
+        (("wheels", 0, "name"), "type"),
+        (("wheels", 0, "size"), "type"),
+        (("wheels", 0, "oops"), "unknown"),
+        (("wheels", 1, "kind"), "choice"),
+        (("wheels", 1, "name"), "missing"),
+        (("wheels", 2), "type"),
+        (("wheels", 3), "rule"),
+        (("labels", "c"), "type"),
+        (("folder",), "type"),
+    }
+    assert [fault.text("shelf") for fault in faults if fault.path[:2] == ("wheels", 1)] == [
+        'shelf.wheels[1].kind is "c", not a or b',
+        "shelf.wheels[1] is not complete: it has no name",
+    ]
+
+
+def test_checked_value_has_the_types_of_its_fields() -> None:
+    data = {"wheels": [{"name": "x", "size": None, "later": 1}], "folder": "/x"}
+    made, faults = json_text.checked(Shelf, data)
+    assert faults == ()
+    assert made == Shelf(wheels=(Wheel(name="x"),), folder=Path("/x"))
+    assert json_text.checked(Shelf, data, closed=True)[1][0].kind == "unknown"
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, None, [], {}])
+def test_text_is_text_alone(value: object) -> None:
+    with pytest.raises(ValueError, match=r"shelf\.folder is "):
+        json_text.read(Shelf, {"wheels": [], "folder": value}, "shelf")

@@ -240,7 +240,7 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
     shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
     recipe = load(tmp_path / "locked.yaml")
     file = lock_file.beside(recipe)
-    content = problems.parse(file.read_text())
+    content = problems.parse_toml(file.read_text())
     usual = rendered(lock_follow.follow(recipe, platform=PLATFORM))
     assert usual[0].count("RUN") > 5
     taken = set()

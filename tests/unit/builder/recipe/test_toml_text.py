@@ -12,9 +12,9 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 
 def test_text_becomes_values() -> None:
-    assert problems.parse("[a]\nb = [1]\n") == {"a": {"b": [1]}}
+    assert problems.parse_toml("[a]\nb = [1]\n") == {"a": {"b": [1]}}
     with pytest.raises(NotToml, match="Invalid value") as refused:
-        problems.parse("\na = x")
+        problems.parse_toml("\na = x")
     assert (refused.value.line, refused.value.column) == (2, 5)
 
 
@@ -34,16 +34,16 @@ def test_text_becomes_values() -> None:
 )
 def test_what_is_no_toml_is_an_error_of_imgkit(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        problems.parse(text)
+        problems.parse_toml(text)
 
 
 def test_largest_integers_and_texts_with_dots_pass() -> None:
     text = f"a = [9223372036854775807, -9223372036854775808]\nb = '{'a.b ' * 40}'\n"
-    assert problems.parse(text)["a"] == [(1 << 63) - 1, -(1 << 63)]
+    assert problems.parse_toml(text)["a"] == [(1 << 63) - 1, -(1 << 63)]
 
 
 def test_python_without_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 1))
     monkeypatch.setitem(sys.modules, "tomli", None)
     with pytest.raises(ToolMissing, match=r"Python 3\.10 cannot read TOML"):
-        problems.parse("a = 1")
+        problems.parse_toml("a = 1")
