@@ -240,10 +240,6 @@ def say(text: str) -> None:
     terminal.err(f"dist-train: {text}")
 
 
-if __name__ == "__main__":
-    ranks.run_worker(main)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
     """Functions that make the model and the data, and the loss."""
@@ -293,3 +289,7 @@ def _wrong(place: str, made: object, contract: plugins.Contract) -> UsageError:
     return UsageError(
         f"the function returned a {type(made).__name__}", where=place, hint=f"expected {contract.signature}"
     )
+
+
+if __name__ == "__main__":
+    ranks.run_worker(main)
