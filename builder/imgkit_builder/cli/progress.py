@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_EVERY_S = 5.0
+JSON_EVERY_S = 1.0
 
 
 def reporter(*, as_json: bool = False, verbose: bool = False) -> _ContextReporter:
@@ -75,13 +76,20 @@ class PlainReporter(_ContextReporter):
 
 
 class JsonReporter(_ContextReporter):
-    """One JSON object per event on stderr; stdout is left to the result."""
+    """One JSON object per event on stderr, bytes at most every second; stdout is left to the result."""
+
+    _next_bytes = 0.0
+    """Time before which no further event of bytes is printed."""
 
     def stage(self, text: str) -> None:
+        self._next_bytes = 0.0
         self._emit(event="stage", text=text)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        self._emit(event="bytes", done=done_bytes, total=total_bytes)
+        now = time.monotonic()
+        if now >= self._next_bytes:
+            self._next_bytes = now + JSON_EVERY_S
+            self._emit(event="bytes", done=done_bytes, total=total_bytes)
 
     def line(self, text: str) -> None:
         self._emit(event="line", text=text)

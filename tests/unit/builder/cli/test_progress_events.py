@@ -1,0 +1,35 @@
+"""Progress of ``--json`` on stderr: JSON lines, not more than a log can bear."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from imgkit_builder.cli import progress
+
+
+def events(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int | str]]:
+    lines = map(json.loads, capsys.readouterr().err.splitlines())
+    return [(line["event"], line["done"] if "done" in line else line["text"]) for line in lines]
+
+
+def test_bytes_are_printed_once_a_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((0.0, 0.4, 0.9, 1.1, 1.5, 2.2))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.reporter(as_json=True) as report:
+        report.stage("read")
+        for done in range(6):
+            report.advance(done, 100)
+    assert events(capsys) == [("stage", "read"), ("bytes", 0), ("bytes", 3), ("bytes", 5)]
+
+
+def test_each_stage_begins_with_an_event_of_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.reporter(as_json=True) as report:
+        for name in ("read", "check"):
+            report.stage(name)
+            report.advance(1, 2)
+            report.advance(2, 2)
+    assert events(capsys) == [("stage", "read"), ("bytes", 1), ("stage", "check"), ("bytes", 1)]
