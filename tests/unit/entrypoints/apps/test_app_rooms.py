@@ -61,3 +61,10 @@ def test_no_app_imports_another() -> None:
         and (app, app_of(path)) != ("preflight", "bench")  # it measures as dist-bench does
     }
     assert wrong == set()
+
+
+@pytest.mark.parametrize("file", sorted(APPS.rglob("__main__.py")), ids=lambda file: file.parent.name)
+def test_app_starts_after_all_of_its_functions_are_defined(file: Path) -> None:
+    last = ast.parse(file.read_text(encoding="utf-8")).body[-1]
+    assert isinstance(last, ast.If)
+    assert ast.unparse(last.test) == "__name__ == '__main__'"
