@@ -47,6 +47,8 @@ PHRASES = (
     "hereby",
     "wherefrom",
     "whereon",
+    "place in the data",
+    "saved states",
 )
 """Regular expressions, found anywhere in a text and in any case."""
 FOUND = re.compile(r"\b(?:" + "|".join(PHRASES) + r")", re.IGNORECASE)

@@ -70,7 +70,7 @@ def fetch(
 
     Parameters
     ----------
-    checkpoints : bring the training's saved states, too.
+    checkpoints : fetch the training's checkpoints as well.
 
     Raises
     ------
