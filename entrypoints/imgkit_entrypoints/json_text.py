@@ -229,7 +229,7 @@ class Fault:
     kind: Literal["missing", "unknown", "type", "choice", "rule"]
     """``rule``: the dataclass refused its values, and `expected` is its reason."""
     expected: Any = None
-    """Of ``type`` the annotation without ``| None``, of ``choice`` the values, of ``unknown`` the keys."""
+    """The annotation without ``| None`` (``type``), the values (``choice``) or the keys (``unknown``)."""
     value: Any = None
 
     def text(self, place: str) -> str:
