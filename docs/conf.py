@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 import docstrings  # noqa: E402  (needs the line above)
 import generated  # noqa: E402
 
-from imgkit_builder import __version__  # noqa: E402
+from imgkit_entrypoints import __version__  # noqa: E402
 
 project = "imgkit"
 copyright = "the imgkit authors, Apache-2.0"

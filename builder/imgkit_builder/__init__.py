@@ -1,5 +1,99 @@
-"""The host half of imgkit: from a recipe to a checked .sif. Needs no torch."""
+"""The host half of imgkit: from a recipe to a checked .sif and a job. Needs no torch.
+
+The names below are the Python API, which is provisional: a minor version may change it. Each function takes
+and returns frozen values, prints nothing, and reports progress to its argument `report`.
+Importing this package loads none of its modules; each name loads its own at the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from imgkit_entrypoints import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuiltSif
+    from imgkit_builder.base.checks import Check
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.job.request import Request as JobRequest
+    from imgkit_builder.job.request import SubmittedJob
+    from imgkit_builder.job.submit import PreparedJob, prepare, submit
+    from imgkit_builder.recipe.load import load
+    from imgkit_builder.recipe.model import Recipe
+    from imgkit_builder.sif.conversion import Converted
+    from imgkit_builder.workflow.build import (
+        BuildRequest,
+        BuiltImage,
+        ImagePlan,
+        SifBuildRequest,
+        build,
+        build_sif,
+        plan,
+    )
+    from imgkit_builder.workflow.convert import ConversionRequest, convert
+    from imgkit_builder.workflow.images import smoke_test
+    from imgkit_entrypoints.errors import ImgkitError
+
+__all__ = [
+    "BuildRequest",
+    "BuiltImage",
+    "BuiltSif",
+    "Check",
+    "ConversionRequest",
+    "Converted",
+    "ImagePlan",
+    "ImgkitError",
+    "JobRequest",
+    "PreparedJob",
+    "Recipe",
+    "Reporter",
+    "SifBuildRequest",
+    "SubmittedJob",
+    "__version__",
+    "build",
+    "build_sif",
+    "convert",
+    "load",
+    "plan",
+    "prepare",
+    "smoke_test",
+    "submit",
+]
+
+_MODULES = {
+    "imgkit_builder.apptainer.build": ("BuiltSif",),
+    "imgkit_builder.base.checks": ("Check",),
+    "imgkit_builder.base.progress": ("Reporter",),
+    "imgkit_builder.job.request": ("Request", "SubmittedJob"),
+    "imgkit_builder.job.submit": ("PreparedJob", "prepare", "submit"),
+    "imgkit_builder.recipe.load": ("load",),
+    "imgkit_builder.recipe.model": ("Recipe",),
+    "imgkit_builder.sif.conversion": ("Converted",),
+    "imgkit_builder.workflow.build": (
+        "BuildRequest",
+        "BuiltImage",
+        "ImagePlan",
+        "SifBuildRequest",
+        "build",
+        "build_sif",
+        "plan",
+    ),
+    "imgkit_builder.workflow.convert": ("ConversionRequest", "convert"),
+    "imgkit_builder.workflow.images": ("smoke_test",),
+    "imgkit_entrypoints.errors": ("ImgkitError",),
+}
+_HERE = {"Request": "JobRequest"}
+"""Names that are clear in their own module only, and their names here."""
+_MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, own = _MODULE_OF[name]
+    return getattr(importlib.import_module(module), own)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

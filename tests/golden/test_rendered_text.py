@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder import __version__
 from imgkit_builder.image import render
 from imgkit_builder.recipe import lock_follow
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Recipe
+from imgkit_entrypoints import __version__
 from imgkit_recipes import recipe_names
 
 HERE = Path(__file__).parent

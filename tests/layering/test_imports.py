@@ -198,6 +198,14 @@ def test_run_library_imports_torch_at_its_first_use() -> None:
     assert "layering: torch must not be imported here" in done.stderr
 
 
+def test_package_loads_no_module_of_its_own() -> None:
+    body = (
+        "import imgkit_builder\nprint([name for name in sys.modules if name.startswith('imgkit_builder.')])"
+    )
+    done = blocked((*HEAVY, "yaml", "typer"), body)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_dependencies_never_point_back() -> None:
     assert importers("imgkit_builder", RECIPES, ENTRYPOINTS) == set()
     assert importers("imgkit_recipes", ENTRYPOINTS) == set()

@@ -20,9 +20,10 @@ VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secre
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
+        "api": "workflow job apptainer sif recipe base entrypoints/values",
         "cli": "workflow remote project examine signing job delta apptainer lock sif engine archive "
-        "image recipe oci base values entrypoints/values",
-        "workflow": "remote project job delta apptainer sif archive engine image recipe oci base values "
+        "image recipe oci base entrypoints/values",
+        "workflow": "remote project job delta apptainer sif archive engine image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
@@ -31,18 +32,17 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "signing": "delta sif archive recipe oci base entrypoints/values",
         "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "
         "entrypoints/schedulers entrypoints/values",
-        "delta": "sif inventory archive oci base values entrypoints/launch entrypoints/values",
-        "apptainer": "sif archive image recipe oci base values entrypoints/values",
-        "lock": "sif engine image recipe oci base values entrypoints/values",
-        "sif": "inventory archive oci base values entrypoints/values",
-        "inventory": "oci values entrypoints/values",
+        "delta": "sif inventory archive oci base entrypoints/launch entrypoints/values",
+        "apptainer": "sif archive image recipe oci base entrypoints/values",
+        "lock": "sif engine image recipe oci base entrypoints/values",
+        "sif": "inventory archive oci base entrypoints/values",
+        "inventory": "oci entrypoints/values",
         "engine": "archive image recipe oci base entrypoints/values",
         "archive": "oci base entrypoints/values",
-        "image": "recipe oci base values entrypoints/cli entrypoints/values",
+        "image": "recipe oci base entrypoints/cli entrypoints/values",
         "recipe": "oci entrypoints/values",
         "oci": "entrypoints/values",
         "base": "entrypoints/values",
-        "values": "entrypoints/values",
     },
     "entrypoints": {
         "cli": "doctor launch rollcall schedulers fabric facts values",
@@ -109,8 +109,8 @@ def room_of(module: str) -> str:
     """``builder/job``, ``entrypoints/apps/train``, ``entrypoints/values``; `apps` has a room for each app."""
     half, *parts = module.split(".")
     top = half.removeprefix("imgkit_")
-    if not parts or parts[0] == "__main__":
-        return f"{top}/values"  # the version
+    if not parts:
+        return f"{top}/{'api' if top == 'builder' else 'values'}"  # the Python API; the version
     if parts[0] in VALUES:
         return f"{top}/values"
     if parts[0] == "apps" and len(parts) > 1 and (HALVES[half] / half / "apps" / parts[1]).is_dir():

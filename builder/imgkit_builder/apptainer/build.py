@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_builder import __version__
 from imgkit_builder.apptainer import definition, rights
 from imgkit_builder.apptainer.definition import Follower, Registry, SifFile, Start
 from imgkit_builder.apptainer.rights import Rights
@@ -34,6 +33,7 @@ from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.table import NewObject
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 if TYPE_CHECKING:

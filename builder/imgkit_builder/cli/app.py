@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from imgkit_builder import __version__
 from imgkit_builder.base import files
-from imgkit_entrypoints import terminal
+from imgkit_entrypoints import __version__, terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
 VERBS: dict[str, str] = {

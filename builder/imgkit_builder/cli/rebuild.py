@@ -67,9 +67,9 @@ def verb_rebuild(
 
 def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Recipe, ImgkitRecord]:
     """The recipe with the lock that lies in the .sif, and the record of the .sif."""
-    from imgkit_builder import __version__
     from imgkit_builder.delta import descriptor, source, tree
     from imgkit_builder.recipe import load, lock_file, lock_follow, portable
+    from imgkit_entrypoints import __version__
 
     stack = descriptor.stack(sif)
     record = stack.sif.record

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder import __version__
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, source, tree, write_squashfs
@@ -26,6 +25,7 @@ from imgkit_builder.sif.conversion import Clock, ConversionJob, Options, Stage
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.runtime import RuntimeTool, log_file, runtime_if_any, setting
 from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 MOST = 4

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder import __version__
 from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
@@ -25,6 +24,7 @@ from imgkit_builder.sif.entries import OwnFile
 from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from imgkit_builder import __version__
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
@@ -32,7 +31,7 @@ from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import portable, requirements, sources, targets
 from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedWheel, Recipe
-from imgkit_entrypoints import system
+from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER
 

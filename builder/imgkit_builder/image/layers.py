@@ -16,7 +16,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from imgkit_builder import __version__
 from imgkit_builder.image import install, wheel
 from imgkit_builder.image.instructions import (
     INSIDE,
@@ -31,6 +30,7 @@ from imgkit_builder.image.instructions import (
     Text,
 )
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import UsageError
 
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds

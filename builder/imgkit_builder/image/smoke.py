@@ -68,7 +68,7 @@ def remember(image_id: str) -> None:
 
 
 def _record(image_id: str) -> Path:
-    from imgkit_builder import __version__
+    from imgkit_entrypoints import __version__
 
     # Other versions of imgkit may check more.
     return files.cache_dir() / "smoke" / __version__ / image_id.replace(":", "-")

@@ -12,8 +12,8 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from imgkit_builder import __version__
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
+from imgkit_entrypoints import __version__
 
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
 _NONE = "NOASSERTION"

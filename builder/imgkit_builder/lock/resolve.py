@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder import __version__
 from imgkit_builder import engine as engines
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
@@ -34,6 +33,7 @@ from imgkit_builder.recipe import lock_file, lock_follow
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockedTools, LockRequest, Recipe
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.sif import conversion, mksquashfs
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replacing
 from imgkit_recipes import FOLDER

@@ -11,7 +11,6 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Literal
 
-from imgkit_builder import __version__
 from imgkit_builder.archive import compressed, oci_folder
 from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.base import files
@@ -49,6 +48,7 @@ from imgkit_builder.sif.conversion import (
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
 Method = Literal["stream", "export", "layers"]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from imgkit_builder import __version__
 from imgkit_builder.base import files, process
 from imgkit_builder.recipe import targets
+from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ROOTS = ("typer", "rich", "spython", "jinja2", "packaging", "pathspec")
