@@ -63,7 +63,7 @@ from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import goodput, nccl
 from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.schedulers import hostlist, resolve
-from imgkit_entrypoints.schedulers.placement import Wanted
+from imgkit_entrypoints.schedulers.placement import PlacementRequest
 from imgkit_entrypoints.system import SystemFacts
 
 HERE = Path(__file__).resolve().parent
@@ -473,7 +473,7 @@ def _placement(data: bytes, _: Path) -> None:
         if isinstance(found, dict):
             env = {name: value for name, value in found.items() if isinstance(value, str)}
     file = env.get("FILE")
-    resolve.place(Wanted(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
+    resolve.place(PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
 def _goodput_start() -> goodput.CountedStart:

@@ -45,6 +45,8 @@ PHRASES = (
     "whoever",
     "thereby",
     "hereby",
+    "hang watch",
+    "timekeeper",
     "wherefrom",
     "whereon",
     "place in the data",

@@ -79,6 +79,6 @@ def shim(command: Command) -> str:
     """Return the text of the command's executable.
 
     ``-I`` ignores a host PYTHONPATH, ``~/.local`` and the current folder: a ``json.py`` in any of them would
-    break the launcher before its first line.
+    break the node agent before its first line.
     """
     return f'#!/bin/sh\nexec python3 -I -m imgkit_entrypoints {command.name} "$@"\n'

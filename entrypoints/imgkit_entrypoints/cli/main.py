@@ -28,14 +28,14 @@ from imgkit_entrypoints.system import SystemFacts, to_json
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``NAME ARGS`` and exit with its code."""
-    words = tuple(sys.argv[1:] if argv is None else argv)
+    argv = tuple(sys.argv[1:] if argv is None else argv)
     try:
-        sys.exit(_run(words, os.environ))
+        sys.exit(_run(argv, os.environ))
     except ImgkitError as error:
-        if start.json_dry_run(words, os.environ):
+        if start.json_dry_run(argv, os.environ):
             parts = {"what": error.what, "where": error.where, "hint": error.hint}
             terminal.document(json.dumps({"schema": plan.SCHEMA, "error": parts}, indent=2) + "\n")
-        terminal.err(*f"{words[0] if words else 'imgkit_entrypoints'}: {error}".split("\n"))
+        terminal.err(*f"{argv[0] if argv else 'imgkit_entrypoints'}: {error}".split("\n"))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -46,25 +46,31 @@ def program() -> None:
     main((Path(sys.argv[0]).name, *sys.argv[1:]))
 
 
-def _run(words: tuple[str, ...], env: Mapping[str, str]) -> int:
-    command = _command(words[0] if words else "")
+def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
+    command = _command(argv[0] if argv else "")
     env = saved_environment.replayed(env)
     delta_check.require(env)
     if command.name in _HERE:
-        return _HERE[command.name](words[1:], env)
-    if words[1:] and words[1] in command.verbs:
-        return int(importlib.import_module(command.verbs[words[1]]).main(words[2:]))
+        return _HERE[command.name](argv[1:], env)
+    if argv[1:] and argv[1] in command.verbs:
+        return int(importlib.import_module(command.verbs[argv[1]]).main(argv[2:]))
     parse = start.parse_user_program if command.app is None else start.parse_app
-    asked, program = parse(command, words, env)
-    place = start.place(asked.wanted, env)
+    options, program = parse(command, argv, env)
+    place = start.find_placement(options.placement, env)
     if command.series is None:
-        return start.launch(asked, program, env, place)
+        return start.launch(options, program, env, place)
 
-    def launch(given: Sequence[str], variables: Mapping[str, str]) -> int:
-        return start.launch(asked, program.with_words(given), {**env, **variables}, place)
+    def launch(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+        return start.launch(options, program.with_arguments(arguments), {**env, **variables}, place)
 
     series = Series(
-        words=program.words, command=words, asked=asked, place=place, env=env, launch=launch, say=start.say
+        arguments=program.arguments,
+        command=argv,
+        options=options,
+        place=place,
+        env=env,
+        launch=launch,
+        say=start.say,
     )
     return int(importlib.import_module(command.series).run(series))
 
@@ -83,8 +89,8 @@ class _Findings:
     system: SystemFacts | None
     place: Placement | ImgkitError
     network: fabric.FabricPlan
-    odd: tuple[str, ...]
-    """Warnings about the place."""
+    warnings: tuple[str, ...]
+    """Warnings about the placement."""
 
     def place_dict(self) -> dict[str, object]:
         if isinstance(self.place, ImgkitError):
@@ -93,42 +99,42 @@ class _Findings:
         return {**dataclasses.asdict(self.place), "source": dict(self.place.source)}
 
 
-def _dist_env(words: Sequence[str], env: Mapping[str, str]) -> int:
+def _dist_env(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Print it as text, as JSON or as export lines; the exit code."""
     summary = "print what this node shows and what it means for a launch"
     parser = start.launch_parser("dist-env", summary, env, json_help="print one JSON object")
     parser.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
-    chosen = parser.parse_args(words)
-    asked = start.read_options(chosen, ("dist-env", *words))
-    if chosen.shell and (other := "--json" if asked.json else "--dry-run" if asked.dry_run else ""):
+    chosen = parser.parse_args(argv)
+    options = start.read_options(chosen, ("dist-env", *argv))
+    if chosen.shell and (other := "--json" if options.json else "--dry-run" if options.dry_run else ""):
         raise UsageError(f"--shell cannot be combined with {other}", hint="dist-env --help")
-    if asked.dry_run:
-        nothing = Worker(start=(), words=(), own=True)
-        return start.launch(asked, nothing, env, start.place(asked.wanted, env))
-    found = _look(asked, env)
+    if options.dry_run:
+        nothing = Worker(start=(), arguments=(), own=True)
+        return start.launch(options, nothing, env, start.find_placement(options.placement, env))
+    found = _look(options, env)
     if chosen.shell:
         for name, value in sorted(found.network.env.items()):
             terminal.document(f"export {name}={shlex.quote(value)}\n")
-    elif asked.json:
+    elif options.json:
         terminal.document(json.dumps(_json(found), indent=2) + "\n")
     else:
         terminal.out(*_lines(found))
     return 0
 
 
-def _look(asked: LaunchOptions, env: Mapping[str, str]) -> _Findings:
+def _look(options: LaunchOptions, env: Mapping[str, str]) -> _Findings:
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     place: Placement | ImgkitError
-    odd: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     nnodes, head = 1, ""
     try:
-        place = start.place(asked.wanted, env)
-        odd = resolve.warnings(place, asked.wanted, env, recipe=system.scheduler if system else "")
+        place = start.find_placement(options.placement, env)
+        warnings = resolve.warnings(place, options.placement, env, recipe=system.scheduler if system else "")
         nnodes, head = place.nnodes, place.head
     except ImgkitError as error:
         place = error
     network = fabric.choose(host, system, env, nnodes=nnodes, head=head)
-    return _Findings(host=host, system=system, place=place, network=network, odd=odd)
+    return _Findings(host=host, system=system, place=place, network=network, warnings=warnings)
 
 
 def _json(found: _Findings) -> dict[str, object]:
@@ -160,14 +166,14 @@ def _lines(found: _Findings) -> list[str]:
         ),
         f"fabric     {network.kind}: {network.reason}",
         *(f"  {'set ' if decision.used else 'note'} {decision}" for decision in network.decisions),
-        *(f"  warn {text}" for text in (*found.odd, *network.warnings, *network.blockers)),
+        *(f"  warn {text}" for text in (*found.warnings, *network.warnings, *network.blockers)),
     ]
 
 
 _ALL_NODES = "imgkit_entrypoints.apps.doctor"
 
 
-def _dist_doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
+def _dist_doctor(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Check this node, or all nodes of the job with one collective between them; the exit code."""
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
@@ -175,24 +181,24 @@ def _dist_doctor(words: Sequence[str], env: Mapping[str, str]) -> int:
     both = start.launch_parser("dist-doctor", summary, env, json_help="print one JSON object")
     node.add_arguments(both)
     both.add_argument("--bundle", metavar="FILE", help="save what was read here, to replay it elsewhere")
-    both.parse_args(words)
-    parsed, rest = start.launch_parser("dist-doctor", summary, env).parse_known_args(words)
-    asked = start.read_options(parsed, ("dist-doctor", *words))
-    if asked.dry_run:
-        place = start.place(asked.wanted, env)
-        return start.launch(asked, start.module_worker(_ALL_NODES, rest), env, place)
-    rest = [*rest, *(["--json"] if asked.json else [])]
+    both.parse_args(argv)
+    parsed, rest = start.launch_parser("dist-doctor", summary, env).parse_known_args(argv)
+    options = start.read_options(parsed, ("dist-doctor", *argv))
+    if options.dry_run:
+        place = start.find_placement(options.placement, env)
+        return start.launch(options, start.module_worker(_ALL_NODES, rest), env, place)
+    rest = [*rest, *(["--json"] if options.json else [])]
     if not any(word.startswith("--bundle") for word in rest) and not saved_environment.is_replay(env):
         try:
-            place = start.place(asked.wanted, env)
+            place = start.find_placement(options.placement, env)
         except NoPlan as error:
             start.say(*f"this node only: {error}".split("\n"))
         else:
-            if place.nnodes > 1 or asked.request.nproc != "auto":
-                request = dataclasses.replace(asked.request, prefix=False)
-                asked = dataclasses.replace(asked, request=request)
-                return start.launch(asked, start.module_worker(_ALL_NODES, rest), env, place)
-    return node.main(rest, {**env, "IMGKIT_DEVICE": asked.request.device})
+            if place.nnodes > 1 or options.request.nproc != "auto":
+                request = dataclasses.replace(options.request, prefix=False)
+                options = dataclasses.replace(options, request=request)
+                return start.launch(options, start.module_worker(_ALL_NODES, rest), env, place)
+    return node.main(rest, {**env, "IMGKIT_DEVICE": options.request.device})
 
 
 _HERE: Mapping[str, Callable[[Sequence[str], Mapping[str, str]], int]] = {

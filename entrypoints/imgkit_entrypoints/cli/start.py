@@ -29,7 +29,7 @@ from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Tim
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Placement, Size, Wanted
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.schedulers.resolve import NAMES
 
 
@@ -39,7 +39,7 @@ class Worker:
 
     start: tuple[str, ...]
     """Python, and the module or script that it runs."""
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     """The arguments."""
     own: bool
     """It is a program of this package, and needs no PYTHONPATH."""
@@ -49,20 +49,20 @@ class Worker:
     @property
     def argv(self) -> tuple[str, ...]:
         """The whole command line."""
-        return (*self.start, *self.words)
+        return (*self.start, *self.arguments)
 
-    def with_words(self, words: Sequence[str]) -> Worker:
+    def with_arguments(self, arguments: Sequence[str]) -> Worker:
         """The same program with other arguments."""
-        return dataclasses.replace(self, words=tuple(words))
+        return dataclasses.replace(self, arguments=tuple(arguments))
 
 
-def module_worker(module: str, words: Sequence[str]) -> Worker:
-    """Return `module` of this package with `words`; the current folder and PYTHONPATH do not reach it."""
-    return Worker(start=(sys.executable, "-I", "-u", "-m", module), words=tuple(words), own=True)
+def module_worker(module: str, arguments: Sequence[str]) -> Worker:
+    """Return `module` of this package with `arguments`; the current folder and PYTHONPATH do not reach it."""
+    return Worker(start=(sys.executable, "-I", "-u", "-m", module), arguments=tuple(arguments), own=True)
 
 
-def parse_app(command: Command, words: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
-    """Return the options of the launch, and the app of `command` with the rest of `words`.
+def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
+    """Return the options of the launch, and the app of `command` with the rest of `argv`.
 
     Raises
     ------
@@ -73,21 +73,21 @@ def parse_app(command: Command, words: Sequence[str], env: Mapping[str, str]) ->
     both = launch_parser(command.name, command.summary, env, device=command.device)
     app.add_arguments(both)
     both.formatter_class, both.epilog = argparse.RawDescriptionHelpFormatter, getattr(app, "EXAMPLES", None)
-    both.parse_args(words[1:])  # one check of everything, and --help with all groups
+    both.parse_args(argv[1:])  # one check of everything, and --help with all groups
     launch = launch_parser(command.name, command.summary, env, device=command.device)
-    parsed, rest = launch.parse_known_args(words[1:])
+    parsed, rest = launch.parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(rest, env)
     worker = module_worker(command.app, rest)
-    options = read_options(parsed, tuple(words))
+    options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
     return options, dataclasses.replace(worker, goodput=command.goodput)
 
 
 def parse_user_program(
-    command: Command, words: Sequence[str], env: Mapping[str, str]
+    command: Command, argv: Sequence[str], env: Mapping[str, str]
 ) -> tuple[LaunchOptions, Worker]:
-    """Return the options of the launch, and the user program that follows them in `words`.
+    """Return the options of the launch, and the user program that follows them in `argv`.
 
     Raises
     ------
@@ -104,14 +104,14 @@ def parse_user_program(
         help="pass --local_rank=N to the program, as torch.distributed.launch did",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="your script or module and its arguments")
-    parsed = parser.parse_args(words[1:])
+    parsed = parser.parse_args(argv[1:])
     if not parsed.program:
         raise UsageError("no script given", hint="dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]")
     flags = (("--pass-local-rank", parsed.pass_local_rank), ("-m", parsed.module))
-    given = tuple(flag for flag, wanted in flags if wanted)
+    given = tuple(flag for flag, on in flags if on)
     start = (sys.executable, "-u", user_program.__file__)
-    worker = Worker(start=start, words=(*given, *parsed.program), own=False, goodput=command.goodput)
-    options = read_options(parsed, tuple(words))
+    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False, goodput=command.goodput)
+    options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
     return options, worker
 
@@ -139,10 +139,10 @@ def launch_parser(
     json_help: str = "with --dry-run: print one JSON object",
 ) -> argparse.ArgumentParser:
     """Return a parser with the launch's options; the app adds its own. Its errors are UsageError."""
-    made = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
-    made.add_argument("--version", action="version", version=f"imgkit {__version__}")
-    made.add_argument("--json", action="store_true", help=json_help)
-    group = made.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
+    parser = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
+    parser.add_argument("--json", action="store_true", help=json_help)
+    group = parser.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
 
     def option(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
         given = env.get(_variable(flag))
@@ -242,7 +242,7 @@ def launch_parser(
     switch("--no-network-test", "start without testing the network between the nodes")
     switch("--direct", "this process is one rank: do not start torchrun")
     switch("--dry-run", "show every resolved value and its source, then exit")
-    return made
+    return parser
 
 
 def json_dry_run(argv: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -251,9 +251,9 @@ def json_dry_run(argv: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
-    """Return the parsed values; `command` holds the words typed, for errors that show them."""
+    """Return the parsed values; `command` is the whole command line, for errors that show it."""
     return LaunchOptions(
-        wanted=Wanted(
+        placement=PlacementRequest(
             scheduler=parsed.scheduler,
             size=parsed.nnodes,
             node_rank=parsed.node_rank,
@@ -334,18 +334,18 @@ def _size(text: str) -> Size:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def place(wanted: Wanted, env: Mapping[str, str]) -> Placement:
-    """Find this node's place in the job.
+def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:
+    """Find this node's rank and the other nodes of the job.
 
     Raises
     ------
     NoPlan : there is none, or two launchers contradict each other.
     """
-    return resolve.place(wanted, env, facts.Reader(root=facts.root_of(env)).text)
+    return resolve.place(request, env, facts.Reader(root=facts.root_of(env)).text)
 
 
-def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: Placement) -> int:
-    """Launch `worker` on the node `where`, or with ``--dry-run`` print how; the exit code.
+def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement) -> int:
+    """Launch `worker` on the node `placement`, or with ``--dry-run`` print how; the exit code.
 
     Raises
     ------
@@ -353,22 +353,24 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     starting, or the file of the secret is not safe. ToolFailed : see `supervisor.run`.
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)
-    made = plan.make(
-        asked.request, worker.argv, place=where, host=host, system=system, env=env, own=worker.own
+    launch_plan = plan.make(
+        options.request, worker.argv, place=placement, host=host, system=system, env=env, own=worker.own
     )
-    odd = resolve.warnings(where, asked.wanted, env, recipe=system.scheduler if system else "")
-    child = {name: value for name, value in env.items() if name not in made.unset} | dict(made.env)
+    odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
+    child = {name: value for name, value in env.items() if name not in launch_plan.unset} | dict(
+        launch_plan.env
+    )
     files = absent_files(facts.Reader(root=facts.root_of(env)), child)
     absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in files)
-    warnings = (*odd, *made.warnings, *absent, *(() if worker.own else _shadows(env)))
-    if asked.dry_run:
-        meets = where.nnodes > 1 and made.mode == "torchrun"
-        source = secret.source(asked.secret_file, env, shared_home=_shared_home(env)) if meets else ""
-        found = dataclasses.replace(made, warnings=warnings, secret=source)
-        if asked.json:
-            terminal.document(json.dumps(found.to_dict(), indent=2) + "\n")
+    warnings = (*odd, *launch_plan.warnings, *absent, *(() if worker.own else _shadows(env)))
+    if options.dry_run:
+        meets = placement.nnodes > 1 and launch_plan.mode == "torchrun"
+        source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
+        shown = dataclasses.replace(launch_plan, warnings=warnings, secret=source)
+        if options.json:
+            terminal.document(json.dumps(shown.to_dict(), indent=2) + "\n")
         else:
-            terminal.out(*found.lines())
+            terminal.out(*shown.lines())
         return 0
     if saved_environment.is_replay(env):
         # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
@@ -382,78 +384,78 @@ def launch(asked: LaunchOptions, worker: Worker, env: Mapping[str, str], where: 
     from imgkit_entrypoints.rollcall import gather
     from imgkit_entrypoints.rollcall.messages import Caller
 
-    if made.mode == "direct" and asked.preflight:
+    if launch_plan.mode == "direct" and options.preflight:
         raise NoPlan(
             "the ranks start without a roll call, so the nodes cannot be measured before",
             where="--preflight",
             hint="leave out --direct, or start one process per node",
         )
     _require_torch()
-    proof = _secret(asked, env, where)
+    proof = _secret(options, env, placement)
     child.pop(secret.VARIABLE, None)
     if worker.own:
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
-    if made.mode == "direct":
+    if launch_plan.mode == "direct":
         if folder := RunFolder.of(env, say):  # else the supervisor asks
             folder.refuse_stopped()
-        os.execvpe(made.argv[0], made.argv, child)  # noqa: S606 - an argv list, no shell
-    if where.node_rank == 0:
-        for text in (*(str(decision) for decision in made.decisions if decision.used), *warnings):
+        os.execvpe(launch_plan.argv[0], launch_plan.argv, child)  # noqa: S606 - an argv list, no shell
+    if placement.node_rank == 0:
+        for text in (*(str(decision) for decision in launch_plan.decisions if decision.used), *warnings):
             say(text)
-    carrier = sockets.selected(host, child) if asked.network_test else None
+    carrier = sockets.selected(host, child) if options.network_test else None
     me = Caller(
         host=host.hostname,
         identity=gather.identity(torch=host.torch_version, nccl=host.nccl_version),
-        nproc=made.nproc,
+        nproc=launch_plan.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
         address=carrier.addresses[0] if carrier else "",
         interface=carrier.name if carrier else "",
     )
     return supervisor.run(
-        made.argv,
+        launch_plan.argv,
         child,
-        place=where,
+        place=placement,
         me=me,
         secret=proof,
         say=say,
-        timeouts=asked.timeouts,
-        max_failures=made.max_failures,
+        timeouts=options.timeouts,
+        max_failures=launch_plan.max_failures,
         goodput=worker.goodput,
-        preflight=asked.preflight,
+        preflight=options.preflight,
     )
 
 
-def _secret(asked: LaunchOptions, env: Mapping[str, str], where: Placement) -> bytes | None:
+def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement) -> bytes | None:
     """The secret that the nodes of this start prove to each other; None: one node, or an open start.
 
     Raises
     ------
     NoPlan : the start is open, but must not be. UsageError : see `secret.find`.
     """
-    if where.nnodes == 1:
+    if placement.nnodes == 1:
         return None
-    if where.direct is not None:
-        if asked.require_secret:
+    if placement.direct is not None:
+        if options.require_secret:
             raise NoPlan(
                 "there is no roll call that could prove a secret, since the ranks start without torchrun",
                 where="--require-secret",
                 hint="leave out --direct",
             )
         return None
-    if found := secret.find(asked.secret_file, env, shared_home=_shared_home(env)):
+    if found := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
         return found.value
     make = secret.MAKE.format(file="FILE")
-    if asked.require_secret:
+    if options.require_secret:
         raise NoPlan(
             "this start has no secret, so strangers could join it",
             where="--require-secret",
             hint=f"make one file for all nodes, {make}, and give --secret-file FILE",
         )
-    if where.node_rank == 0:
-        port = ports.roll_call(where.job_id, where.port)
+    if placement.node_rank == 0:
+        port = ports.roll_call(placement.job_id, placement.port)
         _say_once(
-            f"this start is open: any program that reaches port {port} of {where.head} can join it. To close "
-            f"it, make one file for all nodes, {make}, and give --secret-file FILE"
+            f"this start is open: any program that reaches port {port} of {placement.head} can join it. To "
+            f"close it, make one file for all nodes, {make}, and give --secret-file FILE"
         )
     return None
 

@@ -21,7 +21,7 @@ from imgkit_entrypoints.system import SystemFacts
 SCHEMA = 1
 TIMEOUT_S = 60
 DECIDED = "IMGKIT_DECIDED"
-"""Variable with the comma-separated names that the launcher itself set for a worker, and not the user."""
+"""Variable with the comma-separated names that the node agent itself set for a worker, and not the user."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:

@@ -1,1 +1,1 @@
-"""The launcher of one node: plan, start, watch and end torchrun."""
+"""The node agent: it plans, starts, watches and ends torchrun on its node."""

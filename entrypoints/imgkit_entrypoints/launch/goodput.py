@@ -115,11 +115,11 @@ def parts(began_s: float, now_s: float, nodes: int, attempts: Sequence[Attempt])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedStart:
-    """One start of the launchers, in a run's folder. It is written as if a fault ended the start just now."""
+    """One start of the node agents, in a run's folder, written as if a fault ended it just now."""
 
     job: str
     began: str
-    """Start of the allocation or of the launcher, UTC."""
+    """Start of the allocation or of the node agent, UTC."""
     seconds: float
     """Time since then."""
     nodes: int
@@ -382,7 +382,7 @@ PROGRESS_LAYOUT = struct.Struct("5d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The notes, as the launcher reads them."""
+    """The notes, as the node agent reads them."""
 
     first_s: float
     """Beginning of the first step of this attempt."""
@@ -397,7 +397,7 @@ class Progress:
 
 
 class ProgressNotes:
-    """The notes, as the worker writes them. Without a launcher they go nowhere."""
+    """The notes, as the worker writes them. Without a node agent they go nowhere."""
 
     def __init__(self, folder: str | None, rank: int) -> None:
         self._notes = memoryview(bytearray(PROGRESS_LAYOUT.size)).cast("d")

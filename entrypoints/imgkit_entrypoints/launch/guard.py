@@ -1,14 +1,14 @@
-"""A small process between the launcher and torchrun. No process of a run outlives it.
+"""A small process between the node agent and torchrun. No process of a run outlives it.
 
 torchrun puts each worker into a session of its own, and none of them ends when its parent is killed. So the
 guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). Then the run is
-over exactly when the guard has no child. It reads words from the launcher on one pipe (``signal N``,
+over exactly when the guard has no child. It reads commands from the node agent on one pipe (``signal N``,
 ``kill``) and reports on another (``started PID``, ``exit CODE``, ``clean NAMES``). End of file on the first
-pipe means that the launcher is gone, whatever killed it; the guard then ends everything at once.
+pipe means that the node agent is gone, whatever killed it; the guard then ends everything at once.
 
 Run by path with the standard library alone: ``python3 -I -S guard.py CONTROL STATUS FILES COMMAND...``.
 torchrun and the workers inherit the mask of blocked signals through it. FILES is their soft limit of open
-files, since the launcher of the head raises its own (rollcall/gather.py).
+files, since the node agent of the head raises its own (rollcall/gather.py).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _wake_on_child() -> int:
 
 
 def _obey(control: int, child: int | None, others: tuple[int, ...], seconds: float) -> bool:
-    """Wait for a word of the launcher or a byte on `others`; False if everything must end at once."""
+    """Wait for a command of the node agent or a byte on `others`; False if everything must end at once."""
     readable, _, _ = select.select([control, *others], [], [], seconds)
     for descriptor in others:
         if descriptor in readable:
@@ -145,16 +145,16 @@ def _obey(control: int, child: int | None, others: tuple[int, ...], seconds: flo
         return True
     data = os.read(control, 4096)
     for line in data.decode().splitlines():
-        word, _, number = line.partition(" ")
-        if word == "kill":
+        name, _, number = line.partition(" ")
+        if name == "kill":
             return False
-        if word == "signal" and child is not None:
+        if name == "signal" and child is not None:
             os.kill(child, int(number))  # not collected yet, so this id is still its own
     return bool(data)
 
 
 def _say(status: int, line: str) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone
+    with contextlib.suppress(OSError):  # the node agent is gone
         os.write(status, f"{line}\n".encode())
 
 

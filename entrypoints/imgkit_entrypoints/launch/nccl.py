@@ -58,7 +58,7 @@ def question(env: Mapping[str, str]) -> Question | None:
 
 
 class Question:
-    """One question to NCCL, asked in a thread: a launcher that waited for the answer would not beat."""
+    """One question to NCCL, asked in a thread: a node agent that waited for the answer would not beat."""
 
     def __init__(self, host: str, port: int) -> None:
         self._until = time.monotonic() + LIMIT_S

@@ -22,7 +22,7 @@ from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.rollcall import ports
-from imgkit_entrypoints.schedulers.placement import Placement, Size, Wanted
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
 FAILURES = 3
@@ -62,7 +62,7 @@ class Timeouts:
 class LaunchOptions:
     """The launch's part of a command line."""
 
-    wanted: Wanted
+    placement: PlacementRequest
     request: Request
     timeouts: Timeouts
     dry_run: bool
@@ -83,11 +83,11 @@ class LaunchOptions:
 class Series:
     """An app that may be launched several times, with other arguments or variables each time."""
 
-    words: tuple[str, ...]
-    """The app's own arguments; those of the launch are in `asked`."""
+    arguments: tuple[str, ...]
+    """The app's own arguments; those of the launch are in `options`."""
     command: tuple[str, ...]
-    """Every word that the user typed."""
-    asked: LaunchOptions
+    """The whole command line."""
+    options: LaunchOptions
     place: Placement
     env: Mapping[str, str]
     launch: Callable[[Sequence[str], Mapping[str, str]], int]
@@ -221,7 +221,7 @@ def make(
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
     decided = {**network.env, **_threads(host, nproc, env, decisions)}
-    # The names tell the program which values are the launcher's choices and not the user's wishes.
+    # The names tell the program which values are the node agent's choices and not the user's.
     variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
     command = tuple(worker)
     if place.direct is not None:

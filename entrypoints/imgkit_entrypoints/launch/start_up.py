@@ -1,6 +1,6 @@
 """The time from a job's start to its first step, in parts that follow each other, and the part that may hang.
 
-The launcher measures the first parts and hands them to the workers by a variable; dist-train goes on. All
+The node agent measures the first parts and hands them to the workers by a variable; dist-train goes on. All
 instants are those of `time.monotonic`, one clock for all processes of a node.
 
 In torchrun's rendezvous, nodes wait for each other's keys in torch's store. Everybody who reaches its port
@@ -35,7 +35,7 @@ class StartUp:
 
     @classmethod
     def of_worker(cls, env: Mapping[str, str]) -> StartUp:
-        """Go on where the launcher that started this worker has stopped; begin here if there was none."""
+        """Go on where the node agent that started this worker has stopped; begin here if there was none."""
         began_s = process_began_s()
         made = cls(began_s)
         words = env.get(VARIABLE, "").split()
@@ -61,7 +61,7 @@ class StartUp:
 
 
 def first_attempt_s(env: Mapping[str, str]) -> float:
-    """Return when the first attempt began; now, if no launcher has started this worker."""
+    """Return when the first attempt began; now, if no node agent has started this worker."""
     try:
         return min(float(env[FIRST_ATTEMPT]), time.monotonic())
     except (KeyError, ValueError):  # or somebody else's variable
@@ -79,14 +79,14 @@ def process_began_s() -> float:
 
 @contextlib.contextmanager
 def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
-    """Note for the launcher when torchrun of this node is in its rendezvous, and when it is past it."""
+    """Note for the node agent when torchrun of this node is in its rendezvous, and when it is past it."""
     note(env, RENDEZVOUS)
     yield
     note(env, WORKERS)
 
 
 def note(env: Mapping[str, str], phase: str) -> None:
-    """Note for the launcher how far torchrun of this node is (`messages.PHASES`)."""
+    """Note for the node agent how far torchrun of this node is (`messages.PHASES`)."""
     with contextlib.suppress(KeyError, OSError):  # without a note, nobody ends the start
         files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
 

@@ -26,7 +26,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 def main(words: list[str]) -> None:
     """Run the program as ``python3 PROGRAM ARGS`` would."""
-    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # torchrun is above, and the launcher
+    if signal.SIGTERM in signal.pthread_sigmask(
+        signal.SIG_BLOCK, ()
+    ):  # torchrun is above, and the node agent
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,8 +1,8 @@
-"""The hang watch: which workers no longer move, and where they stand.
+"""The watchdog: which workers no longer move, and where they stand.
 
-Each worker notes its place in a few bytes of shared memory, and the launcher reads them. This needs neither
+Each worker notes its place in a few bytes of shared memory, and the node agent reads them. This needs neither
 the worker's interpreter, which a C call may hold, nor a running process; a note costs one store to memory.
-The stacks come from faulthandler's handler, which is C as well. The launchers' heartbeat carries the places
+The stacks come from faulthandler's handler, which is C as well. The node agents' heartbeat carries the places
 of the other nodes (rollcall/session.py).
 """
 
@@ -52,7 +52,7 @@ _STACK = "stack, innermost first:"
 
 
 class Pulse:
-    """This worker's place, as the launcher sees it. No launcher or no room: the notes go nowhere."""
+    """This worker's place, as the node agent sees it. No node agent or no room: the notes go nowhere."""
 
     def __init__(self, folder: str | None, rank: int) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
@@ -122,7 +122,7 @@ class _Worker:
     longest_s: float = 0.0
     """Longest time between two signs of life since its first step, reported hangs left out."""
     asked_from: int | None = None
-    """Size of its file of stacks when the launcher asked for new ones."""
+    """Size of its file of stacks when the node agent asked for new ones."""
     looked: float = 0.0
     """Time of the last look at its stack before its first step."""
     connects: bool = False
@@ -134,7 +134,7 @@ class _Worker:
 
 
 class Watchdog:
-    """The workers of one node, as its launcher sees them."""
+    """The workers of one node, as its node agent sees them."""
 
     def __init__(
         self, folder: Path, host: str, after_s: float, nccl: Callable[[], Question | None] = lambda: None

@@ -1,1 +1,1 @@
-"""The launchers of all nodes meet before the start, and stay connected until the end."""
+"""The node agents of all nodes meet before the start, and stay connected until the end."""

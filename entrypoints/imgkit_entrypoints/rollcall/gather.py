@@ -475,9 +475,9 @@ def _groups(
 
 
 ROOM = 512
-"""Descriptors besides those of the nodes: strangers, and the launcher's own."""
+"""Descriptors besides those of the nodes: strangers, and the node agent's own."""
 SPARE = 64
-"""Descriptors for the launcher itself: pipes to its children, files that it reads."""
+"""Descriptors for the node agent itself: pipes to its children, files that it reads."""
 FEWEST_STRANGERS = 16
 
 

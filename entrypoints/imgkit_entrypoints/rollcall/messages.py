@@ -26,7 +26,7 @@ MODES = ("quick", "full")
 PHASES = STARTING, RENDEZVOUS, WORKERS = ("", "rendezvous", "workers")
 """How far torchrun of a node is: not yet in its rendezvous, in it, or past it."""
 Span = tuple[int, int]
-"""Places of the slowest and of the furthest worker, as the hang watch counts them."""
+"""Places of the slowest and of the furthest worker, as the watchdog counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +337,7 @@ FIGURES, REMARKS, REMARK = 32, 32, 1000
 """Figures and remarks of one stage of the preflight, and characters of a remark."""
 LONGEST_STAGE_S = 600
 _PLACE = 1 << 63
-"""The hang watch counts in 64 bits."""
+"""The watchdog counts in 64 bits."""
 _INTERFACE = re.compile(r"[\w.:@-]{0,32}", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""The session after the roll call: heartbeat, events and the closing barrier between a run's launchers."""
+"""The session after the roll call: heartbeat, events and the closing barrier between a run's node agents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
 Event = Start | EndAttempt | Lost | Failed | StopAsked | AllDone | Measure | Judged | Refused
-"""Messages of the head that the launcher reacts to, or the same on the head itself."""
+"""Messages of the head that the node agent reacts to, or the same on the head itself."""
 
 _PASSED_ON = (Lost, Failed, StopAsked, AllDone, Measure, Judged, Refused)
 """Those that count whatever the attempt."""

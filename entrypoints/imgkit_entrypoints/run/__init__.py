@@ -1,4 +1,4 @@
-"""The run as a library: stop, save, resume and the hang watch for a custom training loop.
+"""The run as a library: stop, save, resume and the watchdog for a custom training loop.
 
     from imgkit_entrypoints.run import Run
 

@@ -339,11 +339,11 @@ class Run:
         self._stepping.add_up(numbers, every)
 
     def lives(self) -> None:
-        """Tell the hang watch that this rank is busy between two steps, for example in an evaluation."""
+        """Tell the watchdog that this rank is busy between two steps, for example in an evaluation."""
         self._stepping.pulse.lives()
 
     def begins(self) -> None:
-        """Tell the hang watch that this rank has the next batch; optional in a loop with `due`."""
+        """Tell the watchdog that this rank has the next batch; optional in a loop with `due`."""
         self._begin(0, before_step=True)
         self._stepping.enter()
 

@@ -107,7 +107,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PlacementRequest:
     """The request of flags and ``IMGKIT_*`` variables; None leaves a field to the scheduler."""
 
     scheduler: str | None = None

@@ -15,10 +15,10 @@ from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
 from imgkit_entrypoints.schedulers.environment import hostname, number, port_in, present, short, size_in
 from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, Wanted, WrongStart
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, Read, WrongStart
 
 
-def place(wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
+def place(request: PlacementRequest, env: Mapping[str, str], read: Read) -> Placement:
     """Find the place of this process from flags, the environment and sometimes a file.
 
     Order: a torchrun worker is refused; the flag ``--scheduler``; complete flags (``--nnodes --node-rank
@@ -29,29 +29,31 @@ def place(wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
     NoPlan : no placement can be right; the hint says what to start instead.
     UsageError : a flag that no environment makes right.
     """
-    wanted = _with_variables(wanted, env)
-    _check_flags(wanted)
+    request = _with_variables(request, env)
+    _check_flags(request)
     _refuse_nesting(env)
-    asked = _as_environment(wanted, env)
-    claimants = _claimants(asked)
-    if wanted.scheduler:
-        found = _place_by(_named(wanted.scheduler, asked), wanted, asked, read)
-    elif _complete(wanted):
-        found = manual.place(asked, read)
-        _compare_rank(claimants, found, asked, read)
+    resolved_env = _as_environment(request, env)
+    claimants = _claimants(resolved_env)
+    if request.scheduler:
+        found = _place_by(_named(request.scheduler, resolved_env), request, resolved_env, read)
+    elif _complete(request):
+        found = manual.place(resolved_env, read)
+        _compare_rank(claimants, found, resolved_env, read)
     elif len(claimants) > 1:
-        _refuse_two(claimants[:2], asked)
+        _refuse_two(claimants[:2], resolved_env)
     else:
-        module = claimants[0] if claimants else manual if manual.claims(asked) else standalone
-        found = _place_by(module, wanted, asked, read)
+        module = claimants[0] if claimants else manual if manual.claims(resolved_env) else standalone
+        found = _place_by(module, request, resolved_env, read)
     _check_host(found, read)
-    return _applied(found, wanted, env)
+    return _applied(found, request, env)
 
 
-def warnings(found: Placement, wanted: Wanted, env: Mapping[str, str], *, recipe: str) -> tuple[str, ...]:
+def warnings(
+    found: Placement, request: PlacementRequest, env: Mapping[str, str], *, recipe: str
+) -> tuple[str, ...]:
     """Describe what is odd about `found`, though no error, in an image for the scheduler `recipe`."""
     alone = found.scheduler == standalone.NAME and found.direct is None
-    if not alone or wanted.scheduler or wanted.nnodes:
+    if not alone or request.scheduler or request.nnodes:
         return ()
     text = unseen(recipe, env)
     meant = (
@@ -72,13 +74,13 @@ def _refuse_nesting(env: Mapping[str, str]) -> None:
         )
 
 
-def _place_by(module: Scheduler, wanted: Wanted, env: Mapping[str, str], read: Read) -> Placement:
+def _place_by(module: Scheduler, request: PlacementRequest, env: Mapping[str, str], read: Read) -> Placement:
     try:
         return module.place(env, read)
     except WrongStart as error:
-        if wanted.nnodes == 1:
+        if request.nnodes == 1:
             return standalone.alone()
-        typed = _typed_on_host(wanted.command, env, read)
+        typed = _typed_on_host(request.command, env, read)
         command = module.per_node_command(typed, nnodes=error.nnodes, env=env)
         hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
         raise NoPlan(error.what, where=error.where, hint=hint) from None
@@ -137,7 +139,7 @@ def _check_host(found: Placement, read: Read) -> None:
         )
 
 
-# Field of `Wanted` -> the variable that the modules read; `as_environment` writes flags there.
+# Field of `PlacementRequest` -> the variable that the modules read; `as_environment` writes flags there.
 _VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
     "node_rank": "IMGKIT_NODE_RANK",
@@ -147,87 +149,91 @@ _VARIABLES: Mapping[str, str] = {
 }
 
 
-def _with_variables(wanted: Wanted, env: Mapping[str, str]) -> Wanted:
+def _with_variables(request: PlacementRequest, env: Mapping[str, str]) -> PlacementRequest:
     """Fill in the ``IMGKIT_*`` variables where no flag is given.
 
     Raises
     ------
     NoPlan : a variable cannot be parsed.
     """
-    node_rank, direct = wanted.node_rank, wanted.direct
+    node_rank, direct = request.node_rank, request.direct
     if node_rank is None and env.get("IMGKIT_NODE_RANK"):
         node_rank = number(env, "IMGKIT_NODE_RANK")
     if direct is None and env.get("IMGKIT_DIRECT"):
         direct = env["IMGKIT_DIRECT"].lower() not in ("0", "false", "no", "off")
     return dataclasses.replace(
-        wanted,
-        scheduler=wanted.scheduler or env.get("IMGKIT_SCHEDULER"),
-        size=wanted.size or size_in(env, "IMGKIT_NNODES"),
+        request,
+        scheduler=request.scheduler or env.get("IMGKIT_SCHEDULER"),
+        size=request.size or size_in(env, "IMGKIT_NNODES"),
         node_rank=node_rank,
-        head=wanted.head or env.get("IMGKIT_HEAD"),
-        port=port_in(env, "IMGKIT_PORT") if wanted.port is None else wanted.port,
+        head=request.head or env.get("IMGKIT_HEAD"),
+        port=port_in(env, "IMGKIT_PORT") if request.port is None else request.port,
         direct=direct,
     )
 
 
-def _check_flags(wanted: Wanted) -> None:
+def _check_flags(request: PlacementRequest) -> None:
     """Refuse flags that no environment makes right.
 
     Raises
     ------
     UsageError : names the flag and the values that it takes.
     """
-    if wanted.scheduler and wanted.scheduler not in NAMES:
+    if request.scheduler and request.scheduler not in NAMES:
         raise UsageError(
-            f"unknown scheduler {wanted.scheduler!r}", where="--scheduler", hint=f"one of: {', '.join(NAMES)}"
+            f"unknown scheduler {request.scheduler!r}",
+            where="--scheduler",
+            hint=f"one of: {', '.join(NAMES)}",
         )
-    if wanted.port is not None and not 1 <= wanted.port <= 65535:
-        raise UsageError(f"{wanted.port} is not a port", where="--port", hint="give a number from 1 to 65535")
+    if request.port is not None and not 1 <= request.port <= 65535:
+        raise UsageError(
+            f"{request.port} is not a port", where="--port", hint="give a number from 1 to 65535"
+        )
 
 
-def _as_environment(wanted: Wanted, env: Mapping[str, str]) -> Mapping[str, str]:
+def _as_environment(request: PlacementRequest, env: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment with every flag written as its variable, and no variable that was not parsed."""
-    asked = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
+    resolved_env = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
     for field, name in _VARIABLES.items():
-        value = getattr(wanted, field)
+        value = getattr(request, field)
         if value is not None and value != "":
-            asked[name] = str(int(value)) if isinstance(value, (bool, int)) else value
-    return asked
+            resolved_env[name] = str(int(value)) if isinstance(value, (bool, int)) else value
+    return resolved_env
 
 
-def _complete(wanted: Wanted) -> bool:
-    """True if the flags say everything about this node, so that no launcher need be asked."""
-    several = wanted.nnodes is not None and wanted.nnodes > 1
-    return several and wanted.node_rank is not None and wanted.head is not None
+def _complete(request: PlacementRequest) -> bool:
+    """True if the flags say everything about this node, so that no launcher need be resolved_env."""
+    several = request.nnodes is not None and request.nnodes > 1
+    return several and request.node_rank is not None and request.head is not None
 
 
-def _applied(found: Placement, wanted: Wanted, env: Mapping[str, str]) -> Placement:
+def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
     """Return the placement with the requested port and range, and with sources under the user's names.
 
     Raises
     ------
     NoPlan : a flag contradicts what was found.
     """
-    _compare_flags(found, wanted)
+    _compare_flags(found, request)
     port, source = found.port, dict(found.source)
-    if wanted.port is not None:
-        port, source["port"] = wanted.port, _VARIABLES["port"]
+    if request.port is not None:
+        port, source["port"] = request.port, _VARIABLES["port"]
     for field, name in source.items():
-        for asked, variable in _VARIABLES.items():
+        for flag, variable in _VARIABLES.items():
             if name == variable and not env.get(variable):
-                source[field] = f"--{asked.replace('_', '-')}"
+                source[field] = f"--{flag.replace('_', '-')}"
     return dataclasses.replace(
         found,
         port=port,
-        direct=_direct_of(found, wanted),
-        size=found.size if wanted.size is None else None if wanted.size.fixed else wanted.size,
+        direct=_direct_of(found, request),
+        size=found.size if request.size is None else None if request.size.fixed else request.size,
         source={field: name for field, name in source.items() if name},
     )
 
 
-def _compare_flags(found: Placement, wanted: Wanted) -> None:
+def _compare_flags(found: Placement, request: PlacementRequest) -> None:
     """Refuse a flag that differs from the launcher: neither may win silently."""
-    size = wanted.size
+    size = request.size
     if size and not size.least <= found.nnodes <= size.started:
         raise NoPlan(
             f"--nnodes is {size}, but {found.scheduler} started {found.nnodes}",
@@ -235,9 +241,9 @@ def _compare_flags(found: Placement, wanted: Wanted) -> None:
             hint=f"leave --nnodes out, or start the command on {size.started} nodes. For a separate run on "
             "each node: --scheduler standalone",
         )
-    if wanted.node_rank is not None and wanted.node_rank != found.node_rank:
+    if request.node_rank is not None and request.node_rank != found.node_rank:
         raise NoPlan(
-            f"--node-rank is {wanted.node_rank}, but {found.scheduler} says that this is node "
+            f"--node-rank is {request.node_rank}, but {found.scheduler} says that this is node "
             f"{found.node_rank}",
             where=found.source.get("node_rank", "--node-rank"),
             hint="leave --node-rank out. To override the launcher: --scheduler manual with --nnodes, "
@@ -245,15 +251,15 @@ def _compare_flags(found: Placement, wanted: Wanted) -> None:
         )
 
 
-def _direct_of(found: Placement, wanted: Wanted) -> Direct | None:
-    if wanted.direct is False and found.direct is not None:
+def _direct_of(found: Placement, request: PlacementRequest) -> Direct | None:
+    if request.direct is False and found.direct is not None:
         raise NoPlan(
             f"{found.direct.local_world_size} processes were started on this node, but direct mode is "
             "switched off",
             where=found.source.get("nnodes", found.scheduler),
-            hint=BY_NAME[found.scheduler].per_node_command(wanted.command, nnodes=found.nnodes, env={}),
+            hint=BY_NAME[found.scheduler].per_node_command(request.command, nnodes=found.nnodes, env={}),
         )
-    if wanted.direct and found.direct is None:
+    if request.direct and found.direct is None:
         return Direct(rank=found.node_rank, local_rank=0, world_size=found.nnodes, local_world_size=1)
     return found.direct
 

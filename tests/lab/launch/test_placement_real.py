@@ -20,14 +20,14 @@ from pathlib import Path
 from imgkit_entrypoints.schedulers import resolve
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.schedulers.placement import Wanted
+from imgkit_entrypoints.schedulers.placement import PlacementRequest
 def read(path):
     try:
         return Path(path).read_text()
     except OSError:
         return None
 try:
-    found = resolve.place(Wanted(command=("python3", sys.argv[0])), os.environ, read)
+    found = resolve.place(PlacementRequest(command=("python3", sys.argv[0])), os.environ, read)
 except ImgkitError as error:
     print(error.exit_code, error)
 else:

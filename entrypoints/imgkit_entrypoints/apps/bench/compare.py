@@ -29,17 +29,17 @@ def run(series: Series) -> int:
     ------
     UsageError : the arms cannot be compared here, or --save names no writable file.
     """
-    wanted = options.read(series.words)
+    wanted = options.read(series.arguments)
     whole = {options.WHOLE_COMMAND: shlex.join(series.command)}
     if wanted.compare is None:
-        return series.launch(series.words, whole)
-    _refuse_options(wanted, series.asked)
-    _refuse_place(wanted.compare, series.place, series.asked.request.device, series.env)
+        return series.launch(series.arguments, whole)
+    _refuse_options(wanted, series.options)
+    _refuse_place(wanted.compare, series.place, series.options.request.device, series.env)
     head = series.place.node_rank == 0
     if head and wanted.save:
         record.writable(Path(wanted.save))
     found = _Comparison(wanted.compare, series.command, wanted.rounds)
-    plain = _without("--save", _without("--compare", series.words))
+    plain = _without("--save", _without("--compare", series.arguments))
     code = 0
     with _scratch() as folder:
         for turn in range(2 * wanted.rounds):

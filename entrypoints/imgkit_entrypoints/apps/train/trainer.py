@@ -271,7 +271,7 @@ class Evaluation:
     def loss(self, lives: Callable[[], object]) -> float:
         """The mean loss over all samples, equal on every rank; a collective call.
 
-        Calls `lives` after each batch, so that the hang watch sees progress.
+        Calls `lives` after each batch, so that the watchdog sees progress.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._here.device)
         position = Position()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size, Wanted, job_port
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, Size, job_port
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -28,8 +28,8 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": 
 HAND: dict[str, Any] = {"nnodes": 2, "node_rank": 0, "head": "n1"}
 
 
-def wanted(nnodes: object = None, **flags: Any) -> Wanted:
-    return Wanted(size=None if nnodes is None else Size.parse(str(nnodes)), **flags)
+def wanted(nnodes: object = None, **flags: Any) -> PlacementRequest:
+    return PlacementRequest(size=None if nnodes is None else Size.parse(str(nnodes)), **flags)
 
 
 def place(env: dict[str, str], host: str = "", **flags: Any) -> Placement:

@@ -13,7 +13,7 @@ import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size, Wanted
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, Size
 
 Env = dict[str, str]
 
@@ -30,7 +30,7 @@ NOTHING = files()
 def place(
     env: Env, read: Callable[[str], str | None] = NOTHING, flags: Mapping[str, Any] | None = None
 ) -> Placement:
-    return resolve.place(Wanted(**(flags or {})), env, read)
+    return resolve.place(PlacementRequest(**(flags or {})), env, read)
 
 
 def slurm_job(nodes: int, nodelist: str, **more: str) -> Env:

@@ -11,7 +11,7 @@ import pytest
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import manual, pbs, resolve, slurm
 from imgkit_entrypoints.schedulers.mpi import HYDRA, OPENMPI, PALS
-from imgkit_entrypoints.schedulers.placement import Wanted
+from imgkit_entrypoints.schedulers.placement import PlacementRequest
 
 COMMAND = ("singularity", "exec", "my image.sif", "dist-train", "--name", "it's $5")
 
@@ -61,7 +61,7 @@ def test_printed_srun_has_the_cpus_of_the_smallest_node() -> None:
 
 def refusal(env: dict[str, str], command: tuple[str, ...], content: dict[str, str]) -> str:
     with pytest.raises(NoPlan) as caught:
-        resolve.place(Wanted(command=command), env, content.get)
+        resolve.place(PlacementRequest(command=command), env, content.get)
     return caught.value.hint or ""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Placement, Wanted
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
 
 # The fewest variables that each launcher sets, on node 1 of 2.
 LAUNCHERS: dict[str, dict[str, str]] = {
@@ -48,7 +48,9 @@ BY_SLURM = {("slurm", "pals")}
 
 
 def place(env: dict[str, str], scheduler: str | None = None) -> Placement:
-    return resolve.place(Wanted(scheduler=scheduler), {"IMGKIT_NODES": "n1,n2", **env}, {"/none": ""}.get)
+    return resolve.place(
+        PlacementRequest(scheduler=scheduler), {"IMGKIT_NODES": "n1,n2", **env}, {"/none": ""}.get
+    )
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

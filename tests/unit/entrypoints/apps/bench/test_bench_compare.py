@@ -113,9 +113,9 @@ def series(
 ) -> int:
     asked = start.read_options(start.launch_parser("dist-bench", "", {}).parse_args(launch), ("dist-bench",))
     given = Series(
-        words=words,
+        arguments=words,
         command=("dist-bench", *words),
-        asked=asked,
+        options=asked,
         place=at or place(),
         env=env,
         launch=launcher,
