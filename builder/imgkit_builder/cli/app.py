@@ -9,44 +9,56 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from imgkit_builder.base import files
 from imgkit_entrypoints import __version__, terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
-VERBS: dict[str, str] = {
-    "list": "recipes",
-    "show": "recipes",
-    "check": "recipes",
-    "lock": "lock",
-    "render": "render",
-    "build": "build",
-    "test": "images",
-    "shell": "images",
-    "push": "images",
-    "save": "archives",
-    "sif": "sif",
-    "delta": "delta",
-    "apply": "delta",
-    "verify": "archives",
-    "rebuild": "rebuild",
-    "sbom": "sbom",
-    "diff": "diff",
-    "sign": "sign",
-    "submit": "jobs",
-    "remote": "remote",
-    "init": "project",
-    "run": "run",
-    "status": "jobs",
-    "logs": "jobs",
-    "cancel": "jobs",
-    "fetch": "run",
-    "runs": "runs",
-    "compare": "runs",
-    "doctor": "doctor",
-    "bundle": "bundle",
+VERB_GROUPS: dict[str, dict[str, str]] = {
+    "Start here": {
+        "build": "build",
+        "sif": "sif",
+        "run": "run",
+        "list": "recipes",
+        "init": "project",
+    },
+    "Images": {
+        "save": "archives",
+        "test": "images",
+        "shell": "images",
+        "push": "images",
+        "delta": "delta",
+        "apply": "delta",
+        "lock": "lock",
+    },
+    "Jobs": {
+        "submit": "jobs",
+        "status": "jobs",
+        "logs": "jobs",
+        "cancel": "jobs",
+        "fetch": "run",
+        "runs": "runs",
+        "compare": "runs",
+        "remote": "remote",
+        "bundle": "bundle",
+    },
+    "Checks": {
+        "check": "recipes",
+        "show": "recipes",
+        "doctor": "doctor",
+        "verify": "archives",
+        "render": "render",
+        "diff": "diff",
+        "sbom": "sbom",
+        "sign": "sign",
+        "rebuild": "rebuild",
+    },
 }
-"""Verb to the module in ``cli`` that has its function ``verb_<name>``, in the order of ``--help``."""
+"""Group of ``--help`` to its verbs, the commonest first, with the module of ``cli`` for ``verb_NAME``."""
+
+VERBS = {verb: module for group in VERB_GROUPS.values() for verb, module in group.items()}
+"""Verb to module."""
 
 INTERRUPTED = 130
 
@@ -69,10 +81,28 @@ BUNDLE_VERBS = (
 """Verbs of the single-file executable: those that need pure Python only."""
 
 
+class GroupedVerbs(TyperGroup):
+    """Lists the verbs under the headings of `VERB_GROUPS`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group that has a verb here."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for title, verbs in VERB_GROUPS.items():
+            known = [
+                (verb, self.commands[verb].get_short_help_str(limit))
+                for verb in verbs
+                if verb in self.commands
+            ]
+            if known:
+                with formatter.section(title):
+                    formatter.write_dl(known)
+
+
 def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
     """The typer application with `verbs`."""
     app = typer.Typer(
         name="imgkit",
+        cls=GroupedVerbs,
         no_args_is_help=True,
         # Plain help: decorated help imports a Markdown parser, which doubles the time of --help.
         rich_markup_mode=None,

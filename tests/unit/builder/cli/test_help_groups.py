@@ -1,0 +1,43 @@
+"""``imgkit --help``: four groups, the commonest verbs first."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from imgkit_builder.cli import app
+
+
+def shown(*verbs: str) -> str:
+    return CliRunner().invoke(app.build_app(verbs) if verbs else app.build_app(), ["--help"]).output
+
+
+def test_help_has_four_groups_in_order() -> None:
+    lines = shown().splitlines()
+    titles = [f"{title}:" for title in app.VERB_GROUPS]
+    assert titles == ["Start here:", "Images:", "Jobs:", "Checks:"]
+    assert [line for line in lines if line in titles] == titles
+    assert "Commands:" not in lines
+
+
+def test_every_verb_is_listed_once() -> None:
+    rows = [
+        line.split()[0] for line in shown().split("Start here:", 1)[1].splitlines() if line.startswith("  ")
+    ]
+    assert [row for row in rows if row in app.VERBS] == list(app.VERBS)
+
+
+def test_first_two_groups_have_at_most_twelve_verbs() -> None:
+    first, second, *_ = app.VERB_GROUPS.values()
+    assert len(first) + len(second) <= 12
+
+
+def test_group_without_a_verb_has_no_heading() -> None:
+    assert "Images:" not in shown("build", "status")
+
+
+@pytest.mark.parametrize("verb", ["pull", "job", "flatten", "schema", "provenance"])
+def test_removed_verb_is_refused(verb: str) -> None:
+    result = CliRunner().invoke(app.build_app(), [verb, "x"])
+    assert result.exit_code == 2
+    assert f"No such command '{verb}'" in result.output
