@@ -1,4 +1,4 @@
-"""``imgkit lock``: a recipe's packages, with version, URL and sha256, in a file beside it."""
+"""``imgkit lock``: a recipe's packages, with version, URL and sha256, in a file next to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verb_lock(
     upgrade: bool = typer.Option(False, "--upgrade", help="Take the newest versions that fit."),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     keep: bool = typer.Option(
-        False, "--keep", help="Store every file beside the lock, and build wheels where there are none."
+        False, "--keep", help="Store every file next to the lock, and build wheels where there are none."
     ),
     check: bool = typer.Option(
         False, "--check", help="Only say whether the lock fits the recipe; exit code 1 if not."
@@ -53,7 +53,7 @@ def verb_lock(
 ) -> None:
     """Write down every package of a recipe's image: version, URL and sha256.
 
-    The lock of mine.yaml is mine.lock beside it; a shipped recipe's lock is
+    The lock of mine.yaml is mine.lock next to it; a shipped recipe's lock is
     written here. imgkit build then installs exactly these files. The base's own
     pip and apt choose the versions, so the base's torch and NCCL stay. Versions
     that are locked already stay where they still fit the recipe.
@@ -127,7 +127,7 @@ def _lock(
         raise UsageError(
             "this user may not write the lock here",
             where=str(file.parent),
-            hint="copy the recipe to a folder of your own, or look only: --dry-run",
+            hint="copy the recipe to your own folder, or only look: --dry-run",
         )
     values = secret_values.read(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""

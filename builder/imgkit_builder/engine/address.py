@@ -56,7 +56,7 @@ def endpoint() -> Endpoint:
 
 
 def others(used: Endpoint) -> tuple[Endpoint, ...]:
-    """Engines beside `used` that a variable or a context could choose: contexts, then sockets that answer."""
+    """Engines other than `used` that one could choose: contexts, then sockets that answer."""
     found = {place.host: place for place in (*_answering(), *_context_endpoints())}
     found.pop(used.host, None)
     return tuple(found.values())

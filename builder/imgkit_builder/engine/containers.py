@@ -21,7 +21,7 @@ from imgkit_entrypoints.terminal import unstyled
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
 
-# Runs beside imgkit and waits for its pipe to close. A word before that means: the container is removed.
+# Runs next to imgkit and waits for its pipe to close. A word before that means: the container is removed.
 # Silence means that imgkit was killed: the guard then removes the container. It tries twice, as the engine
 # may still be creating it.
 _GUARD = """

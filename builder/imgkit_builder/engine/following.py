@@ -20,7 +20,7 @@ from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import unstyled
 
 DOCKERFILE = "Dockerfile.imgkit"
-"""Name of the Dockerfile with the labels; the context keeps its own beside it."""
+"""Name of the Dockerfile with the labels; the context keeps its own next to it."""
 
 _STEP = re.compile(r"^(?:Step|STEP) (\d+)/(\d+) ?: (.*)$")
 _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")

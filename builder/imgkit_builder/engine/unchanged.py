@@ -48,7 +48,7 @@ MOST_CODE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What decides about a build beside files: words of the command line, a variable, and the engine."""
+    """What decides about a build besides files: arguments of the command line, a variable, and the engine."""
 
     recipe: str
     """The user's word for it."""

@@ -52,20 +52,20 @@ def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
 
     Raises
     ------
-    UsageError : it is no folder, has no file, holds what looks secret, or cannot be read.
+    UsageError : it is not a directory, has no file, holds what looks secret, or cannot be read.
     LargeContext : it is large, and `large` does not allow it; raised before a file is read.
     """
     assert request.code is not None  # noqa: S101 - the caller has looked
     folder = request.code
     if not folder.is_dir():
-        what = "it is no folder" if os.path.lexists(folder) else "there is no such folder"
+        what = "not a directory" if os.path.lexists(folder) else "no such directory"
         raise UsageError(
             what, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
         )
     found = tuple(_found(folder, request.allow))
     if not any(one.kind != "dir" for one in found):
         raise UsageError(
-            "no file of it would go to the nodes",
+            "nothing to ship: every file is ignored",
             where=f"--code {folder}",
             hint=".gitignore and .dockerignore leave files out: git status --ignored",
         )
@@ -190,7 +190,7 @@ def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
         ) from error
     if secret:
         raise UsageError(
-            f"these usually hold secrets: {', '.join(secret[:5])}{' ...' if secret[5:] else ''}",
+            f"these files usually hold secrets: {', '.join(secret[:5])}{' ...' if secret[5:] else ''}",
             where=f"--code {folder}",
             hint="list them in .gitignore or .dockerignore; if it holds none: "
             f"--allow {secret[0].rstrip('/')}",

@@ -113,8 +113,8 @@ class Request:
     max_failures: int | None = flag(
         None,
         metavar="K",
-        help="Lost nodes and failed workers after which the workers start again (default: 3 with spares or a "
-        "range, else 0).",
+        help="Failures (lost nodes or workers) to survive before the run is aborted (default: 3 with spares "
+        "or a range, else 0).",
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
@@ -130,17 +130,17 @@ class Request:
         "", metavar="PATH|REF", help="Image to run (default: RECIPE.sif here, or RECIPE:latest)."
     )
     delta: Path | None = flag(
-        None, metavar="X.imgdelta", help="Delta to lay over the .sif, which does not change (imgkit delta)."
+        None, metavar="X.imgdelta", help="Delta to mount over the .sif, which stays as it is (imgkit delta)."
     )
     code: Path | None = flag(
-        None, metavar="DIR", help="Folder to lay over /workspace of the image, without a build."
+        None, metavar="DIR", help="Folder of code to mount over /workspace of the image, without a build."
     )
-    no_code: bool = flag(False, help="Lay no folder over it, also where imgkit.toml names one.")
+    no_code: bool = flag(False, help="Do not mount code, even if imgkit.toml sets it.")
     code_replace: bool = flag(False, help="With --code: hide what the image itself has in /workspace.")
     allow: tuple[str, ...] = flag(
-        (), metavar="NAME", help="With --code: take this file, although its name looks like that of a secret."
+        (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
-    yes: bool = flag(False, help="With --code: take more than 100 MB without a question.")
+    yes: bool = flag(False, help="With --code: do not ask for confirmation above 100 MB.")
     binds: tuple[str, ...] = flag(
         (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
     )
@@ -157,7 +157,7 @@ class Request:
     )
     name: str = flag("", help="Job name (default: the recipe's name).")
     options: tuple[str, ...] = flag(
-        (), "--option", metavar="WORD", help="Further scheduler option, passed on unchanged."
+        (), "--option", metavar="WORD", help="Additional scheduler option, passed through unchanged."
     )
     directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
     stop_before_s: int | None = flag(
@@ -186,15 +186,15 @@ class Request:
         help="What starts the program (default: the recipe's runtime); host: no container.",
     )
     templates: Path | None = flag(
-        None, metavar="DIR", help="Folder of your own templates; they replace the shipped ones."
+        None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )
     secret_file: Path | None = flag(
         None,
         metavar="FILE",
-        help="Secret that the nodes prove to each other, at this path on all of them (default: the job makes "
-        "a new one for each start).",
+        help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
+        "the job creates a new one at each start).",
     )
-    require_secret: bool = flag(False, help="Let several nodes start only with a secret.")
+    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
     strict: bool = flag(False, help="Treat warnings as errors.")
     project: Mapping[str, str] = field(default_factory=dict)
     """Where the imgkit.toml below the flags states each key, and "" its name; empty without such a file."""
@@ -341,7 +341,7 @@ class SubmittedJob:
     queue: str = ""
     """The queue that it was submitted to; some systems find a job only by both."""
     cluster: str = ""
-    """The cluster that the scheduler named beside the id, which is then unique only with it."""
+    """The cluster that the scheduler printed with the id, which is then unique only with it."""
     answer: str | None = None
     """What the scheduler printed instead of an id; None where it printed one."""
     remote: str = ""

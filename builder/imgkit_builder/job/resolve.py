@@ -132,7 +132,9 @@ def _command(request: Request) -> tuple[str, ...]:
             else ""
         )
         if other:
-            raise UsageError(f"{making} and {other}", where=making, hint="give only one of them")
+            raise UsageError(
+                f"{making} cannot be combined with {other}", where=making, hint="give one of them"
+            )
         return ()
     if not command:
         if request.interactive:
@@ -143,7 +145,9 @@ def _command(request: Request) -> tuple[str, ...]:
             hint="imgkit submit RECIPE -- dist-bench; or --interactive",
         )
     if any("\n" in word or "\0" in word for word in command):
-        raise UsageError("a word of the command holds a line break", where="COMMAND", hint="put it in a file")
+        raise UsageError(
+            "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
+        )
     if command[0].startswith("dist-") and command[0] not in names:
         raise UsageError(f"there is no {command[0]}", where="COMMAND", hint=choices(command[0], names))
     return command
@@ -213,7 +217,7 @@ def _settings(
         settings["IMGKIT_GPUS"] = str(gpus)
     if request.nproc is not None:
         if request.nproc < 1:
-            raise UsageError(f"{request.nproc} processes", where="--nproc", hint="a number from 1")
+            raise UsageError(f"--nproc must be at least 1 (got {request.nproc})", where="--nproc")
         settings["IMGKIT_NPROC"] = str(request.nproc)
     elif request.gpus and not system.hides_gpus:
         settings["IMGKIT_NPROC"] = str(request.gpus)
@@ -261,7 +265,7 @@ def _gpus(recipe: Target, request: Request) -> int:
     if request.gpus is None:
         return limit
     if request.gpus < 0:
-        raise UsageError(f"{request.gpus} GPUs", where="--gpus", hint="a number from 0")
+        raise UsageError(f"--gpus must be at least 0 (got {request.gpus})", where="--gpus")
     stated = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
     if stated and request.gpus > limit:
         raise UsageError(
@@ -281,7 +285,7 @@ def _cpus(recipe: Target, request: Request, _gpus: int) -> int | None:
     if request.cpus is None:
         return _gpus * share if _gpus and share else request.nproc or node.cpus
     if request.cpus < 1:
-        raise UsageError(f"{request.cpus} CPUs", where="--cpus", hint="a number from 1")
+        raise UsageError(f"--cpus must be at least 1 (got {request.cpus})", where="--cpus")
     if _gpus and share and request.cpus != _gpus * share:
         raise UsageError(
             f"--cpus {request.cpus}, but {_gpus} GPUs come with {_gpus * share} CPUs ({share} each)",

@@ -193,7 +193,7 @@ def _check_build(request: Request) -> None:
 
 def _check_delta(job: Job, delta: Delta) -> None:
     if not Path(job.overlay).is_file():
-        raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, beside the .sif")
+        raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, next to the .sif")
     found = descriptor.stack(Path(job.image)).base
     if found != delta.base:
         raise UsageError(

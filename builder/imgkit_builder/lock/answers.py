@@ -290,13 +290,13 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
             return UsageError(
                 f"{failure.about} has no wheel for this base, only its source",
                 where=where,
-                hint=f"build its wheel in the base, and keep it beside the lock: {keep}",
+                hint=f"build its wheel in the base, and keep it next to the lock: {keep}",
             )
         case "local":
             return UsageError(
                 f"{failure.about} comes from a folder of the base and not from an index",
                 where=where,
-                hint=f"keep the file beside the lock: {keep}",
+                hint=f"keep the file next to the lock: {keep}",
             )
         case "no url":
             return UsageError(

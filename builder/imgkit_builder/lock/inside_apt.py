@@ -1,6 +1,6 @@
 """Resolves the apt step inside the base, by its apt. Runs by path in the base; standard library only.
 
-Usage: ``inside_apt.py PACKAGE...``. It reads ``order.json`` beside it, and writes into ``out/`` there
+Usage: ``inside_apt.py PACKAGE...``. It reads ``order.json`` next to it, and writes into ``out/`` there
 ``apt.json`` with what apt printed, or ``failed.json``. It ends with 0 in both cases.
 """
 

@@ -1,7 +1,7 @@
 """Resolves one pip step inside the base, by its pip. Runs by path in the base; standard library only.
 
 Usage: ``inside_pip.py NUMBER install ARGUMENTS``, with the arguments of the step's ``pip install``. It reads
-``order.json`` beside it, and writes into ``out/`` there ``pip-NUMBER.json``, the report of pip, or
+``order.json`` next to it, and writes into ``out/`` there ``pip-NUMBER.json``, the report of pip, or
 ``failed.json``; the wheels of a lock with files lie in ``out/files``. It ends with 0 in both cases.
 
 Notes

@@ -180,7 +180,7 @@ _SCRIPTS = ("inside_apt.py", "inside_pip.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What a lock should be like, beside what the recipe says."""
+    """What a lock should be like, besides what the recipe states."""
 
     keep: bool = False
     """Whether the files are stored too, and wheels are built where there are none."""
@@ -313,7 +313,7 @@ def kept_files(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
 
 
 def write_lock(recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, made: Path | None) -> None:
-    """Write `part` into the lock `file`, and its files from the folder `made` beside it.
+    """Write `part` into the lock `file`, and its files from the folder `made` next to it.
 
     The files come first: a lock never names a file that is not there. Those that only `old` names go last.
 

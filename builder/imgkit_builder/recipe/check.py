@@ -31,7 +31,7 @@ Checked = set[KeyPath]
 _USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _EXPOSED = "anybody who can pull the image can read it; pass it when the job starts"
 _IN_HISTORY = (
-    "it stays in the image's history; write ${NAME} in its place, in a requirements file or a command, and "
+    "it stays in the image's history; write ${NAME} instead, in a requirements file or a command, and "
     "declare the variable: secrets: [{id: mine, env: NAME}], with secrets: [mine] in the step"
 )
 
@@ -425,7 +425,7 @@ def project(folder: Path, position: Position, path: KeyPath, found: Collector) -
         what = f"{folder.name} has no {requirements.PYPROJECT}"
         hint = "name the folder that has one" if folder.is_dir() else "name a folder"
         if (folder / "setup.py").is_file():
-            hint = 'add one beside setup.py: [build-system] with requires = ["setuptools"]'
+            hint = 'add one next to setup.py: [build-system] with requires = ["setuptools"]'
         found.error(position, path, what, hint)
         return
     try:

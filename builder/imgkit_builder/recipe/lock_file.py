@@ -76,7 +76,7 @@ _TEXT_RULES: Mapping[str, rules.Rule] = {
 
 
 def beside(recipe: Recipe) -> Path:
-    """Where the lock of `recipe` lies: beside its file; for a shipped recipe in the working folder."""
+    """Where the lock of `recipe` lies: next to its file; for a shipped recipe in the working folder."""
     if recipe.file.parent == FOLDER:
         return Path.cwd() / f"{recipe.name}{SUFFIX}"
     return recipe.file.with_suffix(SUFFIX)

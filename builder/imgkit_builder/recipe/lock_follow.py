@@ -1,4 +1,4 @@
-"""Attaches the lock beside a recipe to it, if that is the lock of this recipe, base and platform."""
+"""Attaches the lock next to a recipe to it, if that is the lock of this recipe, base and platform."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEPT_SUFFIX = ".files"
 
 
 def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
-    """`recipe` with the lock that lies beside it; unchanged where there is none.
+    """`recipe` with the lock that lies next to it; unchanged where there is none.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ from imgkit_entrypoints.errors import UsageError
 def to_json(recipe: Recipe) -> str:
     """Deterministic text, which `whole.from_json` reads: a recipe with the same digest, without positions.
 
-    The lines of requirements files are packages and options in it. Files that it names beside them, such as
+    The lines of requirements files are packages and options in it. Files that it names next to them, such as
     code and certificates, keep the paths that the recipe states. Passwords that it states are left out.
 
     Raises

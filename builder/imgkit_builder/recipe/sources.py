@@ -219,7 +219,7 @@ def _maybe_key(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_output(name: str, names: set[str]) -> bool:
-    # An archive is one of imgkit's only where its record lies beside it; a data set may be a .tar too.
+    # An archive is one of imgkit's only where its record lies next to it; a data set may be a .tar too.
     archive = name.removesuffix(".manifest.json").removesuffix(".sha256")
     if ".tar" in archive and archive in names and f"{archive}.manifest.json" in names:
         return True

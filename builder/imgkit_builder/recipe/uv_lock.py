@@ -323,5 +323,5 @@ def _applying(requirements: Iterable[Requirement], environment: dict[str, str]) 
 def _same(locked: tuple[set[str], set[str]] | None, own: tuple[set[str], set[str]] | None) -> bool:
     if locked is None or own is None:
         return locked is own
-    # pyproject.toml may state a version beside a place in tool.uv.sources; the lock knows the place alone.
+    # pyproject.toml may state a version besides a place in tool.uv.sources; the lock knows the place alone.
     return locked[0] == own[0] and (locked[1] == own[1] or _PLACE in locked[1])

@@ -339,7 +339,9 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
     UsageError : both are given, the file cannot be read, or a word is not a host or occurs twice.
     """
     if text and file is not None:
-        raise UsageError("--hosts and --hostfile", where="--hostfile", hint="give only one of them")
+        raise UsageError(
+            "--hosts cannot be combined with --hostfile", where="--hostfile", hint="give one of them"
+        )
     places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
     if file is not None:
         places = _in_file(file)

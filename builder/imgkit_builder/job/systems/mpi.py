@@ -104,7 +104,9 @@ def _check(job: Job) -> None:
         )
     if job.flags(MpiFlags).direct and job.flags(MpiFlags).ssh:
         raise UsageError(
-            "--direct and --ssh", where="--direct", hint="mpirun starts the ranks: leave --ssh out"
+            "--direct cannot be combined with --ssh",
+            where="--direct",
+            hint="mpirun starts the ranks: omit --ssh",
         )
     odd = [host for host in hosts if {"@", ":"} & set(host)]
     if odd and not job.flags(MpiFlags).ssh:
@@ -172,9 +174,7 @@ def _ranks(job: Job) -> int:
 def _by_ssh(job: Job) -> Script:
     hosts = _hosts(job)
     title = job.recipe.system.title or job.recipe.name
-    rows = [
-        f"# {title}, by imgkit: a command a host, each in a terminal of its own. All from here: imgkit submit"
-    ]
+    rows = [f"# {title}, by imgkit: a command a host, each in its own terminal. All from here: imgkit submit"]
     if job.names:
         rows.append(f"# imgkit submit also sends the values of {', '.join(job.names)}; these lines do not.")
     remote = []

@@ -120,9 +120,7 @@ def claims(job: Job) -> tuple[Claim, ...]:
             )
         claim = Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
         if claim.path in (other.path for other in found):
-            raise UsageError(
-                f"two volumes at {claim.path}", where="--pvc", hint="give each a path of its own"
-            )
+            raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
         found.append(claim)
     return tuple(found)
 

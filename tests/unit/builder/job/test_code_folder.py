@@ -187,7 +187,11 @@ def test_secret_names_are_refused_until_allowed(folder: Path, name: str) -> None
 
 def test_folder_that_is_none_is_refused(folder: Path) -> None:
     (folder / "empty").mkdir()
-    for name, message in (("train.py", "no folder"), ("gone", "no such folder"), ("empty", "no file of it")):
+    for name, message in (
+        ("train.py", "not a directory"),
+        ("gone", "no such directory"),
+        ("empty", "every file is ignored"),
+    ):
         with pytest.raises(UsageError, match=message) as caught:
             read(folder / name)
         assert name in str(caught.value.where)

@@ -75,7 +75,7 @@ HINTS = {
     "env-path": "write the whole value, PATH: '/x:/usr/local/sbin:/usr/local/bin:/usr/sbin:",
     "ca-files": "openssl x509 -inform der -in run-mappings.yaml -out certificate.crt",
     "run-mappings": "allowed: copy, pip",
-    "pip-projects": "add one beside setup.py: [build-system] with requires",
+    "pip-projects": "add one next to setup.py: [build-system] with requires",
     "pip-neither": "add packages: [NAME]",
 }
 

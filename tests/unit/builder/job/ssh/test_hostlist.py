@@ -51,7 +51,7 @@ def test_repeated_host_is_refused(tmp_path: Path) -> None:
 
 
 def test_flag_and_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--hosts and --hostfile"):
+    with pytest.raises(UsageError, match="--hosts cannot be combined with --hostfile"):
         fanout.read("a", tmp_path / "hosts")
 
 

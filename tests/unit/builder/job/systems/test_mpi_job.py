@@ -173,7 +173,7 @@ def test_shell_is_for_one_host() -> None:
     ("change", "what"),
     [
         ({"nodes": "1:2"}, "mpirun starts all nodes or none"),
-        ({"direct": True, "ssh": True}, "--direct and --ssh"),
+        ({"direct": True, "ssh": True}, "--direct cannot be combined with --ssh"),
         ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
         ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),
         ({"archive": Path("x.tar"), "command": ()}, "no scheduler to submit this to"),
