@@ -23,7 +23,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "api": "workflow job apptainer sif recipe base entrypoints/values",
         "cli": "workflow remote project examine signing job delta apptainer lock sif engine archive "
         "image recipe oci base entrypoints/values",
-        "workflow": "remote project job delta apptainer sif archive engine image recipe oci base "
+        "workflow": "remote project examine job delta apptainer sif engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
