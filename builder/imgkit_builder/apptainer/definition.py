@@ -166,7 +166,7 @@ def find_base(recipe: Recipe, *, name: str | None, place: str | None, report: Re
         start = _of_archive(path)
     else:
         raise UsageError(
-            "there is no such base" if not path.exists() else "a folder without oci-layout is no image",
+            "there is no such base" if not path.exists() else "a folder without oci-layout is not an image",
             where=f"--base-from {place}",
             hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
         )

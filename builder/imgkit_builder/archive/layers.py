@@ -254,7 +254,9 @@ class LayerTree:
             if member.kind == SYMLINK:
                 self._links[number] = member.link
         elif member.kind != DIRECTORY:
-            raise self._refused(member, f"its type {member.kind!r} is no file, folder, link, device or FIFO")
+            raise self._refused(
+                member, f"its type {member.kind!r} is none of file, folder, link, device, FIFO"
+            )
         folder = self._enter(found, missing)
         if member.kind == DIRECTORY:
             before = folder.children.get(name)

@@ -274,7 +274,7 @@ def _bytes(file: StoredFile, name: str, where: str) -> bytes:
     raw = file.document()
     if raw is None:
         raise CheckFailed(
-            f"{name} has more than {MAX_JSON_BYTES >> 20} MiB or is no JSON: it does not describe an image",
+            f"{name} has more than {MAX_JSON_BYTES >> 20} MiB or is not JSON: it does not describe an image",
             where=where,
         )
     return raw

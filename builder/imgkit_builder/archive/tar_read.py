@@ -185,7 +185,7 @@ class TarStream:
         else:
             return member
         if member.kind != REGULAR:
-            raise ValueError("a map of a sparse file before something that is no file")
+            raise ValueError("a map of a sparse file before something that is not a file")
         found: Sparse = tuple(parts)
         _check_map(found, size, content)
         return dataclasses.replace(

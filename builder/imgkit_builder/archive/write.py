@@ -89,7 +89,7 @@ def save(
             raise ToolFailed(
                 f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; nothing was kept",
                 where=str(target),
-                hint="give another place with -o, or save with --compress zstd",
+                hint="choose another path with -o, or save with --compress zstd",
             ) from error
         raise ToolFailed(f"cannot write: {error.strerror or error}", where=str(target)) from error
     return saved
@@ -116,7 +116,7 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
         raise UsageError(
             f"{size_text(needed)} are needed and {size_text(free)} are free",
             where=str(target.parent),
-            hint="give another place with -o" + (", or --compress zstd" if compress == "none" else ""),
+            hint="choose another path with -o" + (", or --compress zstd" if compress == "none" else ""),
         )
 
 

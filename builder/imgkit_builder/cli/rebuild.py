@@ -26,7 +26,7 @@ def verb_rebuild(
         None,
         "--recipe",
         metavar="FILE",
-        help="The recipe, for the code and the files beside it; the lock is always that of the .sif.",
+        help="The recipe, for the code and files next to it; the lock is always the one in the .sif.",
     ),
     tmpdir: Path | None = TMPDIR,
     as_json: bool = JSON,

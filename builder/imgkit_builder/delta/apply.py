@@ -82,7 +82,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
         clone(base, work.part)
         clock.stage("add")
         _add(job, delta, delta_file, stack, merged=merged)
-        clock.stage("look whether it is there")
+        clock.stage("read it back")
         require_shown(source.mounted(image.read(work.part)), delta, work.part)
         clock.stage("make durable")
         # At the end: a file that its owner may only read cannot be changed either.
@@ -126,7 +126,7 @@ def _check(delta: Delta, path: Path, stack: Stack) -> None:
         )
     if delta.base != stack.base:
         raise CheckFailed(
-            f"the delta lies over {delta.base}; {stack.sif.path.name} is {stack.base}",
+            f"the delta is for {delta.base}; {stack.sif.path.name} is {stack.base}",
             where=str(path),
             hint="apply deltas in the order in which they were made, or make one for this .sif: "
             f"imgkit delta {delta.source} --base {stack.sif.path.name}",

@@ -190,9 +190,7 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         tail = stream.read(_END.size)
         length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
         if mark != _MARK or not 0 < length <= min(_MAX_BYTES, size_bytes - _END.size):
-            raise CheckFailed(
-                "it is no delta of imgkit, or is cut short", where=str(path), hint="copy it again"
-            )
+            raise CheckFailed("not a delta of imgkit, or cut short", where=str(path), hint="copy it again")
         stream.seek(start + size_bytes - _END.size - length)
         text = stream.read(length)
     try:

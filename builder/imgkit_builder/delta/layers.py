@@ -189,7 +189,7 @@ class Tar:
             if member.kind != HARD_LINK:
                 return path
             path = self._inside(member.link)
-        raise CheckFailed(f"a hard link leads to {path}, which is no file in its layer", where=str(self.path))
+        raise CheckFailed(f"a hard link leads to {path}, not a file in its layer", where=str(self.path))
 
     def _entry(self, member: Member, *, opaque: bool = False) -> TreeEntry:
         kind = _TAR_KINDS.get(member.kind, "file")

@@ -142,7 +142,7 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
         write_squashfs.make(job, work.part, ((path, found[path]) for path in sorted(found, key=tree.order)))
         delta = _described(newer, stack, work.part)
         descriptor.append(work.part, delta)
-        clock.stage("look whether it is there")
+        clock.stage("read it back")
         require_shown((SquashfsLayer(work.part), *source.mounted(stack.sif)), delta, work.part)
         files.publish(work.part, target)
         clock.finish()
@@ -170,7 +170,7 @@ def check_target(target: Path) -> None:
         )
     if target.exists() and not descriptor.is_delta(target):
         raise UsageError(
-            "the target exists and is no delta; imgkit replaces only a delta",
+            "target exists and is not a delta; refusing to overwrite it",
             where=str(target),
             hint="another name with -o",
         )
@@ -235,7 +235,7 @@ def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
         path = "/".join(folders[:count])
         node = tree.find(new, path)
         if node and node.entry.kind != "dir":
-            raise CheckFailed(f"/{path} in the image is no folder, but a delta needs /{descriptor.INSIDE}")
+            raise CheckFailed(f"/{path} in the image is not a folder, but a delta needs /{descriptor.INSIDE}")
         found[path] = node.entry if node else TreeEntry(layer=mark, kind="dir", mode=0o755)
     found[descriptor.INSIDE] = mark.children(folder)[name]
 

@@ -321,7 +321,7 @@ class SquashfsFile:
         magic, _, _, self.block_bytes, fragments, number, _, _, ids, major, _, self.root, used = fields[:13]
         id_table, xattr_table, self.inodes, self.folders, fragment_table, _ = fields[13:]
         if magic != _MAGIC or major != 4:
-            raise CheckFailed("it is no squashfs", where=str(path))
+            raise CheckFailed("not a squashfs", where=str(path))
         self._unpack = _unpacker(number, path)
         if self.block_bytes not in _BLOCK_SIZES or used > self.used_bytes:
             raise self.damaged()

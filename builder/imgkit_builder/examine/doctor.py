@@ -215,7 +215,7 @@ def _way(tool: Check, engine: Check) -> Check:
             found = f"writes the file itself, with mksquashfs in a container of {product}: {obstacle}"
             return Check(name=name, verdict="warn", found=found, hint=hint)
         if tool.verdict in ("fail", "skip"):
-            found = f"no way: {obstacle}, and no runtime builds"
+            found = f"cannot convert: {obstacle}, and there is no runtime"
             return Check(name=name, verdict=tool.verdict, found=found, hint=hint)
         found = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"
         return Check(name=name, verdict="warn", found=found, hint=hint)

@@ -148,7 +148,7 @@ def debian_packages(text: str) -> Iterator[Package | str]:
         ):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
         elif name or state:
-            yield f"entry {number} is no package"
+            yield f"entry {number} is not a package"
 
 
 def debian_licence(text: str) -> Licence:

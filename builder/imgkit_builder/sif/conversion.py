@@ -279,11 +279,11 @@ class SquashOrder:
 
 
 class Squasher(Protocol):
-    """One way to a squashfs."""
+    """A program that writes a squashfs from a tar."""
 
     @property
     def note(self) -> str:
-        """A sentence for the user: what is done, and why not in the best way; empty for the best."""
+        """A sentence for the user: what is done, and why not by the best program; empty for the best."""
 
     @property
     def lacks_zstd(self) -> str:

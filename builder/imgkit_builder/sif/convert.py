@@ -136,7 +136,7 @@ def _exported(job: ConversionJob, source: Source) -> _Made:
 def _built(job: ConversionJob, source: Source) -> _Made:
     """Let the runtime build."""
     tool = job.tool
-    assert tool is not None  # noqa: S101 - for the type checker: this way has one
+    assert tool is not None  # noqa: S101 - for the type checker: this method has one
     laid = runtime_build.lay_out(source, job)
     name = name_of(source, laid.names)
     _tell_arch(laid.config, job.clock)
@@ -199,7 +199,7 @@ def _record(job: ConversionJob, made: _Made, method: Method, root_sha256: str) -
 
 
 def _route(config: ImageConfig, method: Method) -> Method:
-    """What the record says about `way`; both of imgkit's own ways give one file where the image is locked."""
+    """The method in the record; both methods of imgkit give one file where the image is locked."""
     both = locked.epoch_s(config) is not None and method == "stream"
     return "export" if both else method
 
@@ -267,7 +267,7 @@ def check_target(target: Path, *, force: bool) -> None:
         )
     if target.exists() and not force and not image.is_sif(target):
         raise UsageError(
-            "the target exists and is no .sif; imgkit replaces only a .sif",
+            "target exists and is not a .sif; refusing to overwrite it",
             where=str(target),
             hint="another name with -o, or --force",
         )
@@ -295,7 +295,7 @@ class Means:
 
 
 def _choose_method(source: Source, options: Options) -> Means:
-    """The best way that works here.
+    """The best method that works here.
 
     Raises
     ------
@@ -385,7 +385,7 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
     lines = [f"# {note}" for note in means.notes]
     if means.squasher is None:
-        assert means.tool is not None  # noqa: S101 - for the type checker: this way has one
+        assert means.tool is not None  # noqa: S101 - for the type checker: this method has one
         words = runtime_build.arguments(means.tool, means.packing, part, (runtime_build.address("IMAGE"),))
         lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
         lines.append(shlex.join([str(means.tool.path), *words]))

@@ -229,7 +229,7 @@ def _text(covered: Coverage) -> bytes:
 def _parse(text: bytes) -> Coverage:
     values = json_text.parse(text)
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("not a JSON object")
     if values.pop("schema", None) != SCHEMA:
         raise ValueError("a later imgkit wrote it; update imgkit")
     try:
@@ -257,7 +257,7 @@ def _faults(
         covered = expected.get(number)
         if covered is None:
             if one.datatype != DataType.SIGNATURE or one.used != 1 or one.offset < own.end:
-                yield f"{described} was added, and is no signature"
+                yield f"{described} was added and is not a signature"
             continue
         if _sha256(DESCRIPTOR.pack(*one)) != covered.descriptor:
             yield f"the descriptor of {described}"
@@ -287,7 +287,7 @@ def _behind(stream: BinaryIO, found: SifTable, own: Entry) -> Iterable[str]:
         at = max(at, one.end)
     size = stream.seek(0, 2)
     if size != found.end:
-        yield f"{size - found.end} bytes behind the last object"
+        yield f"{size - found.end} bytes after the last object"
 
 
 def _header(found: SifTable) -> str:

@@ -317,7 +317,7 @@ def _record(path: Path, raw: bytes) -> ImgkitRecord:
 
 
 def squashfs(image: SifImage) -> Superblock | None:
-    """Superblock of the root partition; None if there is none or it is no squashfs."""
+    """Superblock of the root partition; None if there is none or not a squashfs."""
     root = image.root
     if root is None or root.size_bytes < _SQUASHFS.size:
         return None

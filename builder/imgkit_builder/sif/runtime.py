@@ -111,7 +111,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
         # Debian's package "singularity" is a game.
         first = (answer.output.strip().splitlines() or ["(no output)"])[0]
         raise ToolMissing(
-            f"{path} is no Singularity 3.x or Apptainer: its --version prints {first!r}",
+            f"{path} is not Singularity 3.x or Apptainer: its --version prints {first!r}",
             hint=module_hint or "give the right command: --runtime COMMAND",
         )
     build_help = _ask(path, "build", "--help").output

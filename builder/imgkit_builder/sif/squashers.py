@@ -143,7 +143,7 @@ def _root_options(order: SquashOrder) -> tuple[str, ...]:
 
 
 def choose(find_helper: Callable[[], Helper | None] = lambda: None) -> Squasher:
-    """The first way that works on this machine, or else with the engine that `find_helper` finds.
+    """The first program that works on this machine, or else with the engine that `find_helper` finds.
 
     Raises
     ------

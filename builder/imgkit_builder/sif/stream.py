@@ -75,10 +75,10 @@ class _Merged:
     created_s: int
 
 
-def is_spooled(source: Source, way: str) -> bool:
+def is_spooled(source: Source, method: str) -> bool:
     """Whether the image is first written to disk, as a plain archive: a stream tells the order last."""
     if isinstance(source, EngineImage):
-        return way == "stream"
+        return method == "stream"
     if isinstance(source, Archive):
         return compressed.kind(source.path) != "none"
     return isinstance(source, Piped)
@@ -215,7 +215,7 @@ def _shown_entries(merged: _Merged, job: ConversionJob) -> Iterator[ImageEntry]:
 
 
 def _in_order(merged: _Merged, job: ConversionJob) -> Iterator[ImageEntry]:
-    """The entries in the order of an engine's export, so that both ways give the same squashfs."""
+    """The entries in the order of an engine's export, so that both methods give the same squashfs."""
     ours = {one.path for one in merged.own}
     found = [_folder(path, one or FolderEntry(mtime_s=merged.created_s)) for path, one in merged.plan.folders]
     *layers, own = merged.plan.names

@@ -185,7 +185,9 @@ def _take(descriptor: int, path: Path, target: Path) -> bool:
         same = False
     if not same:
         # The run that held the lock has just ended and removed the file that we opened.
-        raise UsageError("another imgkit has just made this file", where=str(target), hint="run it again")
+        raise UsageError(
+            "another imgkit process created this file meanwhile", where=str(target), hint="run it again"
+        )
     return True
 
 

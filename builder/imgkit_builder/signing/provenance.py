@@ -46,7 +46,7 @@ BUILD_TYPE = "https://example.org/imgkit-hpc/imgkit/docs/howto/provenance.html#b
 BUILDER = "https://example.org/imgkit-hpc/imgkit"
 
 _MOST_BYTES = 16 << 20
-_AGAIN = "copy it again; imgkit verify says more"
+_AGAIN = "copy it again; details: imgkit verify"
 
 OBJECT_NAME = "imgkit-provenance"
 
@@ -269,7 +269,7 @@ def _evidence(
         content = files.get(LOCK_TOML, b"")
         lock = lock_file.parse(content, Path(LOCK_TOML)).of(made.platform) if content else None
     except UnicodeDecodeError as error:
-        raise CheckFailed(f"a file of imgkit in it is no text: {error}", where=str(path)) from error
+        raise CheckFailed(f"a file of imgkit in it is not text: {error}", where=str(path)) from error
     return Evidence(
         manifest=made,
         image_id=image_id,

@@ -287,7 +287,7 @@ def clear_signed(message: bytes, keyring: Path) -> tuple[Signer, bytes]:
     ToolMissing : no gpg.
     """
     if not message.startswith(_CLEAR_SIGNED):
-        raise CheckFailed("it is no OpenPGP clear-signed message")
+        raise CheckFailed("not an OpenPGP clear-signed message")
     with _gpg(keyring) as (words, folder):
         signed, content = folder / "signed", folder / "content"
         signed.write_bytes(_with_checksum(message))
@@ -349,7 +349,7 @@ def _gpg(keyring: Path) -> Iterator[tuple[list[str], Path]]:
         known = process.run([*words, "--with-colons", "--list-keys"], check=False, hint=_GPG_HINT)
         if not any(line.startswith("pub:") for line in known.output.splitlines()):
             raise UsageError(
-                "the keyring has no OpenPGP key, and is no public key in PEM",
+                "the keyring holds no OpenPGP key and is not a public key in PEM",
                 where=str(keyring),
                 hint=f"gpg --export --armor KEY > {keyring.name}\n{done.tail()}",
             )

@@ -190,13 +190,13 @@ def test_signature_of_an_older_version_is_refused(signed: Path, keys: Keys) -> N
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_object_added_after_signing_is_refused(signed: Path, keys: Keys, group: int) -> None:
     table.add(signed, NewObject(datatype=DataType.JSON, name="extra", group=group, data=b"{}"))
-    assert "was added, and is no signature" in refusal(signed, keys.keyring)
+    assert "was added and is not a signature" in refusal(signed, keys.keyring)
 
 
 def test_bytes_behind_a_signature_are_refused(signed: Path, keys: Keys) -> None:
     with signed.open("ab") as stream:
         stream.write(b"#!/bin/sh\n")
-    assert "10 bytes behind the last object" in refusal(signed, keys.keyring)
+    assert "10 bytes after the last object" in refusal(signed, keys.keyring)
 
 
 def test_moved_descriptor_is_refused(signed: Path, keys: Keys) -> None:

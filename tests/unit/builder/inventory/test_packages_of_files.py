@@ -69,10 +69,10 @@ def test_only_installed_debian_packages_count() -> None:
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ("Package: Bad Name\nVersion: 1\n", "entry 1 is no package"),
-        ("Package: a-b\nVersion: 1 2\n", "entry 1 is no package"),
-        ("Package: a-b\nVersion: 1\nArchitecture: \x1b[31m\n", "entry 1 is no package"),
-        (f"Package: {'a' * 200}\nVersion: 1\n", "entry 1 is no package"),
+        ("Package: Bad Name\nVersion: 1\n", "entry 1 is not a package"),
+        ("Package: a-b\nVersion: 1 2\n", "entry 1 is not a package"),
+        ("Package: a-b\nVersion: 1\nArchitecture: \x1b[31m\n", "entry 1 is not a package"),
+        (f"Package: {'a' * 200}\nVersion: 1\n", "entry 1 is not a package"),
     ],
 )
 def test_impossible_debian_package_refused(entry: str, expected: str) -> None:

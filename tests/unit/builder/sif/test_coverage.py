@@ -90,7 +90,7 @@ def test_lost_coverage_object_is_a_fault(sif: Path) -> None:
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_added_object_is_named(sif: Path, group: int) -> None:
     table.add(sif, NewObject(datatype=DataType.JSON, name="extra", group=group, data=b"{}"))
-    assert coverage.check(sif).faults == ("object 6 (extra) was added, and is no signature",)
+    assert coverage.check(sif).faults == ("object 6 (extra) was added and is not a signature",)
 
 
 def test_second_coverage_object_is_refused(sif: Path) -> None:
@@ -112,7 +112,7 @@ def test_bytes_behind_the_end_are_counted(sif: Path, signed: bool) -> None:
         small_sif.sign(sif)
     with sif.open("ab") as stream:
         stream.write(b"more")
-    assert coverage.check(sif).faults == ("4 bytes behind the last object",)
+    assert coverage.check(sif).faults == ("4 bytes after the last object",)
 
 
 def test_descriptor_that_points_elsewhere_is_named(sif: Path) -> None:
