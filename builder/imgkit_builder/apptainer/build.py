@@ -106,7 +106,7 @@ def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
     )
 
 
-def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> Planned:
+def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> _Planned:
     report.stage("context")
     context = pack(base.image)
     fresh = manifests.labels(
@@ -116,7 +116,7 @@ def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> 
         locked=context.source_date_epoch is not None,
     )
     made = definition.definition(request.recipe, base, fresh)
-    return Planned(context=context, definition=made, labels=fresh)
+    return _Planned(context=context, definition=made, labels=fresh)
 
 
 def _brought(base: Start, job: ConversionJob) -> Start:
@@ -156,7 +156,9 @@ def _tool(job: ConversionJob) -> RuntimeTool:
     return job.tool
 
 
-def _run(request: SifRequest, base: Start, planned: Planned, job: ConversionJob, allowed: Rights) -> Follower:
+def _run(
+    request: SifRequest, base: Start, planned: _Planned, job: ConversionJob, allowed: Rights
+) -> Follower:
     tool, definition = _tool(job), job.work.folder / _DEFINITION
     files.put(definition, planned.definition.text)
     job.log.write(planned.definition.text)
@@ -213,7 +215,7 @@ class BuiltSif:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class _Planned:
     """What one build runs."""
 
     context: BuildContext
@@ -233,12 +235,12 @@ class BuildPlan:
 
 
 def earlier(
-    request: SifRequest, base: Start, planned: Planned, tool: RuntimeTool, packing: Compression
+    request: SifRequest, base: Start, planned: _Planned, tool: RuntimeTool, packing: Compression
 ) -> BuiltSif | None:
     """The result without work, if the target was built from the same definition, context and base."""
 
     def same(sif: SifImage, record: ImgkitRecord) -> bool:
-        if (record.route, record.runtime, record.compression) != (ROUTE, str(tool), str(packing)):
+        if (record.route, record.runtime, record.compression) != (_ROUTE, str(tool), str(packing)):
             return False
         texts = (one for one in sif.descriptors if one.datatype == DataType.DEFFILE)
         old = b"".join(sif_image.data(sif, one) for one in texts).decode("utf-8", "surrogateescape")
@@ -264,14 +266,14 @@ def earlier(
     )
 
 
-ROUTE = "definition"
+_ROUTE = "definition"
 """The route in the record of such a .sif."""
-CONFIG_OBJECT = "imgkit-config"
+_CONFIG_OBJECT = "imgkit-config"
 """Name of the JSON object with the configuration whose digest is the image id."""
 
 
 def finish(
-    request: SifRequest, base: Start, planned: Planned, job: ConversionJob, seen: Follower
+    request: SifRequest, base: Start, planned: _Planned, job: ConversionJob, seen: Follower
 ) -> BuiltSif:
     """Check, describe, test, publish."""
     part, clock, target = job.work.part, job.clock, request.target.absolute()
@@ -319,14 +321,14 @@ def _described(
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
     assert sif.root is not None  # noqa: S101 - for the type checker: `check.structure` found it
-    table.add(part, NewObject(datatype=DataType.JSON, name=CONFIG_OBJECT, group=sif.root.group, data=raw))
+    table.add(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=sif.root.group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
         diff_ids=diff_ids,
         root_sha256=root,
         runtime=str(job.tool),
         compression=str(job.compression),
-        route=ROUTE,
+        route=_ROUTE,
         imgkit=__version__,
         source=request.recipe.name,
     )

@@ -29,7 +29,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 MAX_JSON_BYTES = 4 << 20
 """Registries refuse larger manifests; larger files are layers."""
-BLOBS = "blobs/sha256/"
+_BLOBS = "blobs/sha256/"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MAX_MEMBERS = 20_000
 """Files of an image archive; images have hundreds."""
@@ -45,7 +45,7 @@ _MAX_DOCUMENTS_BYTES = 32 << 20
 """Images have some kB of JSON; an archive of many files that unpack to 4 MiB each would fill the memory."""
 
 
-class StoredFile(Protocol):
+class _StoredFile(Protocol):
     """A file of an image, wherever a consumer put it."""
 
     def document(self) -> bytes | None:
@@ -53,7 +53,7 @@ class StoredFile(Protocol):
         ...
 
 
-File = TypeVar("File", bound=StoredFile)
+File = TypeVar("File", bound=_StoredFile)
 Find = Callable[[str], File | None]
 """Look up a file by its name."""
 
@@ -252,13 +252,13 @@ def _blob_name(entry: Any, named_by: str, where: str) -> str:
         digest = entry["digest"]
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise CheckFailed(f"{named_by} has {digest!r} where a sha256 digest belongs", where=where)
-    return BLOBS + digest.removeprefix("sha256:")
+    return _BLOBS + digest.removeprefix("sha256:")
 
 
 def _blob_document(find: Find[File], name: str, named_by: str, where: str) -> Any:
     raw = _bytes(_needed(find, name, named_by, where), name, where)
     actual = hashlib.sha256(raw).hexdigest()
-    if name != BLOBS + actual:
+    if name != _BLOBS + actual:
         raise CheckFailed(f"{name} is damaged: its sha256 is {actual}", where=where)
     return _parsed(raw, name, where)
 
@@ -270,7 +270,7 @@ def _needed(find: Find[File], name: str, named_by: str, where: str) -> File:
     return file
 
 
-def _bytes(file: StoredFile, name: str, where: str) -> bytes:
+def _bytes(file: _StoredFile, name: str, where: str) -> bytes:
     raw = file.document()
     if raw is None:
         raise CheckFailed(
@@ -476,6 +476,6 @@ def _hashed(
 
 
 def _wrong_blobs(members: Members[HashedFile]) -> tuple[str, ...]:
-    blobs = [name for name in sorted({*members.files, *members.links}) if name.startswith(BLOBS)]
+    blobs = [name for name in sorted({*members.files, *members.links}) if name.startswith(_BLOBS)]
     found = [(name, members.find(name)) for name in blobs]
-    return tuple(name for name, file in found if file is not None and name != BLOBS + file.sha256)
+    return tuple(name for name, file in found if file is not None and name != _BLOBS + file.sha256)

@@ -60,7 +60,7 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     convert.check_target(target, force=options.force)
     delta, stack = descriptor.read(delta_file), descriptor.stack(base)
     _check(delta, delta_file, stack)
-    note_signatures(stack, report)
+    _note_signatures(stack, report)
     tool = runtime_if_any(options.runtime)
     if tool is not None:
         _refuse_overlays_off(tool, base)
@@ -107,7 +107,7 @@ def clone(original: Path, copy: Path) -> None:
             shutil.copyfileobj(reading, writing, 1 << 20)
 
 
-def note_signatures(stack: Stack, report: Reporter) -> None:
+def _note_signatures(stack: Stack, report: Reporter) -> None:
     """Say what happens to the signatures of the .sif: they cover the old file, so the new one has none."""
     if count := len(stack.sif.signatures):
         what = "its signature" if count == 1 else f"its {count} signatures"
@@ -216,7 +216,7 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     stack = descriptor.stack(path)
     if not stack.deltas:
         raise UsageError("the .sif has no delta", where=str(path), hint="imgkit apply adds one")
-    note_signatures(stack, report)
+    _note_signatures(stack, report)
     compression = write_squashfs.compression_of(stack.sif, options)
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)

@@ -40,7 +40,7 @@ _MARK = b"IMGDELTA"
 _END = struct.Struct("<Q8s")
 _MAX_BYTES = 1 << 20
 
-FACTS_SCHEMA = 1
+_FACTS_SCHEMA = 1
 _MB, _KB = 1e6, 1e3
 
 
@@ -237,7 +237,11 @@ class FileFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, with its schema number."""
-        return {"schema": FACTS_SCHEMA, "kind": "sif" if self.record else "delta", **dataclasses.asdict(self)}
+        return {
+            "schema": _FACTS_SCHEMA,
+            "kind": "sif" if self.record else "delta",
+            **dataclasses.asdict(self),
+        }
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         record = self.record

@@ -51,7 +51,7 @@ _KINDS: Mapping[int, Kind] = {
 }
 """Kind for each number of an inode type; images have no sockets (7 and 14)."""
 
-STORED = 1 << 24
+_STORED = 1 << 24
 """Bit of a data block's size: it is not compressed."""
 _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
 _MAGIC = b"hsqs"
@@ -103,7 +103,7 @@ class SquashfsLayer:
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._file = SquashfsFile(path, offset)
+        self._file = _SquashfsFile(path, offset)
         self.used_bytes = self._file.used_bytes
         self._sets: dict[int, Mapping[str, bytes]] = {}
         """Extended attributes by their number: many files share one set."""
@@ -155,12 +155,12 @@ class SquashfsLayer:
         """The bytes of a file, a block at a time."""
         inode = self._known[str(entry.place)]
         left, at = inode.size_bytes, inode.start
-        read = MetadataReader(self._file, *inode.sizes)
+        read = _MetadataReader(self._file, *inode.sizes)
         for _ in range(inode.blocks):
             count = min(left, self._file.block_bytes)
             with self._file.sound():
                 (word,) = struct.unpack("<I", read(4))
-                size = word & (STORED - 1)
+                size = word & (_STORED - 1)
                 data = self._file.data(at, word) if size else bytes(count)
             yield self._counted(data, count)
             at += size
@@ -302,7 +302,7 @@ class SquashfsLayer:
             yield name, value
 
 
-class SquashfsFile:
+class _SquashfsFile:
     """The squashfs in `path` that starts at byte `offset`.
 
     Raises
@@ -327,13 +327,13 @@ class SquashfsFile:
             raise self.damaged()
         self.used_bytes = used
         self.metadata = functools.lru_cache(_CACHED_BLOCKS)(self._read_metadata)
-        self.ids = SquashfsTable(self, id_table, ids, "<I")
-        self.fragments = SquashfsTable(self, fragment_table, fragments, "<QII")
+        self.ids = _SquashfsTable(self, id_table, ids, "<I")
+        self.fragments = _SquashfsTable(self, fragment_table, fragments, "<QII")
         self.fragment = functools.lru_cache(8)(self._read_fragment)
         self.xattr_start, count = 0, 0
         if xattr_table != (1 << 64) - 1:
             self.xattr_start, count, _ = struct.unpack("<QII", self.raw(xattr_table, 16))
-        self.xattrs = SquashfsTable(self, xattr_table + 16, count, "<QII")
+        self.xattrs = _SquashfsTable(self, xattr_table + 16, count, "<QII")
 
     def raw(self, place: int, size: int) -> bytes:
         """The `size` bytes at `place`."""
@@ -346,15 +346,15 @@ class SquashfsFile:
 
     def data(self, place: int, word: int) -> bytes:
         """The data block at `place`, whose size and form are in `word`."""
-        size = word & (STORED - 1)
+        size = word & (_STORED - 1)
         if size > self.block_bytes:
             raise self.damaged()
         data = self.raw(place, size)
-        return data if word & STORED else self._unpacked(data, self.block_bytes)
+        return data if word & _STORED else self._unpacked(data, self.block_bytes)
 
-    def reader(self, table: int, block: int, offset: int) -> MetadataReader:
+    def reader(self, table: int, block: int, offset: int) -> _MetadataReader:
         """Read from `offset` of the metadata block that lies `block` bytes behind the start of `table`."""
-        return MetadataReader(self, table + block, offset)
+        return _MetadataReader(self, table + block, offset)
 
     def at_most(self, number: int, most: int) -> int:
         """Return `number`, which must not be larger."""
@@ -394,10 +394,10 @@ class SquashfsFile:
             raise self.damaged() from error
 
 
-class SquashfsTable:
+class _SquashfsTable:
     """Entries of equal size behind a list of metadata blocks; it reads only the blocks that are needed."""
 
-    def __init__(self, file: SquashfsFile, start: int, count: int, form: str) -> None:
+    def __init__(self, file: _SquashfsFile, start: int, count: int, form: str) -> None:
         self._file, self._start, self._count = file, start, count
         self._entry = struct.Struct(form)
         self._cached = functools.lru_cache(1024)(self._read)
@@ -413,10 +413,10 @@ class SquashfsTable:
         return self._entry.unpack_from(self._file.metadata(place)[0], offset)
 
 
-class MetadataReader:
+class _MetadataReader:
     """Read bytes of a run of metadata blocks, one call after the other."""
 
-    def __init__(self, file: SquashfsFile, place: int, offset: int) -> None:
+    def __init__(self, file: _SquashfsFile, place: int, offset: int) -> None:
         self._file = file
         self.place, self.offset = place, offset
         """Metadata block, and offset in it, of the next byte."""

@@ -35,19 +35,19 @@ from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 Purpose = Literal["any", "build", "sif"]
 
-NVIDIA_IMAGE_BYTES = 20 * 10**9
+_NVIDIA_IMAGE_BYTES = 20 * 10**9
 """Rough size of NVIDIA's PyTorch images, uncompressed."""
 
-SIF_SPACE_BYTES = int(PACKED_SHARE * NVIDIA_IMAGE_BYTES)
+_SIF_SPACE_BYTES = int(PACKED_SHARE * _NVIDIA_IMAGE_BYTES)
 """Space for a .sif of such an image."""
 
 _USERNS = "proc/sys/user/max_user_namespaces"
 _CLONE = "proc/sys/kernel/unprivileged_userns_clone"
 _APPARMOR = "proc/sys/kernel/apparmor_restrict_unprivileged_userns"
 
-BUILD_SPACE_BYTES = 2 * NVIDIA_IMAGE_BYTES
+_BUILD_SPACE_BYTES = 2 * _NVIDIA_IMAGE_BYTES
 """Space for such an image, and for its archive or the layers of the next one."""
-OTHER_S = 1.0
+_OTHER_S = 1.0
 """Limit for an answer of an engine that is not used."""
 
 
@@ -237,7 +237,7 @@ def _zstd() -> Check:
 
 
 def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]:
-    here, sif_bytes = Path.cwd(), 0 if purpose == "build" else SIF_SPACE_BYTES
+    here, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
         scratch = tmp_base(here / "image.sif", None)
     except UsageError as error:
@@ -252,7 +252,7 @@ def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]
         yield check
         if scratch == here and purpose != "build":
             return
-    yield _space("disk here", here, BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+    yield _space("disk here", here, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
 def _can_squash(engine: Check) -> bool:
@@ -268,7 +268,7 @@ def _scratch_bytes(engine: Check) -> int:
     except ToolMissing:
         if _can_squash(engine):
             return 0
-    return int(convert.temporary_share(squasher) * NVIDIA_IMAGE_BYTES)
+    return int(convert.temporary_share(squasher) * _NVIDIA_IMAGE_BYTES)
 
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:
@@ -357,7 +357,7 @@ def _used(place: Endpoint, buildx: str) -> Check:
     found, note = _described(answer.facts, buildx)
     if answer.free_bytes is not None:
         found += f", {size_text(answer.free_bytes)} free for images"
-    if answer.free_bytes is None or answer.free_bytes >= BUILD_SPACE_BYTES:
+    if answer.free_bytes is None or answer.free_bytes >= _BUILD_SPACE_BYTES:
         return Check(name="docker", verdict="ok", found=found, hint=note)
     hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
     return Check(name="docker", verdict="warn", found=found, hint=hint)
@@ -381,7 +381,7 @@ def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
             hint=f"to use it: {choice(place, used)}",
         )
     try:
-        facts = connection.query(place, timeout_s=OTHER_S).facts
+        facts = connection.query(place, timeout_s=_OTHER_S).facts
     except ImgkitError as error:
         return Check(name=name, verdict="skip", found=f"{_reached(place)}: {error.what}")
     found, _ = _described(facts, buildx)

@@ -65,7 +65,7 @@ class InventoryCollector:
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
-        self._locked: dict[Key, LockEntry] = {}
+        self._locked: dict[_Key, _LockEntry] = {}
         self._left_out: set[str] = set()
 
     def wants(self, path: str) -> bool:
@@ -144,7 +144,7 @@ class InventoryCollector:
             except (ValueError, UsageError):
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
-            self._locked = locked_entries(data.decode("utf-8", "replace"))
+            self._locked = _locked_entries(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:
         for one in packages.debian_packages(text):
@@ -194,7 +194,7 @@ class InventoryCollector:
 
     def _with_origin(self, one: Package) -> Package:
         """The package with what the lock says about its file."""
-        deb = deb_key(one.name, one.version, one.architecture)
+        deb = _deb_key(one.name, one.version, one.architecture)
         key = deb if one.kind == "deb" else pypi_key(one.name, one.version)
         known = self._locked.get(key)
         return dataclasses.replace(one, sha256=known.sha256, url=known.url) if known else one
@@ -212,7 +212,7 @@ def _release(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockEntry:
+class _LockEntry:
     """Where the file of a package came from."""
 
     sha256: str
@@ -220,30 +220,30 @@ class LockEntry:
     """Empty where the lock names none."""
 
 
-Key = tuple[str, str, str]
+_Key = tuple[str, str, str]
 """Kind or architecture, name and version of a package."""
 
 
-def deb_key(name: str, version: str, architecture: str) -> Key:
+def _deb_key(name: str, version: str, architecture: str) -> _Key:
     """The key of a Debian package."""
     return architecture, name, version
 
 
-def pypi_key(name: str, version: str) -> Key:
+def pypi_key(name: str, version: str) -> _Key:
     """The key of a Python package, whose name has several spellings."""
     return "pypi", re.sub(r"[-_.]+", "-", name).lower(), version
 
 
-def locked_entries(text: str) -> dict[Key, LockEntry]:
+def _locked_entries(text: str) -> dict[_Key, _LockEntry]:
     """The packages in the lock `text`; lines that are not as imgkit writes them are passed over."""
-    found: dict[Key, LockEntry] = {}
+    found: dict[_Key, _LockEntry] = {}
     for kind, values in _tables(text):
         name, version = values.get("name", ""), values.get("version", "")
         sha256, url = values.get("sha256", ""), values.get("url", "")
         if _SHA256.fullmatch(sha256):
             architecture = values.get("architecture", "")
-            key = deb_key(name, version, architecture) if kind == "apt" else pypi_key(name, version)
-            found[key] = LockEntry(sha256=sha256, url=url if _URL.fullmatch(url) else "")
+            key = _deb_key(name, version, architecture) if kind == "apt" else pypi_key(name, version)
+            found[key] = _LockEntry(sha256=sha256, url=url if _URL.fullmatch(url) else "")
     return found
 
 

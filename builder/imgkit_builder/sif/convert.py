@@ -363,7 +363,8 @@ def _by_runtime(options: Options, why: str, *, fallback: bool = False) -> Means:
         raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
     packing = conversion.choose_compression(builder.capabilities, options.compression, lacks_zstd=lacks)
-    writer = f"writer: {builder}, started through spython: {why}"
+    slower = " (slower)" if fallback else ""
+    writer = f"writer: {builder}, started through spython{slower}: {why}"
     return Means(
         method="layers",
         packing=packing,

@@ -40,7 +40,7 @@ _LOOK = "imgkit verify FILE lists what differs"
 _SIGNED_FIELDS = struct.Struct("<iBIIqqqq")
 """What a signature covers of a descriptor, before name and extra (apptainer/sif, pkg/sif/descriptor.go)."""
 
-PAYLOAD_TYPE = "application/vnd.sylabs.sif-metadata+json"
+_PAYLOAD_TYPE = "application/vnd.sylabs.sif-metadata+json"
 """Type of what a runtime signs with a PEM key, in a DSSE envelope."""
 _PEM = b"-----BEGIN PUBLIC KEY-----"
 _GPG_HINT = "Debian, Ubuntu: apt-get install gnupg; RHEL: dnf install gnupg2"
@@ -179,7 +179,7 @@ def signer_of_sif(path: Path, keyring: Path) -> Signer:
     if not sif.signatures:
         raise CheckFailed("it is unsigned", where=str(path), hint=f"imgkit sign {path.name} --keyidx 0")
     wanted = _signed_digests(path)
-    check = enveloped if is_pem(keyring) else clear_signed
+    check = _enveloped if _is_pem(keyring) else clear_signed
     refusals = []
     for one in sif.signatures:
         try:
@@ -231,7 +231,7 @@ def signer_of_file(path: Path, keyring: Path) -> Signer:
     ------
     CheckFailed, UsageError, ToolMissing : as in `require`.
     """
-    if is_pem(keyring):
+    if _is_pem(keyring):
         raise UsageError(
             "a PEM key signs a .sif only; deltas and archives have OpenPGP signatures",
             where=str(keyring),
@@ -245,7 +245,7 @@ def signer_of_file(path: Path, keyring: Path) -> Signer:
             hint=f"imgkit sign {path.name}",
         )
     try:
-        return detached(signature, signed, keyring)
+        return _detached(signature, signed, keyring)
     except CheckFailed as error:
         trusted = f"trusted are the keys in {keyring}"
         raise CheckFailed(error.what, where=str(signature), hint=trusted) from error
@@ -264,7 +264,7 @@ class Signer:
         return f"{self.name} {self.fingerprint}".strip()
 
 
-def is_pem(keyring: Path) -> bool:
+def _is_pem(keyring: Path) -> bool:
     """Whether the file holds one public key in PEM, and not OpenPGP keys.
 
     Raises
@@ -325,7 +325,7 @@ def _with_checksum(message: bytes) -> bytes:
     return before + b"\n=" + base64.b64encode(crc.to_bytes(4, "big")[1:]) + end + behind
 
 
-def detached(signature: Path, signed: Path, keyring: Path) -> Signer:
+def _detached(signature: Path, signed: Path, keyring: Path) -> Signer:
     """The signer of the file `signed`; `signature` is beside it.
 
     Raises
@@ -381,7 +381,7 @@ def _asked(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) ->
     return Signer(fingerprint=valid[-1], name=" ".join(good[2:]))
 
 
-def enveloped(message: bytes, key: Path) -> tuple[Signer, bytes]:
+def _enveloped(message: bytes, key: Path) -> tuple[Signer, bytes]:
     """The signer of a DSSE envelope (https://github.com/secure-systems-lab/dsse), and its payload.
 
     Raises
@@ -395,7 +395,7 @@ def enveloped(message: bytes, key: Path) -> tuple[Signer, bytes]:
         found = [base64.b64decode(one["sig"], validate=True) for one in envelope["signatures"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckFailed(f"the signature cannot be read: {error!r}") from error
-    if kind != PAYLOAD_TYPE:
+    if kind != _PAYLOAD_TYPE:
         raise CheckFailed(f"the signature is of {str(kind)[:60]!r}, not of a .sif")
     raw = kind.encode()
     covered = b"DSSEv1 %d %s %d %s" % (len(raw), raw, len(payload), payload)

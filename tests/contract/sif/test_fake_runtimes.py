@@ -126,7 +126,7 @@ def test_no_runtime_names_the_module(archive: Path, tmp_path: Path, monkeypatch:
 
 def test_game_called_singularity_refused(archive: Path, tmp_path: Path, install: Install) -> None:
     install(version="Endgame: Singularity 1.00")
-    with pytest.raises(ToolMissing, match="no Singularity 3"):
+    with pytest.raises(ToolMissing, match="not Singularity 3"):
         sif(archive, tmp_path)
 
 

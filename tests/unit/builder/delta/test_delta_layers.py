@@ -84,7 +84,7 @@ def test_hard_links_of_a_tar_are_one_file(tmp_path: Path) -> None:
 
 
 def test_hard_link_out_of_the_layer_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match="no file in its layer"):
+    with pytest.raises(CheckFailed, match="not a file in its layer"):
         archive(tmp_path / "layer.tar", [("b", LINK, "a")]).children("")
 
 
@@ -223,7 +223,7 @@ def test_damaged_squashfs_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match="damaged"):
         SquashfsLayer(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"none" + bytes(200))
-    with pytest.raises(CheckFailed, match="no squashfs"):
+    with pytest.raises(CheckFailed, match="not a squashfs"):
         SquashfsLayer(tmp_path / "x")
 
 
