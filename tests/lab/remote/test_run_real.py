@@ -367,7 +367,7 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
     (folder / "metrics.jsonl").write_text("changed here")
     assert "1 of 3 files were new" in site.imgkit("fetch", job).stdout
     assert site.imgkit("fetch", job, "--checkpoints").returncode == 0
-    assert found(folder) == ["a b/c", log, "metrics.jsonl", "checkpoints/step-1/w"]
+    assert found(folder) == sorted(["a b/c", log, "metrics.jsonl", "checkpoints/step-1/w"])
 
 
 FIND = "type -aP python3 python3.10 python3.11 python3.12 python3.13 rsync || true"
