@@ -194,7 +194,7 @@ KERNEL = "files of the kernel"
 OWN = "files of imgkit's own packages"
 READERS: Mapping[str, str] = {
     "builder/imgkit_builder/oci/platform.py": KERNEL,
-    "builder/imgkit_builder/cli/render.py": "a build context, and no file",
+    "builder/imgkit_builder/cli/recipes.py": "a build context, and no file",
     "builder/imgkit_builder/workflow/zipapp.py": OWN,
     "builder/imgkit_builder/engine/build_guard.py": KERNEL,
     "builder/imgkit_builder/engine/building.py": PRIVATE,

@@ -48,7 +48,7 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "show": "recipes",
         "doctor": "doctor",
         "verify": "archives",
-        "render": "render",
+        "render": "recipes",
         "diff": "diff",
         "sbom": "sbom",
         "sign": "sign",
