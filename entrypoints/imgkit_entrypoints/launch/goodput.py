@@ -31,7 +31,7 @@ SCHEMA = 1
 FILE = "goodput.json"
 MOST_STARTS = 1000
 """Starts that the file keeps, the newest."""
-TOLD, SEEN = "program", "launcher"
+BY_PROGRAM, BY_AGENT = "program", "launcher"
 """Who knows where the time of a start went."""
 _MOST_NODE_S = 1e15
 
@@ -127,7 +127,7 @@ class CountedStart:
     code: int | None
     """Exit code; None: it runs, or it was killed."""
     source: str
-    """`TOLD`, or `SEEN`: the program has noted no step, so that nothing is known but the wall time."""
+    """`BY_PROGRAM`, or `BY_AGENT`: the program has noted no step, so that only the wall time is known."""
     node_s: Parts
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class Goodput:
     def share(self) -> float | None:
         """Training as a part of the whole, 0 to 1; None where the program has never noted a step."""
         total = self.node_s
-        if all(start.source == SEEN for start in self.starts):
+        if all(start.source == BY_AGENT for start in self.starts):
             return None
         return total.training / total.allocated if total.allocated else 0.0
 
@@ -333,7 +333,7 @@ class GoodputTimer:
             nodes=self.nodes,
             attempts=len(attempts),
             code=self.code,
-            source=TOLD if any(one.progress for one in attempts) else self._source,
+            source=BY_PROGRAM if any(one.progress for one in attempts) else self._source,
             node_s=parts(self.began_s, now_s, self.nodes, attempts),
         )
         return self._earlier.with_start(start)

@@ -282,8 +282,8 @@ def _object(message: Message) -> dict[str, Any]:
         case Beat(span=span, phase=phase):
             return {"beat": span, **({"phase": phase} if phase else {})}
         case Call(job=job, node_rank=rank, nnodes=nnodes, caller=caller, offer=offer):
-            said = {"job": job, "node_rank": rank, "nnodes": nnodes, "caller": asdict(caller)}
-            return {**said, "probe": _flat(offer) if offer else None}
+            data = {"job": job, "node_rank": rank, "nnodes": nnodes, "caller": asdict(caller)}
+            return {**data, "probe": _flat(offer) if offer else None}
         case Probed(failures=failures, crowded=crowded):
             return {"probed": [_flat(one) for one in failures], "crowded": crowded}
         case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts):
@@ -349,30 +349,30 @@ def from_node(text: bytes) -> FromNode:
     ------
     ValueError : it is no such message.
     """
-    said = _fields(json_text.parse(text))
-    if "beat" in said:
-        return Beat(span=_span(said["beat"]), phase=_one_of(said.get("phase", STARTING), PHASES))
-    if "done" in said:
+    data = _fields(json_text.parse(text))
+    if "beat" in data:
+        return Beat(span=_span(data["beat"]), phase=_one_of(data.get("phase", STARTING), PHASES))
+    if "done" in data:
         return AttemptEnded(
-            code=_code(said["done"]),
-            attempt=_integer(said.get("attempt"), 1, ATTEMPTS),
-            place=None if said.get("place") is None else _integer(said["place"], -1, _PLACE),
-            counts=_tuple(said.get("counts"), COUNTS, lambda one: _integer(one, 1, NODES)),
+            code=_code(data["done"]),
+            attempt=_integer(data.get("attempt"), 1, ATTEMPTS),
+            place=None if data.get("place") is None else _integer(data["place"], -1, _PLACE),
+            counts=_tuple(data.get("counts"), COUNTS, lambda one: _integer(one, 1, NODES)),
         )
-    if "stop" in said:
-        return StopWanted(reason=_text(said["stop"]), requeue=_flag(said.get("requeue")))
-    if "probed" in said:
-        failures = _tuple(said["probed"], FAILURES_REPORTED, _failure)
-        return Probed(failures=failures, crowded=_flag(said.get("crowded")))
-    if "measured" in said:
-        return _measured(_fields(said["measured"]))
-    nnodes = _integer(said.get("nnodes"), 1, NODES)
+    if "stop" in data:
+        return StopWanted(reason=_text(data["stop"]), requeue=_flag(data.get("requeue")))
+    if "probed" in data:
+        failures = _tuple(data["probed"], FAILURES_REPORTED, _failure)
+        return Probed(failures=failures, crowded=_flag(data.get("crowded")))
+    if "measured" in data:
+        return _measured(_fields(data["measured"]))
+    nnodes = _integer(data.get("nnodes"), 1, NODES)
     return Call(
-        job=_text(said.get("job")),
-        node_rank=_integer(said.get("node_rank"), 0, NODES),
+        job=_text(data.get("job")),
+        node_rank=_integer(data.get("node_rank"), 0, NODES),
         nnodes=nnodes,
-        caller=_caller(_fields(said.get("caller"))),
-        offer=None if said.get("probe") is None else _offer(_fields(said["probe"])),
+        caller=_caller(_fields(data.get("caller"))),
+        offer=None if data.get("probe") is None else _offer(_fields(data["probe"])),
     )
 
 
@@ -383,205 +383,205 @@ def from_head(text: bytes) -> FromHead:
     ------
     ValueError : it is no such message.
     """
-    said = _fields(json_text.parse(text))
-    if "beat" in said:
-        return Beat(span=_span(said["beat"]))
-    if "refused" in said:
-        told = _fields(said["refused"])
+    data = _fields(json_text.parse(text))
+    if "beat" in data:
+        return Beat(span=_span(data["beat"]))
+    if "refused" in data:
+        fields = _fields(data["refused"])
         return Refused(
-            what=_text(told.get("what")), where=_maybe(told.get("where")), hint=_maybe(told.get("hint"))
+            what=_text(fields.get("what")), where=_maybe(fields.get("where")), hint=_maybe(fields.get("hint"))
         )
-    if "probe" in said:
-        return ProbeOrder(targets=_tuple(said["probe"], PORTS_OFFERED, _target))
-    if "go" in said:
-        told = _fields(said["go"])
-        nnodes = _integer(told.get("nnodes"), 1, NODES)
+    if "probe" in data:
+        return ProbeOrder(targets=_tuple(data["probe"], PORTS_OFFERED, _target))
+    if "go" in data:
+        fields = _fields(data["go"])
+        nnodes = _integer(fields.get("nnodes"), 1, NODES)
         return Go(
-            port=_port(told.get("port")),
-            warnings=_tuple(told.get("warnings"), NODES, _text),
+            port=_port(fields.get("port")),
+            warnings=_tuple(fields.get("warnings"), NODES, _text),
             nnodes=nnodes,
-            node_rank=_integer(told.get("node_rank"), 1, nnodes - 1),
-            elastic=_flag(told.get("elastic")),
+            node_rank=_integer(fields.get("node_rank"), 1, nnodes - 1),
+            elastic=_flag(fields.get("elastic")),
         )
-    if "start" in said:
-        return _start(_fields(said["start"]))
-    if "end" in said:
-        told = _fields(said["end"])
-        return EndAttempt(attempt=_integer(told.get("attempt"), 1, ATTEMPTS), why=_text(told.get("why")))
-    if "lost" in said:
-        told = _fields(said["lost"])
-        return Lost(node=_text(told.get("node")), why=_text(told.get("why")))
-    if "failed" in said:
-        told = _fields(said["failed"])
-        head = _flag(said.get("head"))
-        return Failed(node=_text(told.get("node")), code=_code(told.get("code")), head=head)
-    if "stop" in said:
-        told = _fields(said["stop"])
-        requeue = _flag(said.get("requeue"))
-        return StopAsked(node=_text(told.get("node")), reason=_text(told.get("reason")), requeue=requeue)
-    if "closed" in said:
-        return AllDone(codes=_tuple(_fields(said["closed"]).get("codes"), NODES, _code))
-    if "measure" in said:
-        return _measure(_fields(said["measure"]))
-    if "judged" in said:
-        return Judged(left_out=_tuple(said["judged"], NODES, _node))
+    if "start" in data:
+        return _start(_fields(data["start"]))
+    if "end" in data:
+        fields = _fields(data["end"])
+        return EndAttempt(attempt=_integer(fields.get("attempt"), 1, ATTEMPTS), why=_text(fields.get("why")))
+    if "lost" in data:
+        fields = _fields(data["lost"])
+        return Lost(node=_text(fields.get("node")), why=_text(fields.get("why")))
+    if "failed" in data:
+        fields = _fields(data["failed"])
+        head = _flag(data.get("head"))
+        return Failed(node=_text(fields.get("node")), code=_code(fields.get("code")), head=head)
+    if "stop" in data:
+        fields = _fields(data["stop"])
+        requeue = _flag(data.get("requeue"))
+        return StopAsked(node=_text(fields.get("node")), reason=_text(fields.get("reason")), requeue=requeue)
+    if "closed" in data:
+        return AllDone(codes=_tuple(_fields(data["closed"]).get("codes"), NODES, _code))
+    if "measure" in data:
+        return _measure(_fields(data["measure"]))
+    if "judged" in data:
+        return Judged(left_out=_tuple(data["judged"], NODES, _node))
     raise ValueError("it is no message of the head")
 
 
-def _fields(said: object) -> Mapping[str, Any]:
-    if not isinstance(said, dict):
+def _fields(data: object) -> Mapping[str, Any]:
+    if not isinstance(data, dict):
         raise ValueError("an object is missing")
-    return said
+    return data
 
 
-def _integer(said: object, low: int, high: int) -> int:
-    if type(said) is not int or not low <= said <= high:  # a bool is an int to isinstance
+def _integer(data: object, low: int, high: int) -> int:
+    if type(data) is not int or not low <= data <= high:  # a bool is an int to isinstance
         raise ValueError("an integer is missing or out of range")
-    return said
+    return data
 
 
-def _code(said: object) -> int:
-    return _integer(said, 0, 255)
+def _code(data: object) -> int:
+    return _integer(data, 0, 255)
 
 
-def _port(said: object) -> int:
-    return _integer(said, 1, 65535)
+def _port(data: object) -> int:
+    return _integer(data, 1, 65535)
 
 
-def _flag(said: object) -> bool:
-    if not isinstance(said, bool):
+def _flag(data: object) -> bool:
+    if not isinstance(data, bool):
         raise ValueError("true or false is missing")
-    return said
+    return data
 
 
-def _text(said: object, longest: int | None = None) -> str:
+def _text(data: object, longest: int | None = None) -> str:
     """Return a text as a terminal may show it; without `longest`, only the line's own limit bounds it."""
-    if not isinstance(said, str) or (longest is not None and len(said) > longest):
+    if not isinstance(data, str) or (longest is not None and len(data) > longest):
         raise ValueError("a text is missing or too long")
-    return shown(said)
+    return shown(data)
 
 
-def _name(said: object) -> str:
-    return _text(said, NAME)
+def _name(data: object) -> str:
+    return _text(data, NAME)
 
 
-def _maybe(said: object) -> str | None:
-    return None if said is None else _text(said)
+def _maybe(data: object) -> str | None:
+    return None if data is None else _text(data)
 
 
-def _tuple(said: object, most: int, each: Callable[[Any], Value]) -> tuple[Value, ...]:
-    if not isinstance(said, list) or len(said) > most:
+def _tuple(data: object, most: int, each: Callable[[Any], Value]) -> tuple[Value, ...]:
+    if not isinstance(data, list) or len(data) > most:
         raise ValueError("a list is missing or too long")
-    return tuple(each(one) for one in said)
+    return tuple(each(one) for one in data)
 
 
-def _span(said: object) -> Span | None:
-    if said is None:
+def _span(data: object) -> Span | None:
+    if data is None:
         return None
-    low, high = _tuple(said, 2, lambda one: _integer(one, -_PLACE, _PLACE))
+    low, high = _tuple(data, 2, lambda one: _integer(one, -_PLACE, _PLACE))
     return (low, high)
 
 
-def _caller(said: Mapping[str, Any]) -> Caller:
-    own = _fields(said.get("identity"))
+def _caller(data: Mapping[str, Any]) -> Caller:
+    own = _fields(data.get("identity"))
     return Caller(
-        host=_name(said.get("host")),
+        host=_name(data.get("host")),
         identity=Identity(
             image=_name(own.get("image", "")),
             torch=_name(own.get("torch", "")),
             nccl=_name(own.get("nccl", "")),
         ),
-        nproc=_integer(said.get("nproc", 1), 0, NODES),
-        gpu=_name(said.get("gpu", "")),
+        nproc=_integer(data.get("nproc", 1), 0, NODES),
+        gpu=_name(data.get("gpu", "")),
     )
 
 
-def _offer(said: Mapping[str, Any]) -> Offer:
+def _offer(data: Mapping[str, Any]) -> Offer:
     """Return an offer. Its address and interface must be names: they appear in commands that users paste."""
-    address, interface = _name(said.get("address")), _name(said.get("interface"))
+    address, interface = _name(data.get("address")), _name(data.get("interface"))
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
     except OSError:
         raise ValueError("an address is missing") from None
     if not _INTERFACE.fullmatch(interface):
         raise ValueError("no name of an interface")
-    ports = _tuple(said.get("ports"), PORTS_OFFERED, _port)
+    ports = _tuple(data.get("ports"), PORTS_OFFERED, _port)
     return Offer(address=address, interface=interface, ports=ports)
 
 
-def _start(told: Mapping[str, Any]) -> Start:
-    nnodes, node_rank = _integer(told.get("nnodes"), 1, NODES), told.get("node_rank")
+def _start(fields: Mapping[str, Any]) -> Start:
+    nnodes, node_rank = _integer(fields.get("nnodes"), 1, NODES), fields.get("node_rank")
     return Start(
-        attempt=_integer(told.get("attempt"), 1, ATTEMPTS),
+        attempt=_integer(fields.get("attempt"), 1, ATTEMPTS),
         nnodes=nnodes,
         # The head itself is node 0 of every attempt.
         node_rank=None if node_rank is None else _integer(node_rank, 1, nnodes - 1),
-        port=_port(told.get("port")),
+        port=_port(fields.get("port")),
     )
 
 
-def _target(said: object) -> tuple[int, Offer]:
-    told = _fields(said)
-    return _integer(told.get("target"), 0, NODES), _offer(told)
+def _target(data: object) -> tuple[int, Offer]:
+    fields = _fields(data)
+    return _integer(fields.get("target"), 0, NODES), _offer(fields)
 
 
-def _failure(said: object) -> Failure:
-    told = _fields(said)
+def _failure(data: object) -> Failure:
+    fields = _fields(data)
 
     def bytes_of(name: str) -> int:
-        return _integer(told.get(name), 0, 1 << 31)
+        return _integer(fields.get(name), 0, 1 << 31)
 
     return Failure(
-        source=_integer(told.get("source"), 0, NODES),
-        target=_integer(told.get("target"), 0, NODES),
-        port=_port(told.get("port")),
+        source=_integer(fields.get("source"), 0, NODES),
+        target=_integer(fields.get("target"), 0, NODES),
+        port=_port(fields.get("port")),
         size=bytes_of("size"),
         arrived=bytes_of("arrived"),
         packet=bytes_of("packet"),
-        why=_name(told.get("why")),
+        why=_name(fields.get("why")),
     )
 
 
-def _node(said: object) -> int:
-    return _integer(said, 0, NODES)
+def _node(data: object) -> int:
+    return _integer(data, 0, NODES)
 
 
-def _one_of(said: object, allowed: tuple[str, ...]) -> str:
-    if said not in allowed:
+def _one_of(data: object, allowed: tuple[str, ...]) -> str:
+    if data not in allowed:
         raise ValueError("an unknown word")
-    return str(said)
+    return str(data)
 
 
-def _measure(told: Mapping[str, Any]) -> Measure:
+def _measure(fields: Mapping[str, Any]) -> Measure:
     return Measure(
-        stage=_integer(told.get("stage"), 0, NODES),
-        kind=_one_of(told.get("kind"), KINDS),
-        mode=_one_of(told.get("mode"), MODES),
-        limit_s=_integer(told.get("limit_s"), 1, LONGEST_STAGE_S),
-        group=_tuple(told.get("group"), NODES, _node),
-        store=_integer(told.get("store"), 0, 65535),
+        stage=_integer(fields.get("stage"), 0, NODES),
+        kind=_one_of(fields.get("kind"), KINDS),
+        mode=_one_of(fields.get("mode"), MODES),
+        limit_s=_integer(fields.get("limit_s"), 1, LONGEST_STAGE_S),
+        group=_tuple(fields.get("group"), NODES, _node),
+        store=_integer(fields.get("store"), 0, 65535),
     )
 
 
-def _measured(told: Mapping[str, Any]) -> Measured:
+def _measured(fields: Mapping[str, Any]) -> Measured:
     return Measured(
-        stage=_integer(told.get("stage"), 0, NODES),
-        figures=_tuple(told.get("figures"), FIGURES, _figure),
-        failed=_tuple(told.get("failed"), REMARKS, _remark),
-        notes=_tuple(told.get("notes"), REMARKS, _remark),
-        error=_remark(told.get("error")),
-        mute=_flag(told.get("mute")),
+        stage=_integer(fields.get("stage"), 0, NODES),
+        figures=_tuple(fields.get("figures"), FIGURES, _figure),
+        failed=_tuple(fields.get("failed"), REMARKS, _remark),
+        notes=_tuple(fields.get("notes"), REMARKS, _remark),
+        error=_remark(fields.get("error")),
+        mute=_flag(fields.get("mute")),
     )
 
 
-def _figure(said: object) -> tuple[str, float]:
-    if not isinstance(said, list) or len(said) != 2:
+def _figure(data: object) -> tuple[str, float]:
+    if not isinstance(data, list) or len(data) != 2:
         raise ValueError("a figure is missing")
-    name, value = said
+    name, value = data
     if type(value) not in (int, float) or abs(value) > _PLACE:  # JSON here has no NaN (json_text.py)
         raise ValueError("a number is missing or out of range")
     return _name(name), float(value)
 
 
-def _remark(said: object) -> str:
-    return _text(said, REMARK)
+def _remark(data: object) -> str:
+    return _text(data, REMARK)

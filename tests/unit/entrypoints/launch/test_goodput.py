@@ -125,7 +125,7 @@ def test_parts_of_any_timeline_add_up(attempts: list[Attempt], nodes: int, now: 
 def start(**changed: Any) -> CountedStart:
     values: dict[str, Any] = {
         **{"job": "7", "began": "2026-03-01T10:00:00.000+00:00", "seconds": 3600.0, "nodes": 2},
-        **{"attempts": 1, "code": 0, "source": goodput.TOLD},
+        **{"attempts": 1, "code": 0, "source": goodput.BY_PROGRAM},
         "node_s": Parts(starting=24.0, training=6260.0, saving=60.0, lost=780.0, idle=76.0),
     }
     return CountedStart(**{**values, **changed})
@@ -139,15 +139,15 @@ def test_line_says_where_the_time_went() -> None:
 
 
 def test_line_adds_the_starts_of_a_job() -> None:
-    text = str(Goodput(starts=(start(), start(nodes=4, source=goodput.SEEN))))
+    text = str(Goodput(starts=(start(), start(nodes=4, source=goodput.BY_AGENT))))
     assert text.startswith("goodput 87 % over 2 starts: 14400 node-s: starting 48 node-s, ")
     assert text.endswith("idle 152 node-s")
 
 
 def test_program_without_steps_has_no_goodput() -> None:
-    alone = Goodput(starts=(start(source=goodput.SEEN),))
+    alone = Goodput(starts=(start(source=goodput.BY_AGENT),))
     assert str(alone) == "3600 s on 2 nodes; no goodput: the program reported no steps"
-    twice = alone.with_start(start(source=goodput.SEEN))
+    twice = alone.with_start(start(source=goodput.BY_AGENT))
     assert str(twice) == "7200 s on 2 nodes over 2 starts; no goodput: the program reported no steps"
     assert (json.loads(twice.to_json())["goodput"], twice.share) == (None, None)
     assert goodput.from_json(twice.to_json()) == twice
@@ -197,7 +197,7 @@ def keeper(folder: Path, said: list[str], **env: str) -> GoodputTimer:
         **{"scheduler": "manual", "nnodes": 2, "node_rank": 0, "hosts": (), "head": "", "port": None},
         **{"job_id": "7", "source": {}},
     )
-    return GoodputTimer({"IMGKIT_RUN_DIR": str(folder), **env}, place, said.append, goodput.TOLD)
+    return GoodputTimer({"IMGKIT_RUN_DIR": str(folder), **env}, place, said.append, goodput.BY_PROGRAM)
 
 
 @pytest.mark.parametrize("text", [*DAMAGED[:3], "\0" * 5000])
@@ -281,7 +281,7 @@ END
 def run(nodes: Any, end: str, **options: Any) -> Any:
     """One node whose two workers end so."""
     command = [sys.executable, STUB, "2", WORKER.replace("END", end)]
-    return nodes.start(command, **{"goodput": goodput.TOLD, **options})
+    return nodes.start(command, **{"goodput": goodput.BY_PROGRAM, **options})
 
 
 def test_kill_and_resume_add_up(nodes: Any) -> None:
@@ -319,7 +319,7 @@ def test_fault_loses_what_was_not_saved(nodes: Any) -> None:
 def test_node_lost_while_a_spare_waits_costs_lost_and_idle_time(nodes: Any) -> None:
     work = WORKER.replace("END", "time.sleep(0 if os.environ['IMGKIT_ATTEMPT'] == '2' else 100)")
     words = [sys.executable, STUB, "1", work]
-    both = {"nnodes": 3, "size": "2+1", "max_failures": 3, "goodput": goodput.TOLD}
+    both = {"nnodes": 3, "size": "2+1", "max_failures": 3, "goodput": goodput.BY_PROGRAM}
     three = [nodes.start(words, rank=rank, **both) for rank in range(3)]
     nodes.said("it trains", 2)
     three[1].kill()
@@ -333,12 +333,12 @@ def test_node_lost_while_a_spare_waits_costs_lost_and_idle_time(nodes: Any) -> N
 
 
 def test_program_of_ones_own_has_steps_only_if_it_notes_them(nodes: Any) -> None:
-    nodes.start([sys.executable, STUB, "2", "import time; time.sleep(0.3)"], goodput=goodput.SEEN)
+    nodes.start([sys.executable, STUB, "2", "import time; time.sleep(0.3)"], goodput=goodput.BY_AGENT)
     assert nodes.codes() == [0]
     assert re.search(r"<[\d.]+ s on 1 node; no goodput: the program reported no steps>", nodes.output())
     file = nodes.folder / "run" / goodput.FILE
     assert json.loads(file.read_text())["goodput"] is None
-    run(nodes, "", goodput=goodput.SEEN)
+    run(nodes, "", goodput=goodput.BY_AGENT)
     assert nodes.codes() == [0, 0]
     assert json.loads(file.read_text())["goodput"] > 0
 
@@ -351,7 +351,7 @@ def test_apps_that_only_measure_have_no_goodput(nodes: Any) -> None:
 
 
 def test_head_alone_tells(nodes: Any) -> None:
-    nodes.two(WORKER.replace("END", ""), goodput=goodput.TOLD)
+    nodes.two(WORKER.replace("END", ""), goodput=goodput.BY_PROGRAM)
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("<goodput ") == 1
     assert " on 2 nodes: " in nodes.output()
