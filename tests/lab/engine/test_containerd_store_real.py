@@ -51,7 +51,8 @@ def configs(engine: PrivateEngine, folder: Path) -> dict[str, str]:
     docker("load", "-i", folder / "both.tar")
     docker("push", BOTH)
     docker("rmi", BOTH)
-    pulled = imgkit_json("pull", BOTH, "--platform", "linux/arm64")
+    docker("pull", "--platform", "linux/arm64", BOTH)
+    pulled = imgkit_json("show", BOTH)
     assert (pulled["platform"], pulled["id"]) == ("linux/arm64", found["arm64"])
     return found
 

@@ -198,7 +198,8 @@ def test_pushed_image_comes_back(line: Line) -> None:
     ref = f"{line.registry}/group/line:1"
     digest = imgkit_json("push", line.name, ref)["digest"]
     docker("rmi", ref)
-    pulled = imgkit_json("pull", f"{line.registry}/group/line@{digest}")
+    docker("pull", f"{line.registry}/group/line@{digest}")
+    pulled = imgkit_json("show", f"{line.registry}/group/line@{digest}")
     assert (pulled["id"], pulled["digest"].endswith(digest)) == (line.image_id, True)
 
 
