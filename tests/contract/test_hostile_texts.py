@@ -215,7 +215,7 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
 
 
 def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
-    check("remote", "add", "far", "me@far", "--keep", "0", code=0, shows=False)
+    check("remote", "add", "far", "me@far", "--idle-timeout", "0", code=0, shows=False)
     for code in (1, 255):
         program(programs, "ssh", f"cat said >&2; exit {code}")
         check("remote", "check", "far")

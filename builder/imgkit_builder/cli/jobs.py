@@ -193,7 +193,7 @@ def verb_logs(
         False, "--json", help="Print the command as one JSON object and run nothing."
     ),
 ) -> None:
-    """Follow a job's output. Ctrl-C stops following; the job goes on.
+    """Follow a job's output. Ctrl-C stops following; the job continues.
 
     \b
     Examples:

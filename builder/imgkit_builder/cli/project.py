@@ -104,7 +104,7 @@ def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
 def verb_init(
     folder: Path = typer.Argument(Path(), metavar="[DIR]", help="The folder, which may be new (default: .)."),
     recipe: str = typer.Option(
-        "", metavar="RECIPE", help="The system to start from (default: the recipe of the remote)."
+        "", metavar="RECIPE", help="The recipe to start from (default: that of the remote)."
     ),
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (default: the one with that recipe)."
@@ -114,7 +114,7 @@ def verb_init(
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("1", metavar="N|MIN:MAX|N+S", help="Number of nodes."),
-    keep: bool = typer.Option(False, "--keep", help="Leave files that are there, and write the others."),
+    keep: bool = typer.Option(False, "--keep-existing", help="Write only the files that do not exist."),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
@@ -125,7 +125,7 @@ def verb_init(
     Examples:
       imgkit init
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
-      imgkit init --keep
+      imgkit init --keep-existing
     """
     from imgkit_builder.project import confirm, new_folder, toml_file
     from imgkit_builder.recipe import targets
@@ -174,7 +174,9 @@ def _chosen(on: str, recipe: str) -> tuple[str, str]:
     if not recipe and (remote is None or not remote.recipe):
         names = ", ".join(one.name for one in known)
         raise UsageError(
-            f"which system? There are the remotes {names}" if len(known) > 1 else "no system was named",
+            f"no recipe was given, and there are several remotes: {names}"
+            if len(known) > 1
+            else "no recipe was given, and no remote has one",
             where="--recipe",
             hint="imgkit init --on NAME"
             if len(known) > 1

@@ -33,20 +33,20 @@ NAME: str = typer.Argument(metavar="NAME", help="A name that imgkit remote add g
 
 @_group.command("add")
 def add(
-    name: str = typer.Argument(metavar="NAME", help="Your word for it, for example mn5."),
+    name: str = typer.Argument(metavar="NAME", help="A name of your choice, for example mn5."),
     address: str = typer.Argument(
         metavar="USER@HOST[:DIR]",
         help="A login node, or a Host of ~/.ssh/config, and imgkit's folder there (default: imgkit in your "
         "home).",
     ),
-    recipe: str = typer.Option("", metavar="RECIPE", help="The recipe of imgkit run without one."),
+    recipe: str = typer.Option("", metavar="RECIPE", help="Default recipe for this remote."),
     transfer: str = typer.Option(
         "", metavar="USER@HOST2", help="Send files through this host, which has the same folders."
     ),
-    keep: str = typer.Option(
+    idle_timeout: str = typer.Option(
         "10m",
         metavar="TIME",
-        help="Keep an unused connection open so long; 0: each command logs in by itself.",
+        help="Idle timeout of the shared ssh connection; 0 disables sharing.",
     ),
     replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
     as_json: bool = RESULT_JSON,
@@ -72,7 +72,7 @@ def add(
         raise UsageError(f"{transfer!r} is not an address", where="--transfer", hint="USER@HOST")
     if recipe:
         recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
-    keep_s = 0 if keep == "0" else quoting.seconds(keep, where="--keep")
+    keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")
     made = config.Remote(
         name=config.check_name(name),
         address=host,
@@ -237,25 +237,25 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     def say(text: str) -> None:
         terminal.err(f"imgkit: {text}")
 
-    say(f"job {record.handle}; Ctrl-C stops following, and the job goes on")
+    say(f"job {record.handle}; Ctrl-C stops following; the job continues")
     back = f"imgkit logs {record.handle}; imgkit status|cancel|fetch {record.handle}"
     try:
         jobs.follow(far, record, terminal.passing(), say)
     except KeyboardInterrupt:
-        say(f"the job goes on; {back}")
+        say(f"the job continues; {back}")
         return 130
     except Cut as error:
-        raise Cut(error.what, where=error.where, hint=f"the job goes on; {back}\n{error.hint}") from error
+        raise Cut(error.what, where=error.where, hint=f"the job continues; {back}\n{error.hint}") from error
     record = history.ended(record, partial(jobs.finished, far))
     with contextlib.suppress(
         OSError
     ):  # imgkit runs reads it; a folder that cannot be written loses only that
         submit.keep(record)
     if record.state == "ended":
-        say(f"{record.handle} has ended, and the scheduler no longer knows how")
+        say(f"{record.handle} has ended; the scheduler no longer knows its exit status")
         return 0
     well = record.state == "done"
-    say(f"{record.handle} has ended {'well' if well else 'with an error'}; imgkit fetch {record.handle}")
+    say(f"{record.handle} {'completed' if well else 'failed'}; imgkit fetch {record.handle}")
     return 0 if well else 1
 
 

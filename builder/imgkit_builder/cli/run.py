@@ -46,10 +46,10 @@ def verb_run(
         False, "--detach", help="Submit, print the job's id, and do not follow its output."
     ),
     bwlimit: float | None = typer.Option(
-        None, metavar="MB/s", min=0.01, help="Send at most so many MB in a second."
+        None, metavar="MB/s", min=0.01, help="Upload bandwidth limit in MB/s."
     ),
     whole: bool = typer.Option(
-        False, "--whole", help="Send a whole .sif also where a delta over an older one would do."
+        False, "--whole", help="Send the complete .sif even if a delta over an older one would do."
     ),
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Show every resolved value and its source, then exit."
@@ -62,9 +62,8 @@ def verb_run(
     """Build, send what the cluster lacks, submit, and follow the output.
 
     The build is cached. What the cluster has is not sent again. After an edit a delta
-    goes over the .sif that is both here and there; a transfer that was cut goes on
-    where it ended. Ctrl-C stops following; the job goes on. The exit code is 1 if
-    the job failed.
+    is applied to a .sif that both sides have; an interrupted transfer resumes.
+    Ctrl-C stops following; the job continues. The exit code is 1 if the job failed.
 
     An imgkit.toml here, or above in the same git repository, states what no flag
     states (imgkit init).
@@ -176,7 +175,7 @@ def verb_fetch(
     checkpoints: bool = typer.Option(
         False, "--checkpoints", help="Also fetch the checkpoints of a training."
     ),
-    watch: bool = typer.Option(False, "--watch", help="Do so every 30 s, until Ctrl-C."),
+    watch: bool = typer.Option(False, "--watch", help="Repeat every 30 s until interrupted."),
     as_json: bool = JSON,
 ) -> None:
     """Bring the run folder of a job on a remote here: curves, metrics and its output.

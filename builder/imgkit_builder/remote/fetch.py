@@ -74,7 +74,7 @@ def fetch(
 
     Raises
     ------
-    Cut : the connection was lost; files that have arrived stay, and the next call goes on.
+    Cut : the connection was lost; files that have arrived stay, and the next call resumes.
     CheckFailed : there is no such run yet, or its names are not those of a run.
     """
     home, run = str(record.directory), f"runs/{record.name}-{record.id}"

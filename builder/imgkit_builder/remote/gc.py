@@ -116,7 +116,7 @@ def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
 
     Raises
     ------
-    Cut, ScriptFailed : the remote cannot be reached; the same call again goes on.
+    Cut, ScriptFailed : the remote cannot be reached; the same call resumes.
     """
     if not unused.files and not unused.ended:
         return ()

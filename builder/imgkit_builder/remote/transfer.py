@@ -1,6 +1,6 @@
 """Bring a file into the store, whole or not at all, through connections that may be cut.
 
-The bytes go into a part file whose name follows from the content. A later attempt goes on at its end. Two
+The bytes go into a part file whose name follows from the content. A later attempt resumes at its end. Two
 attempts at once write the same bytes to the same places, so neither harms the other. The part file gets its
 name when its sha256 there is that of the file here.
 """
@@ -22,7 +22,7 @@ from imgkit_builder.remote.store import free_bytes
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 BLOCK_BYTES = 1 << 16
-"""An attempt goes on at a multiple of it."""
+"""An attempt resumes at a multiple of it."""
 """Also what is sent at once where the speed is limited."""
 _CHUNK_BYTES = 1 << 20
 ATTEMPTS = 4
@@ -82,7 +82,7 @@ def upload(
 
     Raises
     ------
-    Cut : the connection was lost too often; the same call goes on later where it ended.
+    Cut : the connection was lost too often; the same call resumes later.
     CheckFailed : the disk there is too full, or the file changes while it is read.
     ScriptFailed : a command there failed.
     """
@@ -108,7 +108,7 @@ def upload(
         except Cut as error:
             failures += 1
             if reached < 0 or failures >= ATTEMPTS:
-                more = f"{error.hint}; the same command goes on at its end" if reached > 0 else error.hint
+                more = f"{error.hint}; the same command resumes the transfer" if reached > 0 else error.hint
                 raise Cut(error.what, where=error.where, hint=more) from error
             report.note(f"the connection was cut, and imgkit connects again: {error.what}")
             time.sleep(failures - 1)

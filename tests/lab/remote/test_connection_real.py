@@ -64,7 +64,7 @@ def test_second_command_shares_the_connection(far: FarHost, tmp_path: Path) -> N
 
 def test_each_command_connects_alone_without_a_folder_for_sockets(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
-        add(far, tmp_path / "x", "--keep", "0")
+        add(far, tmp_path / "x", "--idle-timeout", "0")
         for _ in range(2):
             assert rows(far)["login"]["verdict"] == "ok"
         assert (far.folder / "sshd.log").read_text().count("Accepted publickey") == 2

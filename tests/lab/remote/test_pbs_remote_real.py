@@ -117,7 +117,7 @@ def test_remote_check_names_qsub(site: Site) -> None:
 def test_failed_pbs_job_fails_the_command(site: Site) -> None:
     done = site.run("--", "sh", "-c", "echo told; exit 3")
     assert "told" in done.stdout.splitlines()
-    assert "has ended with an error" in done.stderr
+    assert re.search(r"\d@\w+ failed; imgkit fetch", done.stderr)
     assert done.returncode == 1
 
 

@@ -97,7 +97,7 @@ def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
     told = (site.here / "first.out").read_text()
     assert sorted(told.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
     assert "imgkit: to send: " in said
-    assert re.search(r"(\d+@far) has ended well; imgkit fetch \1\n", said)
+    assert re.search(r"(\d+@far) completed; imgkit fetch \1\n", said)
     there = [path for path in (site.store / "images").iterdir() if path.read_bytes() == site.sif.read_bytes()]
     assert [bool(re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}\.sif", path.name)) for path in there] == [True]
 
@@ -284,7 +284,7 @@ def test_failed_job_fails_the_command(site: Site) -> None:
     done = site.run("--", "sh", "-c", "echo told; exit 3")
     assert done.returncode == 1
     assert done.stdout.startswith("told\n")
-    assert "has ended with an error" in done.stderr
+    assert re.search(r"\d@\w+ failed; imgkit fetch", done.stderr)
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
@@ -305,7 +305,7 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     assert started.returncode == 130
     job = re.search(r"job (\d+@far);", said)
     assert job
-    assert f"the job goes on; imgkit logs {job[1]}; imgkit status|cancel|fetch {job[1]}" in said
+    assert f"the job continues; imgkit logs {job[1]}; imgkit status|cancel|fetch {job[1]}" in said
     assert "Traceback" not in said
     number = job[1].partition("@")[0]
     assert site.running(number)

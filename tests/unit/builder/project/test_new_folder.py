@@ -68,7 +68,7 @@ def test_files_that_are_there_are_refused_and_listed(call: Any) -> None:
 
 def test_keep_writes_what_is_missing(call: Any) -> None:
     Path("train.py").write_text("mine")
-    code, out, _ = call("init", "--recipe", "mn5", "--keep", "--json")
+    code, out, _ = call("init", "--recipe", "mn5", "--keep-existing", "--json")
     assert code == 0
     assert "train.py" not in json.loads(out)["files"]
     assert Path("train.py").read_text() == "mine"
