@@ -417,13 +417,14 @@ def test_deltas_switched_off_by_the_admin(lab: Lab, replaced: Pair) -> None:
 
 def test_delta_of_another_base_refused(lab: Lab, replaced: Pair, added: Pair) -> None:
     submit = ("submit", "cpu", "--runtime", "singularity")
-    for words in (
-        ("apply", added.delta, replaced.full, "-o", "x.sif"),
-        (*submit, "--image", replaced.full, "--delta", added.delta, "--", "dist-env"),
+    other = (*submit, "--image", replaced.full, "--delta", added.delta, "--", "dist-env")
+    for words, said in (
+        (("apply", added.delta, replaced.full, "-o", "x.sif"), "the delta is for image"),
+        (other, "lies over image"),
     ):
         done = imgkit(*words, folder=lab.folder)
         assert done.returncode in (1, 2)
-        assert "the delta is for" in done.stderr
+        assert said in done.stderr
     assert not (lab.folder / "x.sif").exists()
 
 
