@@ -33,7 +33,7 @@ from imgkit_builder.workflow.convert import engine_image
 from imgkit_builder.delta.make import make
 from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.sif.options import Options
+from imgkit_builder.sif.conversion import Options
 
 way, tag, base, target = sys.argv[1:]
 lost = {"folders": lambda self, ids: None}

@@ -211,7 +211,7 @@ from imgkit_builder.workflow.convert import engine_image
 from imgkit_builder.delta.make import make
 from imgkit_builder.engine import LocalImage
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.sif.options import Options
+from imgkit_builder.sif.conversion import Options
 
 tag, base, target, way = sys.argv[1:]
 with engine_image(tag) as image:
