@@ -262,8 +262,8 @@ def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signal
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--tag", "x:1"), "--tag means nothing --with apptainer"),
-        (("--builder", "buildx"), "--builder means nothing --with apptainer"),
+        (("--tag", "x:1"), "--tag cannot be used --with apptainer"),
+        (("--builder", "buildx"), "--builder cannot be used --with apptainer"),
         (("--platform", "linux/arm64"), "--with apptainer builds for this machine's platform"),
         (("--base-from", "absent.tar"), "there is no such base"),
         (("--runtime", "/absent"), "/absent is not on PATH"),

@@ -310,7 +310,7 @@ def test_packed_message_is_no_signature_of_a_sif(sif: Path, keys: Keys, tmp_path
     (tmp_path / "zeros").write_bytes(bytes(64 << 20))
     gpg(keys.home, "--output", tmp_path / "packed", "--compress-level", "9", "--sign", tmp_path / "zeros")
     small_sif.sign(sif, (tmp_path / "packed").read_bytes())
-    assert "no OpenPGP clear-signed message" in refusal(sif, keys.gpg_keyring)
+    assert "not an OpenPGP clear-signed message" in refusal(sif, keys.gpg_keyring)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
