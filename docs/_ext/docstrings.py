@@ -18,8 +18,8 @@ def fields(lines: Sequence[str]) -> Iterator[str]:
             yield "" if field else f".. rubric:: {line}"
         elif line and set(line) == {"-"}:
             yield ""
-        elif field and (entry := re.match(r"(\w+) : (.*)", line)):
-            yield f":{field} {entry[1]}: {entry[2]}"
+        elif field and (entry := re.match(r"(\w+(?:, \w+)*) : (.*)", line)):
+            yield from (f":{field} {name}: {entry[2]}" for name in entry[1].split(", "))
         else:
             yield line
 

@@ -68,8 +68,7 @@ def convert(
 
     Parameters
     ----------
-    image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-`` for an archive from
-        standard input.
+    image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-``: standard input.
 
     Raises
     ------
