@@ -102,7 +102,7 @@ def test_every_variable_of_the_code_is_in_the_table() -> None:
         action.option_strings[0]
         for group in parser._action_groups
         for action in group._group_actions
-        if (group.title or "").startswith("options of the launch") and action.help != argparse.SUPPRESS
+        if (group.title or "").startswith("launch options") and action.help != argparse.SUPPRESS
     ]
     used = {f"IMGKIT_{flag.strip('-').upper().replace('-', '_')}" for flag in flags}
     assert len(used) > 10

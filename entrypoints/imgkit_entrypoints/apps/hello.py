@@ -27,7 +27,7 @@ WARM_UP = 3
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Options of dist-hello."""
     parser.add_argument(
-        "--rounds",
+        "--round-trips",
         type=positive,
         default=20,
         metavar="N",
@@ -77,7 +77,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    rounds: int = parser.parse_args().rounds
+    rounds: int = parser.parse_args().round_trips
     with ranks.opened() as here:
         if here.rank == 0:
             peers = [Peer(rank=0, host=platform.node(), device=_device(here))]

@@ -70,7 +70,8 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="dist-doctor",
-        summary="check this node's network, limits and libraries, and print the fixes",
+        summary="check the network, limits and libraries of this node, or of all nodes of a job, and print "
+        "the fixes",
     ),
 )
 

@@ -101,7 +101,7 @@ class _Findings:
 
 def _dist_env(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Print it as text, as JSON or as export lines; the exit code."""
-    summary = "print what this node shows and what it means for a launch"
+    summary = "print the facts of this node and the settings of a launch, with reasons"
     parser = start.launch_parser("dist-env", summary, env, json_help="print one JSON object")
     parser.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
     chosen = parser.parse_args(argv)
@@ -177,10 +177,16 @@ def _dist_doctor(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Check this node, or all nodes of the job with one collective between them; the exit code."""
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
-    summary = "check this node, and under a launcher all nodes, for distributed runs"
+    summary = (
+        "check the network, limits and libraries of this node, or of all nodes of a job, and print the fixes"
+    )
     both = start.launch_parser("dist-doctor", summary, env, json_help="print one JSON object")
     node.add_arguments(both)
-    both.add_argument("--bundle", metavar="FILE", help="save what was read here, to replay it elsewhere")
+    both.add_argument(
+        "--bundle",
+        metavar="FILE",
+        help="save the files that the checks read, without secrets, to replay the checks on another machine",
+    )
     both.parse_args(argv)
     parsed, rest = start.launch_parser("dist-doctor", summary, env).parse_known_args(argv)
     options = start.read_options(parsed, ("dist-doctor", *argv))

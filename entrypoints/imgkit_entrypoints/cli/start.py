@@ -95,9 +95,7 @@ def parse_user_program(
     """
     usage = "%(prog)s [OPTIONS] SCRIPT|-m MODULE [ARGS]"
     parser = launch_parser(command.name, command.summary, env, usage)
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="the next word is a module, not a script"
-    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     parser.add_argument(
         "--pass-local-rank",
         action="store_true",
@@ -142,7 +140,7 @@ def launch_parser(
     parser = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
     parser.add_argument("--json", action="store_true", help=json_help)
-    group = parser.add_argument_group("options of the launch (each also as IMGKIT_NPROC and the like)")
+    group = parser.add_argument_group("launch options (--nproc is also read from IMGKIT_NPROC, and so on)")
 
     def option(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
         given = env.get(_variable(flag))
@@ -163,7 +161,7 @@ def launch_parser(
         _one_of(NAMES),
         None,
         "NAME",
-        f"launcher that started this command: {', '.join(NAMES)} (default: detected)",
+        f"scheduler or launcher that started this command: {', '.join(NAMES)} (default: detected)",
     )
     option(
         "--nnodes",
@@ -175,15 +173,15 @@ def launch_parser(
     option(
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
     )
-    option("--head", str, None, "HOST", "name or address of node 0, as the other nodes reach it")
+    option("--head", str, None, "HOST", "name or address by which the other nodes reach node 0")
     option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)")
     option(
         "--max-failures",
         natural,
         None,
         "K",
-        "lost nodes and failed workers that the run survives by a new attempt (default: 0; with a range or "
-        f"spares {FAILURES})",
+        f"failures (lost nodes or workers) to survive before the run is aborted (default: {FAILURES} with "
+        "spares or a range, else 0)",
     )
     option(
         "--lost-after",
@@ -196,36 +194,43 @@ def launch_parser(
         "--start",
         _one_of(("auto", "fork", "exec")),
         "auto",
-        "HOW",
-        "fork: torchrun imports torch once for all workers; exec: each worker is an interpreter of its own "
-        "(default: fork for imgkit's programs on CPUs)",
+        "METHOD",
+        "start method of the workers. fork: torchrun imports torch once for all of them; exec: each is a "
+        "separate interpreter (default: fork for imgkit's programs on CPUs, else exec)",
     )
-    option("--log-dir", str, None, "DIR", "keep each process' output in DIR, one folder per node")
+    option("--log-dir", str, None, "DIR", "save the output of each process in DIR, one folder per node")
     option(
         "--rollcall-timeout",
         positive,
         120,
         "S",
-        "seconds to wait for all nodes, in the roll call and again in torchrun's rendezvous (default: 120)",
+        "seconds to wait for all nodes in the roll call, and again in torchrun's rendezvous (default: 120)",
     )
-    option("--grace", positive, 60, "S", "seconds to save after a stop request (default: 60)")
+    option(
+        "--grace",
+        positive,
+        60,
+        "S",
+        "seconds that the program has to save after a stop request (default: 60)",
+    )
     option(
         "--hang-after",
         natural,
         60,
         "S",
-        "report a rank of dist-train as stuck after S seconds or three times its longest step, whichever is "
-        "longer (default: 60); 0: never",
+        "watchdog: report a rank as stuck after S seconds without progress, or three times its longest step "
+        "if that is longer; 0: never (default: 60)",
     )
     option(
         "--secret-file",
         str,
         None,
         "FILE",
-        "secret that the nodes prove to each other, a private file of at least 32 bytes, the same on all; "
-        "-: a line on standard input (default: the job script's, else ~/.config/imgkit/secret)",
+        "shared secret by which nodes authenticate each other: a private file of at least 32 bytes, the "
+        "same on all nodes, or - for a line on standard input (default: the job script's, else "
+        "~/.config/imgkit/secret)",
     )
-    switch("--require-secret", "several nodes: refuse a start without a secret, in which strangers can join")
+    switch("--require-secret", "refuse multi-node runs without a shared secret")
     # Two options and no value: argparse would take the word after --preflight for it, often the script.
     for flag, mode in zip(("--preflight", "--preflight=full"), MODES, strict=True):
         group.add_argument(
@@ -234,13 +239,13 @@ def launch_parser(
             action="store_const",
             const=mode,
             default=_mode(env),
-            help="measure all nodes for a minute at most, and start without outliers or not at all; "
-            "--preflight=full measures each figure longer"
+            help="measure all nodes first, for a minute at most, and start without outliers or not at all; "
+            "--preflight=full takes longer for each figure"
             if mode == MODES[0]
             else argparse.SUPPRESS,
         )
-    switch("--no-network-test", "start without testing the network between the nodes")
-    switch("--direct", "this process is one rank: do not start torchrun")
+    switch("--no-network-test", "skip the test of the network between the nodes")
+    switch("--direct", "run this process as one rank, without torchrun")
     switch("--dry-run", "show every resolved value and its source, then exit")
     return parser
 

@@ -26,13 +26,13 @@ DECIDED = "IMGKIT_DECIDED"
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of dist-doctor, except ``--json``, which every command has."""
-    parser.add_argument("--strict", action="store_true", help="warnings fail too: exit code 1")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument(
         "--timeout",
         type=positive,
         default=TIMEOUT_S,
-        metavar="SECONDS",
-        help="time limit of the all_reduce between nodes (default: %(default)s)",
+        metavar="S",
+        help="time limit of a collective in seconds (default: %(default)s)",
     )
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         "--bundle",
         type=Path,
         metavar="FILE",
-        help="save the files that the checks read, to replay them elsewhere; secrets are left out",
+        help="save the files that the checks read, without secrets, to replay the checks on another machine",
     )
     options = parser.parse_args(argv)
     if options.bundle is not None:

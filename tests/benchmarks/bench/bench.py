@@ -99,7 +99,7 @@ def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) 
 
 def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
     """Memory growth of each collective on the rank that grows most: bare, and with dist-bench."""
-    asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup", "1"])
+    asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup-iters", "1"])
     for op in collectives.COLLECTIVES:
 
         def bare(op: Collective = op) -> None:

@@ -44,7 +44,7 @@ def inside(standin: str, folder: Path, *words: str, given: str = "") -> Done:
 @pytest.mark.docker
 def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) -> None:
     words = ("all", "--group", "node", "--min", "8", "--max", "64K", "--factor", "128", "--dtype", "bf16")
-    short = ("--nproc", "3", "--iters", "2", "--warmup", "1", "--save", "run.json")
+    short = ("--nproc", "3", "--iters", "2", "--warmup-iters", "1", "--save", "run.json")
     done = inside(standin, tmp_path, *BENCH, *words, *short)
     assert done.returncode == 0, done.stderr
     found = loaded(tmp_path / "run.json")
@@ -76,7 +76,7 @@ def all_reduce(tensor, *args, async_op=False, **kwargs):
     return right(tensor, *args, async_op=async_op, **kwargs)
 dist.all_reduce = all_reduce
 with ranks.opened() as here:
-    words = ["--size", "4K", "--iters", "50", "--warmup", "0"]
+    words = ["--size", "4K", "--iters", "50", "--warmup-iters", "0"]
     setup.set_up(options.read(words), here).measurer.measure(collectives.named("all_reduce"), 4096)
 batches = seen[1:]  # without the guess of the time
 print(len(batches), len(set(place for place, _ in batches)), min(kinds for _, kinds in batches))
@@ -103,7 +103,7 @@ reduce --redop min
 reduce_scatter --redop avg
 broadcast --out-of-place
 all_gather --overlap
-all_gather --for 2s
+all_gather --duration 2s
 all_reduce --redop max
 '''.split(chr(10))[1:-1]
 def main():
@@ -123,7 +123,7 @@ def test_variants_are_measured_and_right(standin: str, tmp_path: Path) -> None:
     done = inside(standin, tmp_path, *TORCHRUN, "/given.py", given=VARIANTS)
     assert done.returncode == 0, done.stderr
     runs = [loaded(tmp_path / f"{number}.json") for number in range(8)]
-    assert [len(run.results) for run in runs] == [2, 2, 2, 2, 2, 2, 1, 2]  # --for has batches only
+    assert [len(run.results) for run in runs] == [2, 2, 2, 2, 2, 2, 1, 2]  # --duration has batches only
     found = [run.results[-1] for run in runs]
     assert [one.variant for one in found] == [
         "skew 1.5",
@@ -206,7 +206,7 @@ ranks.run_worker(main)
 @pytest.mark.docker
 @pytest.mark.quiet
 def test_late_rank_is_named_and_nobody_else(standin: str, tmp_path: Path) -> None:
-    words = ("--size", "4K", "--iters", "2", "--warmup", "1")
+    words = ("--size", "4K", "--iters", "2", "--warmup-iters", "1")
     done = inside(standin, tmp_path, *TORCHRUN, "/given.py", *words, given=LATE)
     found = [line for line in done.stdout.splitlines() if " late " in line]
     assert len(found) == 3, done.stderr
@@ -281,7 +281,7 @@ class Site(Cluster):
         return done.stdout + done.stderr
 
     def start(self, nodes: int, *words: str, mpi: bool = False) -> tuple[str, ...]:
-        warmup = () if "--matrix" in words else ("--warmup", "2")
+        warmup = () if "--matrix" in words else ("--warmup-iters", "2")
         image = ("singularity", "exec", str(self.sif), "dist-bench", "--device", "cpu", *warmup)
         if not mpi:
             return ("srun", f"-N{nodes}", f"--chdir={self.state}", *image, *words)
@@ -327,7 +327,7 @@ HERE = (3, "2", 200)
 )
 def test_counters_give_the_rate_of_the_wire(site: Site, nodes: int, ranks: str, rate_Mbps: int) -> None:
     # The root's link always has work; a ring of so few bytes would measure the nodes' processors instead.
-    words = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-check", "--nproc", ranks)
+    words = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-verify", "--nproc", ranks)
     site.rate(1000 * rate_Mbps)
     run = site.bench(nodes, *words, "--line-rate", str(rate_Mbps / 1000), mpi=rate_Mbps == 50)
     told = "\n".join(run.sentences)
@@ -342,7 +342,7 @@ def test_counters_give_the_rate_of_the_wire(site: Site, nodes: int, ranks: str, 
 @on_wires
 def test_both_directions_of_a_wire_work_at_once(site: Site) -> None:
     site.rate(50_000)
-    run = site.bench(2, "sendrecv", "--size", "2M", "--iters", "3", "--no-check")
+    run = site.bench(2, "sendrecv", "--size", "2M", "--iters", "3", "--no-verify")
     assert run.results[0].busbw_GBps > 0.9 * 0.00625 / 1.1  # frames are up to a tenth more than what is sent
 
 
@@ -376,7 +376,7 @@ from imgkit_entrypoints.cli import main
 from imgkit_entrypoints.apps.bench import options
 a, b = (options.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
 options.ARMS = {"a": a, "b": b}
-words = "--compare a,b --min 64K --max 256K --factor 4 --iters 3 --no-check --save arms.json"
+words = "--compare a,b --min 64K --max 256K --factor 4 --iters 3 --no-verify --save arms.json"
 main.main(["dist-bench", "--device", "cpu", *words.split()])
 """
 
@@ -434,7 +434,7 @@ def test_matrix_names_the_slow_node(site: Site) -> None:
 )
 def test_what_was_finished_stays(site: Site, fault: tuple[str, ...], told: str) -> None:
     saved = site.state / f"{fault[0]}.json"
-    words = ("--min", "64K", "--max", "64M", "--no-check", "--save", str(saved))
+    words = ("--min", "64K", "--max", "64M", "--no-verify", "--save", str(saved))
     argv = site.argv(*site.start(2, *words))
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None

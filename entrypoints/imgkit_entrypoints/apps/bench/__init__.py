@@ -4,7 +4,7 @@ A run, from the top down: ``sweep`` (all collectives and sizes in order) with ``
 ``measurement`` (one collective at one size, timed twice), ``collectives`` (the record of each collective) and
 ``verify`` (its expected values); ``record`` (the saved file) and ``verdict`` (the figures in sentences).
 
-Other modes: ``soak`` (``--for``), ``compute`` (``--compute``, ``--overlap``), ``matrix`` (``--matrix``),
+Other modes: ``soak`` (``--duration``), ``compute`` (``--compute``, ``--overlap``), ``matrix`` (``--matrix``),
 ``compare`` (``--compare``, which starts several runs), ``baseline`` (``--baseline``) and ``report`` (saved
 runs as a page; it uses ``record`` only).
 """

@@ -90,7 +90,7 @@ def _refuse_options(wanted: options.BenchOptions, asked: LaunchOptions) -> None:
     flags = {
         "--baseline": wanted.baseline,
         "--require": wanted.require,
-        "--for": wanted.for_s,
+        "--duration": wanted.duration_s,
         "--dry-run": asked.dry_run,
     }
     if given := [flag for flag, value in flags.items() if value]:

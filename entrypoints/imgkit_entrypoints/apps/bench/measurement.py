@@ -134,9 +134,9 @@ class Measurer:
         size_bytes = self.size_bytes(op, asked)
         slots = self.slots(op, size_bytes)
         run = slots[0].launch
-        if self.options.warmup:
+        if self.options.warmup_iters:
             run()
-        guesses = [time_batch(run, 1, self.here) for _ in range(max(1, self.options.warmup - 1))]
+        guesses = [time_batch(run, 1, self.here) for _ in range(max(1, self.options.warmup_iters - 1))]
         counts, watched = self._counts(size_bytes, statistics.median(guesses), before)
         rotated = min(counts.launches, self.rotated_bytes // self.needed_bytes(op, size_bytes))
         if rotated > 1:

@@ -31,16 +31,16 @@ class BenchOptions:
     iters: int | None
     """None: as many as fit into `seconds`."""
     seconds: float
-    warmup: int
+    warmup_iters: int
     group: str
     redop: str
     out_of_place: bool
     skew: float
     communicators: int
     overlap: bool
-    for_s: int | None
+    duration_s: int | None
     """None: one sweep over all sizes."""
-    check: bool
+    verify: bool
     compute: bool
     """Measure each rank's device alone, and no collective."""
     matrix: str
@@ -64,7 +64,7 @@ EXAMPLES = """examples:
   dist-bench --compute                                # is one GPU slower than the others?
   dist-bench --matrix rails                           # the same for the network port of each GPU
   dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the line rate
-  dist-bench --size 1G --for 30m                      # does it stay as fast, and right?
+  dist-bench --size 1G --duration 30m                 # does it stay fast and correct?
   dist-bench --compare rdma,tcp --save run.json       # how much RDMA gains here
   dist-bench report run.rdma.json run.tcp.json --reference rcp -o report.html
 
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=(*collectives.NAMES, "all"),
         metavar="OP",
-        help=f"{', '.join(collectives.NAMES)} or all (without alltoallv; default: all_reduce); "
+        help=f"{', '.join(collectives.NAMES)}, or all of them except alltoallv: all (default: all_reduce); "
         "`dist-bench report FILE...` draws saved runs",
     )
     _what(parser.add_argument_group("measurement"))
@@ -99,7 +99,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
         "--max",
         type=sizes.size,
         metavar="SIZE",
-        help="largest size (default: gloo 64M, NCCL 4G, or less where memory is short)",
+        help="largest size (default: 64M with gloo, 4G with NCCL, or less if memory is short)",
     )
     group.add_argument(
         "--factor", type=_factor, default=2, metavar="N", help="factor between sizes (default: 2)"
@@ -119,7 +119,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
         "(default: world)",
     )
     group.add_argument(
-        "--check",
+        "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="verify every element of at least 20 iterations per size",
@@ -127,7 +127,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compute",
         action="store_true",
-        help="no collective: how fast each rank's device multiplies matrices and copies memory",
+        help="measure matrix products and memory copies on each rank's device instead of collectives",
     )
     group.add_argument(
         "--matrix",
@@ -135,7 +135,8 @@ def _what(group: argparse._ArgumentGroup) -> None:
         const="nodes",
         default="",
         choices=("nodes", "rails"),
-        help="run sendrecv between every two nodes, and name slow links; rails: for each local rank in turn",
+        help="run sendrecv between all pairs of nodes and report slow links; rails: for each local rank in "
+        "turn",
     )
 
 
@@ -144,12 +145,12 @@ def _variants(group: argparse._ArgumentGroup) -> None:
         "--redop",
         choices=collectives.REDOPS,
         default="sum",
-        help="how all_reduce, reduce and reduce_scatter combine the values (default: sum)",
+        help="reduction of all_reduce, reduce and reduce_scatter (default: sum)",
     )
     group.add_argument(
         "--out-of-place",
         action="store_true",
-        help="run all_reduce, broadcast and reduce on a copy of the input, and time the copy as well",
+        help="run all_reduce, broadcast and reduce on a copy of the input, and include the copy in the time",
     )
     group.add_argument(
         "--skew",
@@ -161,7 +162,7 @@ def _variants(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--overlap",
         action="store_true",
-        help="run the largest size while the device computes too, and tell which share is hidden",
+        help="run the largest size while the device computes, and report the hidden share",
     )
     group.add_argument(
         "--communicators",
@@ -174,15 +175,15 @@ def _variants(group: argparse._ArgumentGroup) -> None:
 
 def _how_long(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--for",
-        dest="for_s",
+        "--duration",
+        dest="duration_s",
         type=duration,
         metavar="TIME",
-        help="run the largest size again and again for this long (90s, 30m, 12h), and print a timeline",
+        help="repeat the largest size for this time (90s, 30m, 12h) and print a timeline",
     )
     amount = group.add_mutually_exclusive_group()
     amount.add_argument(
-        "--iters", type=positive, metavar="N", help="iterations of each timing, at every size"
+        "--iters", type=positive, metavar="N", help="iterations of each timing, for every size"
     )
     amount.add_argument(
         "--seconds",
@@ -193,7 +194,7 @@ def _how_long(group: argparse._ArgumentGroup) -> None:
         "(default: 0.25)",
     )
     group.add_argument(
-        "--warmup",
+        "--warmup-iters",
         type=natural,
         default=5,
         metavar="N",
@@ -204,7 +205,7 @@ def _how_long(group: argparse._ArgumentGroup) -> None:
         type=positive,
         default=300,
         metavar="S",
-        help="limit of one collective; NCCL: of one batch (default: 300)",
+        help="time limit of a collective in seconds; with NCCL, of one batch (default: 300)",
     )
 
 
@@ -218,29 +219,30 @@ def _compared(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--require",
         type=parse_requirement,
-        metavar="LEAST",
-        help="80%% of the line rate, or GBps of busbw: exit with 1 if the largest size of an operation, or a "
-        "link of --matrix, is slower",
+        metavar="RATE",
+        help="minimum busbw, in GBps or in percent of the line rate (80%%): exit with 1 if the largest size "
+        "of an "
+        "operation, or a link of --matrix, is slower",
     )
     group.add_argument(
         "--compare",
         type=parse_arms,
         metavar="A,B",
-        help="rdma,tcp: run both in turn in one job, prove which network each used, print their ratio",
+        help="rdma,tcp: run both in turn in one job, verify which network each used, and print their ratio",
     )
     group.add_argument(
         "--rounds", type=positive, default=2, metavar="N", help="rounds of --compare (default: 2, A B A B)"
     )
-    group.add_argument("--save", metavar="FILE", help="save every figure as JSON; rewritten after every size")
+    group.add_argument("--save", metavar="FILE", help="save all figures as JSON; updated after every size")
     group.add_argument(
-        "--baseline", metavar="FILE", help="compare with this saved run; exit with 1 if slower"
+        "--baseline", metavar="FILE", help="compare with this saved run, and exit with 1 if slower"
     )
     group.add_argument(
         "--tolerance",
         type=_share,
         default=0.05,
         metavar="X",
-        help="share by which a size may be slower than the baseline (default: 0.05)",
+        help="fraction by which a size may be slower than the baseline (default: 0.05)",
     )
 
 
@@ -259,10 +261,10 @@ _NEEDS: Mapping[str, tuple[str, Callable[[argparse.Namespace], object]]] = {
     "--rounds": ("without --compare A,B", lambda found: found.compare),
     "--tolerance": ("without --baseline FILE", lambda found: found.baseline),
     "--max": ("with --size", lambda found: not found.size),
-    "--min": ("with --size or --for", lambda found: not (found.size or found.for_s)),
-    "--factor": ("with --size or --for", lambda found: not (found.size or found.for_s)),
-    "--baseline": ("with --for", lambda found: found.for_s is None),
-    "--overlap": ("with --for", lambda found: found.for_s is None),
+    "--min": ("with --size or --duration", lambda found: not (found.size or found.duration_s)),
+    "--factor": ("with --size or --duration", lambda found: not (found.size or found.duration_s)),
+    "--baseline": ("with --duration", lambda found: found.duration_s is None),
+    "--overlap": ("with --duration", lambda found: found.duration_s is None),
 }
 """Options -> why they have no effect where the condition does not hold."""
 
@@ -314,8 +316,8 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         parser.error(
             "--require with --matrix takes GBps: the line rate is that of all ports, a link uses one"
         )
-    if found.for_s == 0:
-        parser.error("--for 0 measures nothing: give a time such as 90s, 30m or 12h")
+    if found.duration_s == 0:
+        parser.error("--duration 0 measures nothing: give a time such as 90s, 30m or 12h")
     return BenchOptions(
         ops=_ops(found),
         least_bytes=least,
@@ -324,15 +326,15 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         dtype=found.dtype,
         iters=found.iters,
         seconds=found.seconds,
-        warmup=found.warmup,
+        warmup_iters=found.warmup_iters,
         group=found.group,
         redop=found.redop,
         out_of_place=found.out_of_place,
         skew=found.skew,
         communicators=found.communicators,
         overlap=found.overlap,
-        for_s=found.for_s,
-        check=found.check,
+        duration_s=found.duration_s,
+        verify=found.verify,
         compute=found.compute,
         matrix=found.matrix,
         compare=found.compare,

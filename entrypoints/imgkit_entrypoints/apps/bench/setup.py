@@ -130,7 +130,7 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
             groups=joined,
             dtype=dtype,
             expected=ExpectedValues(dtype, joined[0].size, here.device, options.redop)
-            if options.check
+            if options.verify
             else None,
             counting=nodes > 1 and speaks,
             nodes=nodes,

@@ -1,4 +1,4 @@
-"""``--for 30m``: the largest size again and again, with a timeline. Values are verified throughout."""
+"""``--duration 30m``: the largest size again and again, with a timeline. Values are verified throughout."""
 
 from __future__ import annotations
 

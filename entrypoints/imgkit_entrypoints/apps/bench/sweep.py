@@ -54,7 +54,7 @@ class Sweep:
             self._measure()
             self._look_back(before)
         except OutOfMemory:  # beyond the sizes of a sweep; raised on all ranks
-            self._outcome.remark("OUT OF MEMORY: --for and --overlap need another --size or --max here.")
+            self._outcome.remark("OUT OF MEMORY: --duration and --overlap need another --size or --max here.")
         except Stopped:  # raised on all ranks
             self._outcome.remark("INCOMPLETE: stopped on request. The sizes above are complete.")
             self._look_back(before)
@@ -89,8 +89,8 @@ class Sweep:
             self._measure_matrix()
             self._outcome.record.complete = True
             return
-        if setup.options.for_s:
-            self._soak(setup.options.for_s)
+        if setup.options.duration_s:
+            self._soak(setup.options.duration_s)
             self._outcome.record.complete = True
             return
         # One collective that runs out of memory does not keep the next one from its smaller sizes.

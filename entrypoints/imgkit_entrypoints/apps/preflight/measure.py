@@ -88,7 +88,7 @@ def _pair(order: Measure) -> Measured:
     """Exchange a few bytes and many with the partner."""
     with _met(order) as here:
         measurer = setup.set_up(
-            _options(order, "--seconds", str(SECONDS[order.mode]), "--no-check"), here
+            _options(order, "--seconds", str(SECONDS[order.mode]), "--no-verify"), here
         ).measurer
 
         def rate_GBps(size_bytes: int) -> float:

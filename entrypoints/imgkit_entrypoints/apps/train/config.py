@@ -29,7 +29,7 @@ COURSE = (
     "global_batch",
 )
 """Options that define a run. A start with another value cannot resume it."""
-TUNED = ("lr", "momentum", "weight_decay", "schedule", "warmup", "clip", "compile", "deterministic")
+TUNED = ("lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip", "compile", "deterministic")
 """Options that may change between two starts of a run; each change is reported."""
 LINE_EVERY_S = 5
 """Longest time between two lines of progress."""
@@ -54,7 +54,7 @@ class Config:
     momentum: float
     weight_decay: float
     schedule: str
-    warmup: int
+    warmup_steps: int
     clip: float | None
     dtype: str
     amp: str
@@ -165,4 +165,4 @@ def factor(shape: str, step: int, steps: int, warmup: int = 0) -> float:
 
 def learning_rate(config: Config, step: int, steps: int) -> float:
     """The learning rate at `step` (from 0) of `steps`."""
-    return config.lr * factor(config.schedule, step, steps, config.warmup)
+    return config.lr * factor(config.schedule, step, steps, config.warmup_steps)

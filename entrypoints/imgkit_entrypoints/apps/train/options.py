@@ -37,8 +37,8 @@ STEPS = 100
 """Number of steps if neither --steps nor --epochs is given."""
 SWITCHES: Mapping[str, str] = {
     "--compile": "compile the model with torch.compile",
-    "--activation-checkpointing": "compute blocks again in the backward pass, to save memory",
-    "--deterministic": "refuse operations that are not deterministic",
+    "--activation-checkpointing": "recompute blocks in the backward pass to save memory",
+    "--deterministic": "refuse nondeterministic operations",
 }
 EXAMPLES = """examples:
   dist-train --steps 1000 --run-dir runs/first        # linear; the same command again resumes it
@@ -64,24 +64,30 @@ def _model_and_data(add: _Add) -> None:
     add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or {own} (default: linear)")
     text = "builtin, a text file for gpt, a folder of images for a resnet"
     add("--data", _data, "builtin", "NAME", f"{text}, or {own} (default: builtin)")
-    add("--step", _step, "builtin", "NAME", f"loss: builtin, or {own} (default: builtin)")
+    add(
+        "--step",
+        _step,
+        "builtin",
+        "NAME",
+        f"function for the loss of a batch: builtin, or {own} (default: builtin)",
+    )
     add("--samples", positive, None, "N", "number of built-in samples (default: depends on the model)")
-    text = "side in pixels that images from a folder are cropped to (default: 224)"
+    text = "width and height, in pixels, to crop images from a folder to (default: 224)"
     add("--image-size", positive, 224, "N", text)
-    add("--seed", int, 0, "N", "seed of weights, data and their order (default: 0)")
-    text = "processes per rank that load samples (default: 0, load in the rank itself)"
+    add("--seed", int, 0, "N", "random seed of the weights, the data and its order (default: 0)")
+    text = "data loading processes per rank (default: 0, load in the rank itself)"
     add("--workers", natural, 0, "N", text)
 
 
 def _steps_and_batches(add: _Add) -> None:
     add("--steps", positive, None, "N", f"optimizer steps (default: {STEPS})")
-    add("--epochs", positive, None, "N", "passes over the data; with --steps, the shorter of the two")
-    add("--batch-size", positive, None, "N", "samples that a rank computes at once (default: 32)")
-    text = "batches per rank and step, with accumulated gradients (default: 1)"
+    add("--epochs", positive, None, "N", "passes over the data; with --steps, whichever ends first")
+    add("--batch-size", positive, None, "N", "samples per rank and batch (default: 32)")
+    text = "batches per rank and step, by gradient accumulation (default: 1)"
     add("--accumulate", positive, None, "N", text)
-    text = "samples per step over all ranks, by accumulation (default: from the two above)"
+    text = "samples per step over all ranks, by gradient accumulation (default: from the two above)"
     add("--global-batch", positive, None, "N", text)
-    add("--stop-after", duration, None, "TIME", "save and end this long after the first attempt: 50m, 1h30m")
+    add("--stop-after", duration, None, "TIME", "save and stop this time after the first attempt: 50m, 1h30m")
 
 
 def _of_optimizer(add: _Add) -> None:
@@ -90,18 +96,18 @@ def _of_optimizer(add: _Add) -> None:
     add("--optimizer", _one_of("sgd", "adam", "adamw"), None, "NAME", text)
     add("--momentum", _number, 0.0, "X", "momentum of sgd (default: 0)")
     add("--weight-decay", _number, 0.0, "X", "weight decay (default: 0)")
-    text = "learning rate over the steps: constant, linear or cosine (default: constant)"
+    text = "learning rate schedule: constant, linear or cosine (default: constant)"
     add("--schedule", _one_of(*SHAPES), "constant", "NAME", text)
-    text = "steps over which the learning rate rises (default: 20 for a resnet, else 0)"
-    add("--warmup", natural, None, "STEPS", text)
-    add("--clip", _above_0, None, "X", "largest norm of the gradient (default: no limit)")
-    text = "if the loss is not a number: stop, or skip that step (default: stop)"
-    add("--on-nan", _one_of("stop", "skip"), "stop", "HOW", text)
+    text = "steps of learning rate warm-up (default: 20 for a resnet, else 0)"
+    add("--warmup-steps", natural, None, "N", text)
+    add("--clip", _above_0, None, "X", "maximum norm of the gradient (default: no limit)")
+    text = "what to do if the loss is NaN or infinite: stop, or skip the step (default: stop)"
+    add("--on-nan", _one_of("stop", "skip"), "stop", "ACTION", text)
 
 
 def _computation(group: argparse._ArgumentGroup) -> None:
     add = _adder(group)
-    text = "type of weights and data: fp32 or fp64 (default: fp32)"
+    text = "element type of weights and data: fp32 or fp64 (default: fp32)"
     add("--dtype", _one_of("fp32", "fp64"), "fp32", "NAME", text)
     text = "mixed precision: off, bf16 or fp16 (default: off)"
     add("--amp", _one_of("off", "bf16", "fp16"), "off", "NAME", text)
@@ -111,20 +117,23 @@ def _computation(group: argparse._ArgumentGroup) -> None:
 
 
 def _output(add: _Add) -> None:
-    text = "run folder for checkpoints and metrics (default: IMGKIT_RUN_DIR, else keep nothing)"
+    text = "run folder for checkpoints and metrics (default: IMGKIT_RUN_DIR, else nothing is saved)"
     add("--run-dir", Path, None, "DIR", text)
     text = "save every N steps or N epochs; 0: only at the end (default: 1000)"
     add("--save-every", _interval, "1000", "N|Ne", text)
     add("--keep", positive, 2, "K", "number of checkpoints to keep (default: 2)")
-    text = "auto: resume from the run folder's newest valid checkpoint; never; or a path (default: auto)"
-    add("--resume", str, "auto", "HOW", text)
+    text = "auto: the newest valid checkpoint of the run folder; never; or the path of one (default: auto)"
+    add("--resume", str, "auto", "auto|never|PATH", text)
     text = "evaluate on held-out data every N steps or N epochs (default: 0, never)"
     add("--eval-every", _interval, "0", "N|Ne", text)
-    add("--export", _target, None, "FILE", "write the weights alone, once all steps are done")
+    add("--export", _target, None, "FILE", "write only the weights to FILE after the last step")
     add("--profile", _window, None, "START:STEPS", "trace STEPS steps after step START into the run folder")
-    text = f"steps per line; also one every {LINE_EVERY_S} s (default: 0, a tenth of the run, at most 1000)"
+    text = (
+        f"print a line every N steps, and every {LINE_EVERY_S} s (default: 0, a tenth of the run, at "
+        "most 1000)"
+    )
     add("--log-every", natural, 0, "N", text)
-    text = f"log the numbers to {', '.join(loggers.NAMES)}, MOD:FN or file.py:FN too; commas between several"
+    text = f"also log to {', '.join(loggers.NAMES)}, MOD:FN or file.py:FN; separate several with commas"
     add("--log-to", _loggers, None, "NAMES", text)
 
 
@@ -203,7 +212,7 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
     optimizer, lr, warmup = MODELS.get(found.model, ("sgd", 0.05, 0))
     values["optimizer"] = found.optimizer or optimizer
     values["lr"] = lr if found.lr is None else found.lr
-    values["warmup"] = warmup if found.warmup is None else found.warmup
+    values["warmup_steps"] = warmup if found.warmup_steps is None else found.warmup_steps
     if found.steps is None and found.epochs is None:
         values["steps"] = STEPS
     values["stop_after_s"] = values.pop("stop_after")

@@ -102,7 +102,7 @@ class Trainer:
 
     def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
         """Take the step that follows `number` others; if `measured`, note the norm of its gradient."""
-        if self._config.schedule != "constant" or self._config.warmup:
+        if self._config.schedule != "constant" or self._config.warmup_steps:
             rate = learning_rate(self._config, number, self._steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate

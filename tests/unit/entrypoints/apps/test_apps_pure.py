@@ -108,7 +108,7 @@ def test_table_shows_every_rank() -> None:
 @pytest.mark.parametrize(
     ("app", "words"),
     [
-        (hello, ["--rounds", "0"]),
+        (hello, ["--round-trips", "0"]),
         (pi, ["--intervals", "1e8"]),
     ],
 )

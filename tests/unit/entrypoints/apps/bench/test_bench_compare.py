@@ -253,7 +253,7 @@ def test_other_arms_are_refused(text: str) -> None:
         ((), (), place(size=Size(least=1, most=2)), "workers of its own"),
         (("--baseline", "old.json"), (), None, "--baseline needs a single run"),
         (("--matrix",), (), None, "--compare would have no effect with --matrix"),
-        (("--for", "30m"), (), None, "--for needs a single run"),
+        (("--duration", "30m"), (), None, "--duration needs a single run"),
         (("--require", "80%"), (), None, "--require needs a single run"),
         (("--group", "node"), (), None, "within a node"),
         ((), ("--dry-run",), None, "--dry-run needs a single run"),

@@ -47,7 +47,7 @@ def test_sweep_ends_at_the_last_size() -> None:
 def test_defaults_are_all_reduce_from_8_bytes() -> None:
     found = options.read([])
     assert (found.ops, found.least_bytes, found.most_bytes) == (("all_reduce",), 8, None)
-    assert found.check
+    assert found.verify
 
 
 def test_all_means_nine_collectives() -> None:
@@ -82,8 +82,8 @@ def test_one_size_is_first_and_last() -> None:
         ["--group", "pair"],
         ["--matrix", "ranks"],
         ["--redop", "product"],
-        ["--for", "soon"],
-        ["--for", "0"],
+        ["--duration", "soon"],
+        ["--duration", "0"],
         ["--skew", "-1"],
         ["--communicators", "0"],
         ["--matrix", "--require", "80%"],
@@ -99,10 +99,13 @@ def test_impossible_options_are_refused(words: list[str], capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--for 30m --matrix", "--for would have no effect with --matrix"),
-        ("--for 30m --baseline old.json", "--baseline would have no effect with --for"),
-        ("--for 30m --overlap", "--overlap would have no effect with --for"),
-        ("--for 30m --min 4K --factor 4", "--min, --factor would have no effect with --size or --for"),
+        ("--duration 30m --matrix", "--duration would have no effect with --matrix"),
+        ("--duration 30m --baseline old.json", "--baseline would have no effect with --duration"),
+        ("--duration 30m --overlap", "--overlap would have no effect with --duration"),
+        (
+            "--duration 30m --min 4K --factor 4",
+            "--min, --factor would have no effect with --size or --duration",
+        ),
         ("--size 4G --max 8G", "--max would have no effect with --size"),
         ("--compute --matrix", "--matrix would have no effect with --compute"),
         (
@@ -110,7 +113,10 @@ def test_impossible_options_are_refused(words: list[str], capsys: pytest.Capture
             "OP, --dtype, --save would have no effect with",
         ),
         ("all_gather --matrix", "OP would have no effect with --matrix"),
-        ("--matrix rails --group rail --no-check", "--group, --no-check would have no effect with --matrix"),
+        (
+            "--matrix rails --group rail --no-verify",
+            "--group, --no-verify would have no effect with --matrix",
+        ),
         ("--matrix --compare rdma,tcp", "--compare would have no effect with --matrix"),
         ("--rounds 4", "--rounds would have no effect without --compare A,B"),
         ("--tolerance 0.1", "--tolerance would have no effect without --baseline FILE"),
@@ -135,7 +141,7 @@ def test_option_without_effect_is_refused(words: str, said: str) -> None:
         "--matrix rails --size 64K --dtype bf16 --iters 5 --require 10 --save run.json --line-rate 200",
         "all --redop max --out-of-place",
         "alltoallv --skew 0",
-        "--for 90s --size 1M --iters 9 --require 80% --no-check",
+        "--duration 90s --size 1M --iters 9 --require 80% --no-verify",
         "--compare rdma,tcp --rounds 3 --size 4G --save run.json",
         "--baseline old.json --tolerance 0.1 --overlap --group rail --communicators 2",
     ],

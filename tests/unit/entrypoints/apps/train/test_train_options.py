@@ -43,8 +43,8 @@ def test_defaults_follow_the_model() -> None:
     assert options.read(["--model", "gpt", "--lr", "1"], {}).lr == 1.0
     assert options.read(["--epochs", "2"], {}).steps is None
     resnet = ["--model", "resnet50"]
-    assert (linear.warmup, options.read(resnet, {}).warmup) == (0, 20)
-    assert options.read([*resnet, "--warmup", "0"], {}).warmup == 0
+    assert (linear.warmup_steps, options.read(resnet, {}).warmup_steps) == (0, 20)
+    assert options.read([*resnet, "--warmup-steps", "0"], {}).warmup_steps == 0
 
 
 def test_run_folder_comes_from_the_job() -> None:

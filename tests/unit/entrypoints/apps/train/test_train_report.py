@@ -93,7 +93,7 @@ def test_summary_tells_what_the_start_took(tmp_path: Path, capsys: pytest.Captur
 
 def test_metrics_tell_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dataclasses.replace(
-        options.read(["--schedule", "linear", "--lr", "0.5", "--warmup", "0"], {}),
+        options.read(["--schedule", "linear", "--lr", "0.5", "--warmup-steps", "0"], {}),
         run_dir=tmp_path,
         global_batch=64,
         log_every=10,
