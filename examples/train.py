@@ -2,7 +2,7 @@
 
     imgkit run                              in a folder that `imgkit init` made
     imgkit submit mn5 -A bsc98 --qos acc_debug --time 2h --nodes 2 -- dist-run train.py --epochs 20
-    torchrun --nproc-per-node 4 train.py    also without imgkit's launcher
+    torchrun --nproc-per-node 4 train.py    also without dist-run
     python3 train.py                        one process
 
 It saves when the job's time ends or somebody stops it. Started again, it resumes at the next sample.

@@ -1,12 +1,12 @@
-"""torchrun itself, started by the launcher with six changes.
+"""torchrun itself, started by the node agent with six changes.
 
 It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
-schedulers send it to every process, and torchrun would wait 30 s before KILL. When the launcher ends it, by
-HUP or QUIT, it prints nothing: the launcher has said why. After success it exits without tearing its
+schedulers send it to every process, and torchrun would wait 30 s before KILL. When the node agent ends it, by
+HUP or QUIT, it prints nothing: the node agent has said why. After success it exits without tearing its
 interpreter down, which takes 0.4 s with torch. If a program of this package has failed, it has printed the
 reason; torchrun then adds no traceback and passes the exit code on. With ``IMGKIT_START=fork`` its workers
 are forks of it: torch is imported once for all of them, and they share the memory of what it imports. And it
-notes for the launcher when its rendezvous begins and ends.
+notes for the node agent when its rendezvous begins and ends.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def hush() -> None:
 
 
 def ends_silently(run: Callable[[], None]) -> None:
-    """Run torchrun by `run`; where the launcher ends it, without a word.
+    """Run torchrun by `run`; it prints nothing if the node agent ends it.
 
-    Other signals than the launcher's are blocked here, or end torchrun at once.
+    Other signals than the node agent's are blocked here, or end torchrun at once.
     """
     name = "_terminate_process_handler"  # torch has no setting for this
     by_torch = getattr(api, name, None)
@@ -78,7 +78,7 @@ def ends_silently(run: Callable[[], None]) -> None:
 
 
 def note_the_rendezvous() -> None:
-    """Note for the launcher from when to when this node waits for others in torch's store."""
+    """Note for the node agent from when to when this node waits for others in torch's store."""
     by_torch = SimpleElasticAgent._rendezvous
 
     def noted(agent: SimpleElasticAgent, group: object) -> None:

@@ -33,7 +33,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-run",
         summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
-        goodput="launcher",
+        goodput="node_agent",
     ),
     Command(
         name="dist-hello",

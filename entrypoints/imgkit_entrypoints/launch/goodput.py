@@ -31,7 +31,7 @@ SCHEMA = 1
 FILE = "goodput.json"
 MOST_STARTS = 1000
 """Starts that the file keeps, the newest."""
-BY_PROGRAM, BY_AGENT = "program", "launcher"
+BY_PROGRAM, BY_AGENT = "program", "node_agent"
 """Who knows where the time of a start went."""
 _MOST_NODE_S = 1e15
 

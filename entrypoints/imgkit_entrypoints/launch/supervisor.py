@@ -102,7 +102,7 @@ def run(
             times = held.enter_context(GoodputTimer(env, place, say, goodput))
             started = StartUp(min(times.began_s, process_began_s()))
             started.ends("container", process_began_s())
-            started.ends("launcher")
+            started.ends("node_agent")
             try:
                 roll = _meet(place, me, timeouts.rollcall_s, say, signals, secret, elastic=elastic)
             except NoPlan:

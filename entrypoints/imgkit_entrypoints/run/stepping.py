@@ -294,8 +294,8 @@ class NotSaved(CheckFailed):
 def code_of(step: int, saved: int, why: str, folder: Path, here: Ranks, env: Mapping[str, str]) -> int:
     """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
 
-    Under dist-run the launcher reads the mark, and exits with 85. torchrun turns every code but 0 into 1, so
-    its mark lies in the run folder. Elsewhere the code 85 says that the state is saved.
+    Under dist-run the node agent reads the mark and exits with 85. torchrun turns every code but 0 into 1, so
+    its mark is in the run folder. Elsewhere the code 85 says that the state is saved.
     """
     if saved != step:
         return EXIT_NO

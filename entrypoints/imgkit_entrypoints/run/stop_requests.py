@@ -1,4 +1,4 @@
-"""Requests to stop, as one rank sees them, and the mark that tells the launcher that the state is saved."""
+"""Requests to stop, as one rank sees them, and the mark that tells the node agent that the state is saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 FOR_GOOD = "the stop file"
 """A person's request: the run is not requeued, and does not start while the file exists."""
-REASONS = (FOR_GOOD, "the launcher asked for it", "--stop-after", "a signal")
+REASONS = (FOR_GOOD, "a stop request from the node agent", "--stop-after", "a signal")
 
 
 def reason_of(asked: Sequence[bool]) -> str:
@@ -28,7 +28,7 @@ def reason_of(asked: Sequence[bool]) -> str:
 
 
 def own_folder(run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
-    """The run's folder, unless the launcher looks after it, which knows IMGKIT_RUN_DIR alone."""
+    """The run's folder, unless the node agent looks after it, which knows IMGKIT_RUN_DIR alone."""
     shared = env.get("IMGKIT_RUN_DIR") if env.get("IMGKIT_STOP_DIR") else None
     if run_dir is None or (shared and run_dir.resolve() == Path(shared).resolve()):
         return None
@@ -36,7 +36,7 @@ def own_folder(run_dir: Path | None, env: Mapping[str, str], say: Callable[[str]
 
 
 class StopRequests:
-    """The requests that this rank can see: files, the launcher's flag, a time and signals.
+    """The requests that this rank can see: files, the node agent's flag, a time and signals.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class StopRequests:
 
 
 def tell_saved(step: int, local_rank: int, env: Mapping[str, str]) -> bool:
-    """Tell this node's launcher that the state is saved; False if there is no launcher."""
+    """Report to the node agent that the state is saved; False if there is no node agent."""
     if not env.get("IMGKIT_STOP_DIR"):
         return False
     if local_rank == 0:

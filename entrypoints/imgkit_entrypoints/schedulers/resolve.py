@@ -66,7 +66,7 @@ def warnings(
 def _refuse_nesting(env: Mapping[str, str]) -> None:
     if env.get("TORCHELASTIC_RUN_ID"):
         raise NoPlan(
-            "this process is already a torchrun worker: a launcher here would start all workers again in "
+            "this process is already a torchrun worker: a node agent here would start all workers again in "
             "each of them",
             where=f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']}",
             hint="start the program itself here, or start this command outside torchrun. To start a separate "

@@ -61,7 +61,7 @@ def _worker(env: Mapping[str, str]) -> Direct:
     where = ", ".join(f"{name}={env[name]}" for name in WORKER)
     if env.get("IMGKIT_DIRECT") != "1":
         raise NoPlan(
-            "this process is already one rank of several: a launcher here would start workers for each rank",
+            "this process is already one rank of several: a node agent here would start workers for each",
             where=where,
             hint="start the command once per node. To run the program as this rank: --direct. If the "
             f"variables are left over: unset {' '.join(WORKER)}",

@@ -436,7 +436,7 @@ assert train(2, f"{words} --stop-after 0") == 1
     )
     assert "--stop-after; the state of step 2 is saved" in told
     assert "flagged: 85" in told
-    assert "the launcher asked for it; the state of step" in told
+    assert "a stop request from the node agent; the state of step" in told
     assert "filed: 0" in told
     assert "filed/stop: this file keeps the run from starting" in told
     assert "rm filed/stop" in told

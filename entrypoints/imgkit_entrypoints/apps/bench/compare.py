@@ -1,4 +1,4 @@
-"""``--compare rdma,tcp``: two ways through one network in one job. Runs in each node's launcher, no torch.
+"""``--compare rdma,tcp``: RDMA and TCP over one network in one job. Runs in each node agent, without torch.
 
 NCCL reads its variables once, so each arm has workers of its own. The arms take turns (A B A B), so that a
 drift of the machine affects both. All nodes start the same launches in the same order. Node 0, where rank 0
@@ -109,7 +109,7 @@ def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapp
     where = f"--compare {','.join(names)}"
     if place.direct is not None or place.size is not None:
         raise UsageError(
-            "each arm needs workers of its own, started by one launcher per node on a fixed number of nodes",
+            "each arm needs separate workers, started by one node agent per node on a fixed number of nodes",
             where=where,
             hint="start dist-bench once on every node, without --direct, --nnodes MIN:MAX and N+S",
         )

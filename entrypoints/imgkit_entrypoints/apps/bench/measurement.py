@@ -209,7 +209,7 @@ class Measurer:
 
 
 class Stopped(Exception):
-    """The launcher asks the run to save and end."""
+    """The node agent asks the run to save and end."""
 
 
 class OneSize:
@@ -282,7 +282,7 @@ class OneSize:
 
 
 def asked_to_stop() -> float:
-    """1.0 if the launcher has asked this node's workers to stop, else 0.0."""
+    """1.0 if the node agent has asked this node's workers to stop, else 0.0."""
     folder = os.environ.get("IMGKIT_STOP_DIR")
     return float(bool(folder) and (Path(folder or "") / stop_protocol.STOP).exists())
 

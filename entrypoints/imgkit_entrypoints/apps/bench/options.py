@@ -15,7 +15,7 @@ LEAST_BYTES = 8
 MOST_BYTES = {"gloo": 64 << 20, "nccl": 4 << 30}
 """Default of ``--max``, where memory allows it."""
 WHOLE_COMMAND = "IMGKIT_BENCH_COMMAND"
-"""The variable in which the launcher tells the workers every word that the user typed."""
+"""The variable by which the node agent passes the user's command line to the workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,7 +392,7 @@ class Arm:
 
 ARMS: Mapping[str, Arm] = {
     "rdma": Arm(carrier="RDMA"),
-    # The launcher's fabric plan follows this variable: no verbs, and the interfaces that carry the data.
+    # The node agent's fabric plan follows this variable: no verbs, and the interfaces that carry the data.
     "tcp": Arm(carrier="sockets", env={"NCCL_NET": "Socket"}),
 }
 

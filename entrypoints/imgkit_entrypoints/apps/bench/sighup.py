@@ -1,6 +1,6 @@
-"""What a rank still prints and saves when its launcher ends it.
+"""What a rank still prints and saves when its node agent ends it.
 
-When one rank is lost, the launcher ends the others with SIGHUP. That often comes before their collective
+When one rank is lost, the node agent ends the others with SIGHUP. That often comes before their collective
 fails, and always if it hangs. No signal handler runs inside a collective, so a thread waits for the signal.
 """
 

@@ -73,7 +73,7 @@ class Sweep:
 
     def _hung_up(self) -> None:
         self._outcome.remark(
-            "INCOMPLETE: the launcher ended this rank, as it does when a rank or node is lost. "
+            "INCOMPLETE: the node agent ended this rank, as it does when a rank or node is lost. "
             "The sizes above are complete."
         )
         self._outcome.finish()

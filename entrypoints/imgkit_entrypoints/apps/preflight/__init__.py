@@ -1,1 +1,1 @@
-"""The measuring process of a preflight, one on each node; the launcher (launch/preflight) leads it."""
+"""The measuring process of a preflight, one on each node; the node agent (launch/preflight) leads it."""

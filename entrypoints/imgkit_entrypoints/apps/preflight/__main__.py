@@ -1,4 +1,4 @@
-"""``python -m imgkit_entrypoints.apps.preflight FD [store]``: measure what the launcher asks for on FD."""
+"""``python -m imgkit_entrypoints.apps.preflight FD [store]``: measure what the node agent asks for on FD."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EARLIER_S = 1.5
 
 
 class Orders:
-    """The launcher's orders. The first one is taken here: its time limit counts the import of torch."""
+    """The node agent's orders. The first one is taken here: its time limit counts the import of torch."""
 
     def __init__(self, descriptor: int) -> None:
         self.connection = socket.socket(fileno=descriptor)
@@ -24,7 +24,7 @@ class Orders:
         self._next = self._taken()
 
     def answer_all(self) -> None:
-        """Answer orders until the launcher closes the socket."""
+        """Answer orders until the node agent closes the socket."""
         while self._next is not None:
             order, timer = self._next
             found = _measured(order)
@@ -65,7 +65,7 @@ def _measured(order: Measure) -> Measured:
 
 
 def serve(descriptor: int) -> None:
-    """Serve the store in which the measuring processes of all nodes meet, until the launcher is done."""
+    """Serve the store in which the measuring processes of all nodes meet, until the node agent is done."""
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

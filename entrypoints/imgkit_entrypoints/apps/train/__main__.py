@@ -227,7 +227,7 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: R
 
 
 def tell_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
-    """Tell this node's launcher which numbers of nodes can share the global batch equally."""
+    """Report to the node agent which numbers of nodes can share the global batch equally."""
     if env.get("IMGKIT_STOP_DIR") and here.local_rank == 0:
         nproc = int(env.get("LOCAL_WORLD_SIZE", "1"))
         nodes = range(1, here.world_size // nproc + 1)

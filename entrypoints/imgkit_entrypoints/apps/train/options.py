@@ -200,7 +200,7 @@ def check(words: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
 
 
 def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
-    """Read a worker's command line, which the launcher has already checked.
+    """Read a worker's command line, which the node agent has already checked.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """The user's own functions: ``package.module:function`` or ``file.py:function``.
 
-The launcher first searches the source text for the function, without running it. So every node reports a
+The node agent first searches the source text for the function, without running it. So every node reports a
 misspelt name before a process starts.
 """
 

@@ -71,8 +71,8 @@ def gpus(subject: Subject) -> Iterator[Check]:
             name="gpus",
             verdict="fail" if expected and subject.env.get("IMGKIT_DEVICE") != "cpu" else "warn",
             evidence=evidence,
-            fix="imgkit's images and launcher are made for CUDA and NCCL: use a node with NVIDIA GPUs, "
-            "or processors alone (--device cpu)",
+            fix="imgkit supports CUDA and NCCL only: use a node with NVIDIA GPUs, "
+            "or CPUs only (--device cpu)",
         )
         return
     hidden = not found and subject.facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env

@@ -220,7 +220,7 @@ class _Leading:
         while asked - self.answers.keys() - self._out() and time.monotonic() < end:
             self._turn(stage.number)
         for rank in asked - self.answers.keys() - self._out():
-            why = f"its launcher hangs: no answer within {stage.limit_s} s"
+            why = f"its node agent hangs: no answer within {stage.limit_s} s"
             self.answers[rank] = Measured(stage=stage.number, error=why, mute=True)
         self._take(stage)
 

@@ -127,7 +127,7 @@ class NodeFigures:
     broken: str = ""
     """Why the node is out without any figure: it hangs, its measuring process ended, or it is gone."""
     gone: bool = False
-    """Its launcher has left: it cannot take part, whatever the others measure."""
+    """Its node agent has left: it cannot take part, whatever the others measure."""
     failed: tuple[str, ...] = ()
     """Checks of dist-doctor that failed."""
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The parts of a start, handed from the launcher to the workers."""
+"""The parts of a start, handed from the agent to the workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from imgkit_entrypoints.launch.start_up import StartUp
 
 
 def test_worker_goes_on_where_the_launcher_stopped() -> None:
-    launcher = StartUp(time.monotonic() - 100.0)
-    launcher.ends("launcher", time.monotonic() - 99.0)
-    launcher.ends("roll_call", time.monotonic() - 90.0)
-    worker = StartUp.of_worker({start_up.VARIABLE: launcher.text()})
+    agent = StartUp(time.monotonic() - 100.0)
+    agent.ends("node_agent", time.monotonic() - 99.0)
+    agent.ends("roll_call", time.monotonic() - 90.0)
+    worker = StartUp.of_worker({start_up.VARIABLE: agent.text()})
     worker.ends("imports")
-    assert list(worker.parts) == ["launcher", "roll_call", "torchrun", "imports"]
+    assert list(worker.parts) == ["node_agent", "roll_call", "torchrun", "imports"]
     assert worker.parts["roll_call"] == pytest.approx(9.0, abs=0.1)
     assert sum(worker.parts.values()) == pytest.approx(100.0, abs=0.2)
 
@@ -28,7 +28,7 @@ def test_worker_without_a_launcher_begins_with_its_process() -> None:
     assert worker.parts["imports"] > 0.05  # this process runs since pytest's start
 
 
-@pytest.mark.parametrize("value", ["x", "1.0 launcher", "1.0 launcher=fast", " = "])
+@pytest.mark.parametrize("value", ["x", "1.0 agent", "1.0 agent=fast", " = "])
 def test_damaged_variable_is_ignored(value: str) -> None:
     assert StartUp.of_worker({start_up.VARIABLE: value}).parts == {}
 
@@ -36,5 +36,5 @@ def test_damaged_variable_is_ignored(value: str) -> None:
 def test_time_never_runs_backwards() -> None:
     one = StartUp(10.0)
     one.ends("container", 9.0)
-    one.ends("launcher", 11.0)
-    assert one.parts == {"container": 0.0, "launcher": 1.0}
+    one.ends("node_agent", 11.0)
+    assert one.parts == {"container": 0.0, "node_agent": 1.0}
