@@ -43,7 +43,7 @@ def refuse_unused(parser: argparse.ArgumentParser, found: argparse.Namespace, ne
     if unused:
         raise UsageError(
             "; ".join(f"{', '.join(options)} would have no effect {why}" for why, options in unused.items()),
-            hint="leave one of them out, or give what is needed",
+            hint="remove the option, or add what it needs",
         )
 
 

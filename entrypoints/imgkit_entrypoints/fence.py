@@ -31,7 +31,7 @@ def admit(folder: Path, job_id: str, attempt: int, run: str) -> str:
         # The old line would keep the new workers out. A full disk can remove it.
         with contextlib.suppress(OSError):
             (folder / FILE).unlink()
-        return f"{folder / FILE}: {error.strerror}; nothing keeps workers of an earlier attempt from writing"
+        return f"{folder / FILE}: {error.strerror}; workers of an earlier attempt may still write"
     return ""
 
 

@@ -290,7 +290,7 @@ def _foreign(found: os.stat_result, folder: Path) -> str:
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
     if found.st_nlink > 1:
-        return "it has another name too (a hard link)"
+        return "it has more than one hard link"
     return "" if _is_mine(found, folder) else f"it belongs to another user ({found.st_uid})"
 
 

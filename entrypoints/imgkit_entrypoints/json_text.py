@@ -75,7 +75,7 @@ def first_object(output: str) -> Any:
     """
     start = output.find("{")
     if start < 0:
-        raise ValueError("there is no JSON object in it")
+        raise ValueError("it contains no JSON object")
     output = output[start : start + MOST_BYTES]
     _check_size(output, MOST_BYTES)
     try:
@@ -109,7 +109,7 @@ def _shallow(value: Any) -> Any:
 
 
 def _too_deep() -> ValueError:
-    return ValueError("its brackets lie too deep within each other")
+    return ValueError("its brackets are nested too deeply")
 
 
 def _whole(digits: str) -> int:
@@ -135,7 +135,7 @@ def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(
@@ -159,7 +159,7 @@ def unseal(values: dict[str, Any]) -> None:
     ValueError : it is missing, or differs from that of the other values.
     """
     if values.pop(SEAL, "") != _digest(values):
-        raise ValueError("its content has another sha256 than it states")
+        raise ValueError("its content does not match its sha256")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

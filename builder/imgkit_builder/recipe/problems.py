@@ -212,7 +212,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         found: dict[str, Any] = tomllib.loads(text)
         _check(found)
     except RecursionError:
-        raise NotToml("its brackets lie too deep within each other", line=last, column=1) from None
+        raise NotToml("its brackets are nested too deeply", line=last, column=1) from None
     except ValueError as error:
         place = _PLACE.search(str(error))
         line, column = (int(place[1]), int(place[2])) if place and place[1] else (last, 1)

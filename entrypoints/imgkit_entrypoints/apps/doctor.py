@@ -50,7 +50,7 @@ class Answer:
     """Time until its result or its error."""
     error: str = ""
     wrong: tuple[int, ...] = ()
-    """Ranks whose values arrived wrong at this rank."""
+    """Ranks whose values arrived corrupted at this rank."""
     checks: tuple[Check, ...] = ()
     """Checks of the whole node; only the first rank of each node has them."""
     machine: str = ""
@@ -96,7 +96,7 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
             others = ", ".join(str(other) for other in sorted(set(answer.wrong) - senders))
             blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {others}")
     for sender in sorted(senders):
-        said = f"the values of rank {sender} arrived wrong at {complaints[sender]} of {heard} ranks"
+        said = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
         blamed.setdefault(sender, []).append(said)
     answers = {
         rank: _with_clock(_with_neighbours(answer, answers), answers) for rank, answer in answers.items()

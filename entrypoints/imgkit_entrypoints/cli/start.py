@@ -380,7 +380,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
     if saved_environment.is_replay(env):
         # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
         raise UsageError(
-            "a replay starts nothing",
+            "a replay cannot start a run",
             where=f"IMGKIT_ROOT={env['IMGKIT_ROOT']}",
             hint="add --dry-run; to start a run here: unset IMGKIT_ROOT",
         )
@@ -391,7 +391,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
 
     if launch_plan.mode == "direct" and options.preflight:
         raise NoPlan(
-            "the ranks start without a roll call, so the nodes cannot be measured before",
+            "--preflight needs the roll call, and ranks that start without torchrun have none",
             where="--preflight",
             hint="leave out --direct, or start one process per node",
         )
@@ -442,7 +442,7 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
     if placement.direct is not None:
         if options.require_secret:
             raise NoPlan(
-                "there is no roll call that could prove a secret, since the ranks start without torchrun",
+                "--require-secret needs the roll call, and ranks that start without torchrun have none",
                 where="--require-secret",
                 hint="leave out --direct",
             )
@@ -452,15 +452,15 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
     make = secret.MAKE.format(file="FILE")
     if options.require_secret:
         raise NoPlan(
-            "this start has no secret, so strangers could join it",
+            "no secret is set, so other programs could join this run",
             where="--require-secret",
-            hint=f"make one file for all nodes, {make}, and give --secret-file FILE",
+            hint=f"create one file for all nodes with {make}, and pass --secret-file FILE",
         )
     if placement.node_rank == 0:
         port = ports.roll_call(placement.job_id, placement.port)
         _say_once(
-            f"this start is open: any program that reaches port {port} of {placement.head} can join it. To "
-            f"close it, make one file for all nodes, {make}, and give --secret-file FILE"
+            f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
+            f"To prevent that, create one file for all nodes with {make}, and pass --secret-file FILE"
         )
     return None
 
@@ -487,7 +487,7 @@ def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:
     for folder in filter(None, env.get("PYTHONPATH", "").split(":")):
         for name in ("torch", "numpy"):
             if Path(folder, name).is_dir() or Path(folder, f"{name}.py").is_file():
-                found.append(f"PYTHONPATH: {folder} holds another {name}, which hides the image's")
+                found.append(f"PYTHONPATH: {folder} contains another {name}, which shadows that of the image")
     return tuple(found)
 
 
@@ -496,7 +496,7 @@ def _require_torch() -> None:
 
     if find_spec("torch") is None:
         raise UsageError(
-            "this Python has no torch, so nothing can be launched",
+            "torch is not installed in this Python, so nothing can be launched",
             where=sys.executable,
             hint="in an image: build it on a base with torch, or add torch to the recipe's image.pip; "
             "elsewhere: pip install torch",

@@ -178,9 +178,11 @@ def _expect(
         text = f"the recipe says {wanted.kind}, but this machine has {kind} ({reason})"
         if kind == "tcp" and draft.several and draft.facts.gpus:
             # One such node makes NCCL fail or hang: it uses TCP, the others do not.
-            draft.block(text, "mend the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
+            draft.block(text, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
         else:
-            fix = "correct system.fabric.kind in the recipe, or mend what /sys/class/infiniband and cxi lack"
+            fix = (
+                "correct system.fabric.kind in the recipe, or repair what /sys/class/infiniband and cxi lack"
+            )
             draft.warn(text, fix)
         return
     if rate is not None and wanted.line_rate_Gbps and rate < wanted.line_rate_Gbps:

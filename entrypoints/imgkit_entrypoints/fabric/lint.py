@@ -335,7 +335,10 @@ def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Found:
     """Unknown names that are like a known one; a name that is like none may belong to a plug-in."""
     for name in _unknown(draft.names()):
         if right := meant(name):
-            yield f"{draft.said(name)}: nothing reads this variable; {right} exists", f"rename it to {right}"
+            yield (
+                f"{draft.said(name)}: no library reads this variable; did you mean {right}?",
+                f"rename it to {right}",
+            )
 
 
 def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Found:
@@ -358,7 +361,7 @@ def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Found:
         right = nearest(net.value, NETS, 0.6)
         yield (
             f"{draft.said('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
-            '"network not found" or "Failed to initialize any NET plugin" unless a plug-in bears it',
+            '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name',
             f"set NCCL_NET={right}" if right else draft.unsetting("NCCL_NET"),
         )
 

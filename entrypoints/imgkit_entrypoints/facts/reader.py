@@ -39,7 +39,7 @@ def root_of(env: Mapping[str, str]) -> Path:
         raise UsageError(
             f"{str(root)!r} is not a folder",
             where="IMGKIT_ROOT",
-            hint="to look at this machine: unset IMGKIT_ROOT",
+            hint="to use this machine: unset IMGKIT_ROOT",
         )
     return root
 

@@ -67,9 +67,11 @@ def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
         return {path: "closed" for path in paths if path in listed}
     found = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
     if paths and not found and f"/{_CUDA}\0".encode() not in _linker_cache():
-        return dict.fromkeys(paths, f"no {_CUDA}, which --nv brings")
+        return dict.fromkeys(paths, f"no {_CUDA}, which --nv adds")
     # They are not opened: the driver of an idle GPU takes seconds for that.
-    return {path: "closed to this process" for path in paths if not os.access(path, os.R_OK | os.W_OK)}
+    return {
+        path: "not accessible to this process" for path in paths if not os.access(path, os.R_OK | os.W_OK)
+    }
 
 
 def _linker_cache() -> bytes:
@@ -167,7 +169,7 @@ def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str
     wrong = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
     return tuple(
         (
-            f"{name}={env[name]}: there is no such file, so NCCL ignores it or ends",
+            f"{name}={env[name]}: there is no such file, so NCCL ignores it or exits",
             f"bind the file into the container (--bind {env[name]}), or unset {name}",
         )
         for name in wrong

@@ -143,7 +143,7 @@ class Attempts:
         self._failures.append(FailedAttempt(cause=cause, place=place, after_s=self._trouble.after_s))
         if stopped:
             saved = EXIT_SAVED in codes.values()
-            self._end("the run was asked to stop", EXIT_SAVED if saved else self._trouble.code)
+            self._end("a stop was requested", EXIT_SAVED if saved else self._trouble.code)
         else:
             self.start()
 
@@ -203,10 +203,10 @@ class RendezvousWatch:
         names = ", ".join(self._roll.named(number) for number in waiting[:NAMED])
         more = f" and {len(waiting) - NAMED} more" if len(waiting) > NAMED else ""
         return (
-            f"torchrun's rendezvous has not ended after {self._limit_s:g} s (--rollcall-timeout); without "
-            f"workers: {names}{more}. They wait for torch's store on port {self._roll.port} of the head: a "
-            "firewall closes it, or another program deletes its keys, since the store has no authentication. "
-            "Start the job again: a new job gets another port"
+            f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "
+            f"without workers: {names}{more}. They wait for torch's store on port {self._roll.port} of the "
+            "head: a firewall blocks it, or another program deletes its keys, since the store has no "
+            "authentication. Start the job again: a new job gets another port"
         )
 
 

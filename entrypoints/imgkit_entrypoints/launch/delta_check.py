@@ -42,22 +42,22 @@ def _require_delta(wanted: str, found: str) -> None:
         return
     if found:
         raise NoPlan(
-            f"this image has another delta than the job: {found}, not {wanted}",
+            f"this image has a different delta from the job's: {found}, not {wanted}",
             where=f"{VARIABLE}, {DELTA_JSON}",
             hint="submit the job again with the right delta; give one --overlay only",
         )
     raise NoPlan(
-        "the job's delta is not here: this is the base without it",
+        "the job's delta is not mounted: this is the base without it",
         where=f"{VARIABLE}={wanted}, and no {DELTA_JSON}",
-        hint="see what the runtime says: singularity exec --overlay X.imgdelta:ro BASE.sif true. If an admin "
-        "has set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
+        hint="check the runtime's output: singularity exec --overlay X.imgdelta:ro BASE.sif true. If an "
+        "admin has set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
     )
 
 
 def _require_code(wanted: str, found: str) -> None:
     if found != wanted:
         raise NoPlan(
-            f"the job's code is not here, but {'another' if found else 'that of the image'}",
+            f"the job's code is not mounted, but {'another' if found else 'that of the image'}",
             where=f"{CODE_VARIABLE}={wanted}, and {found or 'nothing'} in {CODE_JSON}",
             hint="submit the job again with --code; if an admin has set `enable overlay = no`, no delta "
             "works there: build the code into the image (image.copy)",

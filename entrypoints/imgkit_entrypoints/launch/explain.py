@@ -85,9 +85,9 @@ KNOWN: tuple[_Known, ...] = (
     ),
     _Known(
         pattern=r"Timed out waiting (?P<time>\d+)ms for (?:recv|send) operation to complete",
-        cause="a rank waited {time} ms for another one, which hangs, has ended, or whose packets are lost on "
+        cause="a rank waited {time} ms for another rank that hangs, has exited, or whose packets are lost on "
         "the way: large ones are, if a switch or tunnel carries a smaller MTU than the nodes have",
-        remedy="look for the first error of all nodes. If there is none, test the path: "
+        remedy="look for the first error on any node. If there is none, test the path: "
         "ping -c 3 -M do -s 1472 HOST; without an answer, lower the MTU: sudo ip link set dev IFNAME mtu N",
         stops=True,
     ),
@@ -115,7 +115,7 @@ KNOWN: tuple[_Known, ...] = (
     _Known(
         pattern=r"DataLoader worker.*killed by signal: Killed|exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)",
         cause="a process was killed, most often by the kernel because memory ran out",
-        remedy="ask for more memory (Slurm: --mem) or use fewer data workers; to check: dmesg | grep -i oom",
+        remedy="request more memory (Slurm: --mem) or use fewer data workers; to check: dmesg | grep -i oom",
     ),
     _Known(
         pattern=r"network AWS Libfabric not found|Failed to initialize any NET plugin",
@@ -149,7 +149,7 @@ KNOWN: tuple[_Known, ...] = (
     ),
     _Known(
         pattern=r"terminate called without an active exception",
-        cause="the script had ended well, but gloo's threads outlived the interpreter: DDP keeps them",
+        cause="the script succeeded, but gloo threads that DDP holds outlived the interpreter",
         remedy="end the script with sys.stdout.flush(); os._exit(0) after destroy_process_group()",
     ),
     _Known(
@@ -157,9 +157,9 @@ KNOWN: tuple[_Known, ...] = (
         pattern=r"Connection reset by peer|Connection closed by peer|Socket closed"
         r"|recvValue(?:WithTimeout)? failed|Failed to recv, got 0 bytes"
         r"|waitForInput: poll for socket .* likely a timeout",
-        cause="another rank's process ended first, and its output has the reason. If there is no other "
+        cause="another rank exited first, and its output shows why. If there is no other "
         "message at all, another service holds the rendezvous port",
-        remedy="look for the first error of all nodes; if another service holds the port: --port N",
+        remedy="look for the first error on any node; if another service holds the port: --port N",
     ),
 )
 

@@ -139,9 +139,9 @@ class CountedStart:
         """
         for value in (self.seconds, self.nodes, *dataclasses.astuple(self.node_s)):
             if not 0 <= value <= _MOST_NODE_S:
-                raise ValueError(f"{value} is no number of seconds or nodes")
+                raise ValueError(f"{value} is not a number of seconds or nodes")
         if self.ended.year > 9000:
-            raise ValueError(f"{self.began} is no time")
+            raise ValueError(f"{self.began} is not a time")
 
     @property
     def ended(self) -> datetime:
@@ -348,7 +348,7 @@ class GoodputTimer:
             return Goodput()
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
-            self._say(f"warning: {path} does not count: {why}; goodput is that of this start alone")
+            self._say(f"warning: {path} is ignored: {why}; goodput covers only this start")
             return Goodput()
 
     def _write(self) -> None:

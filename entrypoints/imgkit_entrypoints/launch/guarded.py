@@ -130,12 +130,13 @@ class GuardedCommand:
             )
         elif word == "started" and rest.endswith(" alone"):
             self._say(
-                "warning: this system does not let the guard adopt orphans; a killed torchrun may leave some"
+                "warning: the guard cannot adopt orphaned processes on this machine; a killed torchrun may "
+                "leave some running"
             )
         elif word == "clean" and rest and not self._forced:
             self._say(f"ended processes that the program left running: {rest}")
         elif word == "stuck":
-            self._say(f"these processes hang in the kernel and cannot be ended: {rest}")
+            self._say(f"these processes hang in the kernel and cannot be killed: {rest}")
 
 
 class _Copier(threading.Thread):

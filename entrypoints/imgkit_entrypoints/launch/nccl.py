@@ -84,7 +84,7 @@ class Question:
         except TimeoutError:
             self._lines = [f"  {where} does not answer"]
         except (OSError, ValueError) as error:
-            self._lines = [f"  {where} gives no answer that can be read: {error}"]
+            self._lines = [f"  {where} sent an unreadable answer: {error}"]
 
     def _answer(self, host: str, port: int) -> bytes:
         for _ in range(_TRIES):
@@ -131,7 +131,7 @@ def report(answer: bytes) -> list[str]:
     """
     _, found, problems = answer[:MOST_BYTES].decode("ascii", "replace").partition(_PROBLEMS)
     if not found:
-        raise ValueError("it holds no list of errors")
+        raise ValueError("it contains no list of errors")
     lines = [line for line in problems.split("\n") if line and not _OTHERS.fullmatch(line)]
     told = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _folded(lines)]
     if not told:

@@ -154,7 +154,7 @@ class LaunchPlan:
         yield "max_failures", str(self.max_failures), "failures that the run survives"
         starter = "torchrun" if self.mode == "torchrun" else self.placement.scheduler
         yield "mode", self.mode, f"{starter} starts the workers"
-        yield "secret", self.secret or "-", "" if self.secret else "none is needed, or the start is open"
+        yield "secret", self.secret or "-", "" if self.secret else "not needed, or none is set"
         decided = {decision.variable for decision in self.decisions}
         for decision in self.decisions:
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
@@ -263,7 +263,7 @@ def _spares_wait_in_vain(place: Placement) -> tuple[str, ...]:
     if place.size is None or not place.size.spares:
         return ()
     if place.direct is not None:
-        return ("the spares wait in vain: without torchrun, all processes that are started take part",)
+        return ("spares have no effect without torchrun: all processes that are started take part",)
     if place.scheduler not in ENDED_TOGETHER:
         return ()
     return (
@@ -290,7 +290,7 @@ def _device(
     # Else a forgotten --nv would silently start ranks on the CPU, with --nproc as many as there are GPUs.
     if request.device == "cuda" or expected:
         reason = f"{source} says {expected} per node" if expected else "--device cuda asks for one"
-        ask = f"ask the scheduler for GPUs (Slurm: --gres=gpu:{expected or 'N'})"
+        ask = f"request GPUs from the scheduler (Slurm: --gres=gpu:{expected or 'N'})"
         raise NoPlan(
             f"no GPU is visible here, but {reason} ({host.gpus_source})",
             hint=(
@@ -349,7 +349,7 @@ def _by_operator(text: str, host: HostFacts) -> tuple[int, str]:
         return int(text), _OPERATORS
     if text not in ("auto", "gpu", "cpu"):
         raise NoPlan(
-            f"{text[:200]!r} is no number of processes",
+            f"{text[:200]!r} is not a number of processes",
             where=_OPERATORS,
             hint="a number from 1, auto, gpu or cpu; or give --nproc N",
         )
@@ -369,7 +369,7 @@ def _unused(request: Request, place: Placement, nproc: int, env: Mapping[str, st
     given = env.get(_OPERATORS, "")
     if (place.direct is None and request.nproc == "auto") or given in ("", "auto", str(nproc)):
         return ()
-    why = "--nproc wins" if place.direct is None else f"{place.scheduler} started the processes"
+    why = "--nproc takes precedence" if place.direct is None else f"{place.scheduler} started the processes"
     return (f"{_OPERATORS}={given[:200]} is not used: {why}, {nproc} on this node",)
 
 

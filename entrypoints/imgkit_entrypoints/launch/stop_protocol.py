@@ -113,12 +113,12 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
     except FileNotFoundError:
         return None, ""
     except OSError as error:
-        return None, f"{place / SAVED} does not count: {error.strerror}"
+        return None, f"{place / SAVED} is ignored: {error.strerror}"
     except UnicodeDecodeError as error:
         return None, f"{place / SAVED} cannot be read: {error}"
     if words[:1] != [job_id]:
         found = words[0] if words else "nothing"
-        return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID), so it does not count"
+        return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
     return (words[1] if len(words) > 1 else "?"), ""
 
 
@@ -169,7 +169,7 @@ class RunFolder:
         """Raise UsageError where a person has asked the run not to start."""
         if file := self.stop_file():
             raise UsageError(
-                "this file keeps the run from starting",
+                "this file prevents the run from starting",
                 where=str(file),
                 hint=f"rm {shlex.quote(str(file))}",
             )
@@ -188,7 +188,7 @@ class RunFolder:
                 if not self._has(name):
                     continue  # what does not count may stay
                 raise UsageError(
-                    f"the marks of an earlier run cannot be removed: {error.strerror}",
+                    f"files of an earlier run cannot be removed: {error.strerror}",
                     where=f"IMGKIT_RUN_DIR: {error.filename}",
                     hint="name a writable folder that all nodes share",
                 ) from error
@@ -207,7 +207,7 @@ class RunFolder:
             return False
         if why and name not in self._told:
             self._told.add(name)
-            self.say(f"warning: {self.path / name} does not count: {why}")
+            self.say(f"warning: {self.path / name} is ignored: {why}")
         return not why
 
     def hand_on(self, stop_folder: Path) -> None:

@@ -82,7 +82,7 @@ def run(
     Raises
     ------
     NoPlan : the roll call failed. ToolFailed : `argv` cannot be started. UsageError : a folder of the run
-    cannot be written, or a file in it keeps the run from starting. CheckFailed : the
+    cannot be written, or a file in it prevents the run from starting. CheckFailed : the
     preflight found more outliers than the run can do without.
     """
     wanted = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None

@@ -77,7 +77,7 @@ def call(
 
     Raises
     ------
-    NoPlan : a node never called or never answered, the nodes run different software, the network between two
+    NoPlan : a node did not join or never answered, the nodes run different software, the network between two
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     assert place.nnodes > 1  # noqa: S101 - one node has nobody to call
@@ -209,7 +209,7 @@ class _Gathering:
 
     def _drop(self, rank: int) -> None:
         why = self.links[rank].why or "silent"
-        self.say(f"roll call: {self._name(rank)} called and is gone ({why})")
+        self.say(f"roll call: {self._name(rank)} joined and disconnected ({why})")
         self.links.drop(rank)
         del self.callers[rank], self.offers[rank]
 
@@ -230,13 +230,13 @@ class _Gathering:
         self.links.add(rank if before is None else -1, link)  # so that a refusal reaches it
         if nnodes != self.place.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
-                f"{caller.host} calls as node {rank} of {nnodes}, but the head counts "
+                f"{caller.host} joins as node {rank} of {nnodes}, but the head expects "
                 f"{self.place.nnodes} nodes",
                 hint="give the same --nnodes everywhere, and each node its own --node-rank",
             )
         if before is not None:
             raise NoPlan(
-                f"{before.host} and {caller.host} both call as node {rank} of {nnodes}",
+                f"{before.host} and {caller.host} both join as node {rank} of {nnodes}",
                 hint="start this command once per node, each with its own node rank",
             )
         self.callers[rank], self.offers[rank] = caller, called.offer
@@ -257,7 +257,7 @@ class _Gathering:
     def _never_called(self) -> NoPlan:
         others = "".join(f"; {text}" for text in self.strangers.refused)
         return NoPlan(
-            f"{self._missing()} never called; {self._present()} after {self.timeout_s:g} s{others}",
+            f"{self._missing()} did not join; {self._present()} after {self.timeout_s:g} s{others}",
             where=f"roll call on {self.callers[0].host}:{self.port}",
             hint="start this command once on every node of the job. If it was, read its output; check that "
             f"the node reaches {self.place.head} (--head NAME, firewall). Late nodes: --rollcall-timeout",
@@ -385,9 +385,9 @@ class _Joining:
             return True
         detail = "it starts without a secret" if answer == OPEN_HEAD else link.why
         if answer is not None and answer != OPEN_HEAD:
-            detail = "its answer is no proof"
+            detail = "its answer is not a valid proof"
         link.why = (
-            f"something else answers at {self.where} and does not know this run's secret "
+            f"another program answers at {self.where} and does not know this run's secret "
             f"({detail or 'it is silent'}); if it is the head, give both the same --secret-file"
         )
         return False

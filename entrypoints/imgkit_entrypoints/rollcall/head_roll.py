@@ -203,7 +203,7 @@ class HeadRoll(LeadingRoll):
         done = rank in self.reports and not self.elastic
         if done and not link.why:
             return
-        why = link.why or f"no sign of life for {self.lost_s:g} s"
+        why = link.why or f"no heartbeat for {self.lost_s:g} s"
         self._links.drop(rank)
         self.gone[rank], self._news = why, True
         if not done and not self.elastic:
@@ -213,7 +213,7 @@ class HeadRoll(LeadingRoll):
 
     def _refuse_late(self) -> None:
         """Refuse further callers: each is late, or one too many."""
-        what = "all nodes of this run had called before this process did"
+        what = "all nodes of this run have joined already"
         hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
         if self.place.size:
             what = f"the run has started with {self.place.nnodes} nodes, and no node can join it later"
@@ -450,7 +450,7 @@ class Strangers:
                 found.append((stranger.link, call))
         while self._known and now - (oldest := next(iter(self._known.values()))).since > PATIENCE_S:
             if not oldest.leaving:
-                self._report(oldest, "did not call as a node of this run")
+                self._report(oldest, "did not join as a node of this run")
             self._close(oldest)
         return found
 
@@ -496,10 +496,10 @@ class Strangers:
             if stranger.leaving:
                 pass  # reported when it was refused
             elif stranger.proof:
-                told = f"called as node {stranger.proof.node_rank} and did not prove the secret"
+                told = f"claimed to be node {stranger.proof.node_rank} without proving the secret"
                 self._report(stranger, told)
             elif link.why == FOREIGN:
-                self._report(stranger, "sent what is no roll call of imgkit")
+                self._report(stranger, "sent something other than an imgkit roll call")
             self._close(stranger)
         return None
 
@@ -507,9 +507,12 @@ class Strangers:
         """Prove the secret to a caller that wants it."""
         link = stranger.link
         if line.startswith(b"{"):  # imgkit without a secret; the answer is the same for all of them
-            self._report(stranger, "called without a secret")
-            what = "the head wants a secret, and this node has none"
-            self._dismiss(stranger, Refused(what=what, hint="give both the same --secret-file, or one home"))
+            self._report(stranger, "connected without a secret")
+            what = "the head requires a secret, and this node has none"
+            self._dismiss(
+                stranger,
+                Refused(what=what, hint="pass the same --secret-file to both, or share one home folder"),
+            )
             return
         try:
             proof = stranger.proof = HeadProof(secret, self._run, line)
@@ -523,7 +526,7 @@ class Strangers:
         """Return the call in the first line after the proof, or in an open start in the first line of all."""
         link = stranger.link
         if self._secret is None and wants_proof(line):
-            self._report(stranger, "called with a secret, and this node has none")
+            self._report(stranger, "connected with a secret, and this node has none")
             link.send_line(OPEN_HEAD)
             self._leave(stranger)
             return None
@@ -553,7 +556,7 @@ class Strangers:
         if text not in self._said and len(self._said) <= REPORTS:
             self._said[text] = None
             last = "; further ones are not reported" if len(self._said) > REPORTS else ""
-            self._say(f"roll call: {text}; not counted{last}")
+            self._say(f"roll call: {text}; ignored{last}")
 
     def _know(self, stranger: _Stranger) -> None:
         self._known[stranger.link.fileno()] = stranger

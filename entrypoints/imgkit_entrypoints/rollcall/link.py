@@ -37,7 +37,7 @@ from imgkit_entrypoints.rollcall.messages import Message
 
 LONGEST = 64 * 1024
 """Bytes of one line; a longer one comes from another program. The codes of 4,096 nodes need 20 KiB."""
-FOREIGN = "it sent what is no message of imgkit's roll call"
+FOREIGN = "it sent something other than a message of imgkit's roll call"
 UNPROVEN = "it sent a line without the proof of this run's secret"
 
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -272,7 +272,7 @@ class HeadProof:
         """
         found = _CALL.fullmatch(call)
         if found is None:
-            raise ValueError("it is no call with a proof")
+            raise ValueError("it is not a call with a proof")
         self.node_rank = int(found[1])
         nonce = os.urandom(NONCE_BYTES).hex()
         self.from_head, self.from_node = _seals(secret, run, self.node_rank, found[2].decode(), nonce)

@@ -425,7 +425,7 @@ def from_head(text: bytes) -> FromHead:
         return _measure(_fields(data["measure"]))
     if "judged" in data:
         return Judged(left_out=_tuple(data["judged"], NODES, _node))
-    raise ValueError("it is no message of the head")
+    raise ValueError("it is not a message from the head")
 
 
 def _fields(data: object) -> Mapping[str, Any]:
@@ -504,7 +504,7 @@ def _offer(data: Mapping[str, Any]) -> Offer:
     except OSError:
         raise ValueError("an address is missing") from None
     if not _INTERFACE.fullmatch(interface):
-        raise ValueError("no name of an interface")
+        raise ValueError("not an interface name")
     ports = _tuple(data.get("ports"), PORTS_OFFERED, _port)
     return Offer(address=address, interface=interface, ports=ports)
 

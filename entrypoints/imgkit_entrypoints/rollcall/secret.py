@@ -142,7 +142,7 @@ def _problem(handle: int, path: Path) -> tuple[str, str] | None:
     """The reason why another user could read the open file or have written it, and what to type."""
     found, me, quoted = os.fstat(handle), os.geteuid(), shlex.quote(str(path))
     if not stat.S_ISREG(found.st_mode):
-        return "it is no regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
+        return "it is not a regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
     trusted = {0, me}
     if me == 0:  # root of a container, who reads the file of the user that started the job
         trusted.add(path.parent.stat().st_uid)

@@ -79,7 +79,7 @@ class Roll(ABC):
         self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
     ) -> None:
         self.place = place
-        """The node's place in the run that has started: without the nodes of a range that never called."""
+        """The node's place in the run that has started: without the nodes of a range that did not join."""
         self.port = port
         """Torchrun's port, free on the head when it was handed out."""
         self.warnings = tuple(warnings)
@@ -314,7 +314,7 @@ class MemberRoll(Roll):
             self._over = True
             if self._head_failed:  # and has left, as failed nodes do
                 return [*events, AllDone(codes=())]
-            why = self._link.why or f"no sign of life for {self.lost_s:g} s"
+            why = self._link.why or f"no heartbeat for {self.lost_s:g} s"
             events.append(Lost(node=self.node(0), why=why))
         if self._over:
             self._link.close()

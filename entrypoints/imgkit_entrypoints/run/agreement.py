@@ -180,7 +180,7 @@ class Agreement:
         every = self._here.gather(step, int, call="a loop")
         return CheckFailed(
             f"the ranks have taken different numbers of steps: {told(every)}",
-            hint="give every rank equally many batches, for example by DistributedSampler",
+            hint="give every rank the same number of batches, for example by DistributedSampler",
         )
 
 

@@ -203,7 +203,7 @@ class FoundCheckpoint:
         return UsageError(
             f"this part of the checkpoint cannot be read: {why}",
             where=str(self.where / name),
-            hint=f"mv {self.where} elsewhere, and the run goes on from an older checkpoint",
+            hint=f"mv {self.where} elsewhere, and the run resumes from an older checkpoint",
         )
 
 

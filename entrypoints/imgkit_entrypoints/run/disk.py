@@ -297,7 +297,7 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
             raise UsageError(
                 f"another run writes into this folder ({who})",
                 where=str(folder),
-                hint="end that run, or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
+                hint="stop that run, or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
             )
         time.sleep(0.1)
     stream.truncate()
@@ -319,5 +319,5 @@ def _locked(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        say(f"warning: {path}: no locks here ({error.strerror}): start one run in it at a time")
+        say(f"warning: {path}: file locks do not work here ({error.strerror}): start one run in it at a time")
     return True

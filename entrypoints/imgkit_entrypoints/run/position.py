@@ -336,7 +336,7 @@ def position_in(found: FoundCheckpoint) -> RunPosition:
         position: RunPosition = json_text.read(RunPosition, found.values(checkpoints.STATE)["run"], "run")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"this checkpoint is of another program: its position is missing or wrong ({error})",
+            f"this checkpoint was written by another program: its position is missing or invalid ({error})",
             where=str(found.where / checkpoints.STATE),
             hint="name another folder in Run.start(FOLDER); dist-train's checkpoints are for dist-train",
         ) from None

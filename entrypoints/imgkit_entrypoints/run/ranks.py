@@ -61,8 +61,8 @@ class Ranks:
         if len(set(calls)) > 1:
             raise CheckFailed(
                 f"the ranks are at different calls: {told(calls)}",
-                hint="let all ranks take equally many steps, and call run.restore, run.steps and run.save "
-                "equally often",
+                hint="let all ranks take the same number of steps, and call run.restore, run.steps and "
+                "run.save equally often",
             )
         sizes = [int.from_bytes(head[:8], "little") for head in heads]
         for rank, size in enumerate(sizes):
@@ -113,7 +113,7 @@ def told(values: Sequence[object]) -> str:
 
 def _refused(rank: int, what: str) -> ToolFailed:
     return ToolFailed(
-        f"rank {rank} sent a value that is none of this program: {what}",
+        f"rank {rank} sent a value that is not from this program: {what}",
         hint="start the same image on every node; if it is the same, a stranger may have joined the run",
     )
 

@@ -223,7 +223,7 @@ class RunState:
         if not name and before is not None and before is not loader:
             warnings.append(
                 "a pass over another loader than the one before: where an epoch has both, name each, "
-                "run.steps(loader, name=...); where one takes the place of the other, by the same name"
+                "run.steps(loader, name=...); where one replaces the other, by the same name"
             )
         with contextlib.suppress(TypeError):  # a list has no weak references
             self._loader = weakref.ref(loader)

@@ -195,9 +195,9 @@ class Tracked:
         own = self._own()
         if kept != own.keys():
             raise UsageError(
-                f"the checkpoint holds {_listed(kept)}, and this program tracks {_listed(own)}",
+                f"the checkpoint contains {_listed(kept)}, and this program tracks {_listed(own)}",
                 where=str(found.where),
-                hint="track the same names in the same way, or start anew in another folder",
+                hint="track the same objects under the same names, or start a new run in another folder",
             )
         states = {name: found.tensors(f"{part}.pt") for part, name in sorted(own.items())}
         for name in self._by_rank:
@@ -232,9 +232,9 @@ class Tracked:
                 names = _plain_keys(value, live)
                 if other := first_difference(state, {names[key]: one for key, one in live.items()}):
                     raise UsageError(
-                        f"the checkpoint holds another {name}: {other}",
+                        f"the checkpoint contains a different {name}: {other}",
                         where=where,
-                        hint="build the same model, or start anew in another folder",
+                        hint="build the same model, or start a new run in another folder",
                     )
                 state = {key: state[plain] for key, plain in names.items()}
             try:
@@ -243,7 +243,7 @@ class Tracked:
                 raise UsageError(
                     f"the state of {name} does not fit: {str(error).partition(chr(10))[0]}",
                     where=where,
-                    hint="build the same objects, or start anew in another folder",
+                    hint="build the same objects, or start a new run in another folder",
                 ) from error
             self._note(name, state)
 
@@ -458,7 +458,7 @@ class Updates:
     def refuse_unknown_scheduler(self) -> None:
         """Raise UsageError if a scheduler exists that is not tracked; before a restore, which hides it."""
         if self._have_unknown_scheduler():
-            raise _unknown_scheduler("it would begin anew after a resume")
+            raise _unknown_scheduler("it would start over after a resume")
 
     def restored(self) -> None:
         """Note the learning rates of a checkpoint."""
@@ -474,8 +474,8 @@ class Updates:
         if not self._have_unknown_scheduler():
             return
         if self._rates not in (None, self._learning_rates()):
-            raise _unknown_scheduler("it has begun anew, with another learning rate than in the checkpoint")
-        error = _unknown_scheduler("it begins anew after a resume, unless its last_epoch says otherwise")
+            raise _unknown_scheduler("it has started over, with another learning rate than in the checkpoint")
+        error = _unknown_scheduler("it starts over after a resume, unless its last_epoch says otherwise")
         self._say(f"warning: {error}")
 
     def _learning_rates(self) -> list[float]:

@@ -205,5 +205,5 @@ def _refuse(text: str, at: int, why: str, where: str) -> NoReturn:
     # The caret must stand under its place on a terminal, where a long list would hide it.
     before, after = shown(text[max(0, at - 50) : at]), shown(text[at : at + 50])
     raise NoPlan(
-        why, where=where or None, hint=f"the list, at this place:\n{before}{after}\n{' ' * len(before)}^"
+        why, where=where or None, hint=f"the list, at this position:\n{before}{after}\n{' ' * len(before)}^"
     )

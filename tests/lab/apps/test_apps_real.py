@@ -126,7 +126,7 @@ def test_two_nodes_verify_their_sum(standin: str) -> None:
 def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
     done = spoiled(standin)
     assert done.returncode == 1
-    assert "the values of rank 1 arrived wrong at 2 of 2 ranks" in done.stdout
+    assert "the values of rank 1 arrived corrupted at 2 of 2 ranks" in done.stdout
     assert "FAILED on" in done.stdout
 
 
@@ -151,8 +151,8 @@ def test_gpus_that_cannot_be_used_do_not_count(standin: str) -> None:
     said = [line.strip() for line in done.stdout.splitlines() if line.startswith(" ")]
     assert said == [
         f'"what": "{none}no nvidia device)",',
-        f'"what": "{none}nvidia0, but no libcuda.so.1, which --nv brings)",',
-        f'"what": "{none}nvidia0, but closed to this process)",',
+        f'"what": "{none}nvidia0, but no libcuda.so.1, which --nv adds)",',
+        f'"what": "{none}nvidia0, but not accessible to this process)",',
         '"nproc": 1,',
         '"nproc": 1,',
     ], done.stdout + done.stderr

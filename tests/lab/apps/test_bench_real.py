@@ -57,7 +57,7 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     )
     assert {len(one.batches_us) for one in found.results if one.timing == "batched"} == {5}
     assert found.command[:4] == ("dist-bench", "--device", "cpu", "all"), "the whole command"
-    assert "inside of one node" in found.sentences[0]
+    assert "these figures measure one node" in found.sentences[0]
     assert not [text for text in found.fingerprint if "TOKEN" in text or "PATH" in text]
 
 
@@ -366,7 +366,7 @@ def test_late_host_is_named_as_a_whole(site: Site) -> None:
     image = ("singularity", "exec", str(site.sif), "dist-run", "--device", "cpu", "--nproc", "2", "late.py")
     told = site.told("srun", "-N2", f"--chdir={site.state}", *image, "--size", "4K", "--iters", "2")
     assert re.search(
-        r"All ranks of node2 come [12]\d[.\d]* ms late .* a slow process, not a slow link", told
+        r"All ranks of node2 come [12]\d[.\d]* ms late .* The cause is a slow process, not a slow link", told
     ), told
 
 
@@ -428,7 +428,7 @@ def test_matrix_names_the_slow_node(site: Site) -> None:
     ("fault", "told"),
     [
         (("kill", "node2", "apps.bench"), "The sizes above are complete"),
-        pytest.param(("cut", "node2"), "was still going on", marks=pytest.mark.soak),
+        pytest.param(("cut", "node2"), "was still in progress", marks=pytest.mark.soak),
     ],
     ids=["rank lost", "node cut off"],
 )

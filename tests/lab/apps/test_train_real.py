@@ -173,7 +173,7 @@ state = json.dumps({"run": {"step": 6}}).encode()
 disk.write_checkpoint(checkpoint.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
 assert train(2, f"{words} --steps 13 --run-dir other") == 2
 """
-    assert "this checkpoint is of another program" in many(standin, runs, script)
+    assert "this checkpoint was written by another program" in many(standin, runs, script)
 
 
 def test_changed_model_is_refused_by_its_first_key(standin: str, runs: Path) -> None:
@@ -438,12 +438,12 @@ assert train(2, f"{words} --stop-after 0") == 1
     assert "flagged: 85" in told
     assert "a stop request from the node agent; the state of step" in told
     assert "filed: 0" in told
-    assert "filed/stop: this file keeps the run from starting" in told
+    assert "filed/stop: this file prevents the run from starting" in told
     assert "rm filed/stop" in told
     assert "this start saved no state (no --run-dir)" in told
     assert "shared/stop: asked the program to save" in told
     assert "shared: 0" in told
-    assert "shared/stop: this file keeps the run from starting" in told
+    assert "shared/stop: this file prevents the run from starting" in told
     assert told.count("exit code 2\n") == 1
     for name in ("timed", "flagged", "filed", "shared"):
         summary = json.loads((runs / name / "summary.json").read_text())

@@ -138,7 +138,7 @@ def test_every_start_connects_all_ranks(pbs: Pbs, start: str) -> None:
     code, output = pbs.end(pbs.submit("--", "dist-hello", start=start, nproc=nproc))
     assert f"all_reduce of ones: {2 * nproc}" in output, output
     assert ranks(output) == (FOUR if nproc == 2 else TWO)
-    assert "this start is open" not in output
+    assert "no secret is set: any program" not in output
     assert code == 0
 
 

@@ -204,7 +204,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
     assert pods.codes() == [0, 0], pods.output()
     assert "roll call: 2/2 present" in pods.output()
     assert "sum, 4 ranks, gloo" in pods.output()
-    assert ("this start is open" in pods.output()) == (vintage[0] == "runai")
+    assert ("no secret is set: any program" in pods.output()) == (vintage[0] == "runai")
     logs = pods.volume / "runs" / name / "logs"
     assert {path.name for path in logs.iterdir()} == {"node0", "node1"}
     kept = "".join(path.read_text() for path in logs.rglob("stdout.log"))

@@ -112,7 +112,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
 def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...], result: str) -> None:
     told = site.finished("--nodes", "2", "--", *command)
     assert told.startswith("module load singularity\n")
-    assert "this start is open" not in told
+    assert "no secret is set: any program" not in told
     assert re.search(result, told), told
 
 
@@ -245,7 +245,7 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     site.cluster("scontrol", "requeue", job)
     site.start_again(job)
     site.until(lambda: not site.queued(job), job)
-    assert f"{stop}: this file keeps the run from starting" in site.told(job)
+    assert f"{stop}: this file prevents the run from starting" in site.told(job)
     assert f"rm '{stop}'" in site.told(job)
     assert "JobState=FAILED" in shown(site, job), shown(site, job)
     assert site.told(job).count("starts at") == 1
@@ -272,7 +272,7 @@ def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
     (folder / "stop").touch()
     site.start_again(job)
     site.until(lambda: not site.queued(job), job)
-    assert "this file keeps the run from starting" in site.told(job)
+    assert "this file prevents the run from starting" in site.told(job)
     assert site.told(job).count("starts at") == 1
 
 

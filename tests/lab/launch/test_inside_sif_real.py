@@ -101,7 +101,7 @@ def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
     done = inside(mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py"))
     assert done.returncode == 0, done.stderr
     assert "]: mine" in done.stdout
-    assert f"PYTHONPATH: {tmp_path} holds another torch, which hides the image's" in done.stderr
+    assert f"PYTHONPATH: {tmp_path} contains another torch, which shadows that of the image" in done.stderr
 
 
 def test_missing_gpus_are_named_by_the_doctor(mn5_sif: Path, hostile: Path) -> None:

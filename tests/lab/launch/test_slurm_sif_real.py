@@ -94,7 +94,7 @@ def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
     # srun starts both tasks; one of them never reaches the container.
     start = slurm.exec("dist-hello", *TWO, "--rollcall-timeout", "3")
     told = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
-    assert "node 1 of 2 (node2) never called; 1/2 present after 3 s" in told, told
+    assert "node 1 of 2 (node2) did not join; 1/2 present after 3 s" in told, told
     assert told.endswith("code=5\n")
 
 

@@ -92,8 +92,8 @@ EXPECTED = {
     "update_that_is_left_out": EXACT,
     "scheduler_tracked": EXACT,
     "scheduler_of_epochs": EXACT,
-    "scheduler_not_tracked": "a learning rate scheduler that is not tracked: it would begin anew",
-    "scheduler_made_after_the_restore": "a learning rate scheduler that is not tracked: it has begun anew",
+    "scheduler_not_tracked": "a learning rate scheduler that is not tracked: it would start over",
+    "scheduler_made_after_the_restore": "a learning rate scheduler that is not tracked: it has started over",
     "scheduler_made_from_the_number_of_steps": EXACT,
     "scheduler_within_a_tracked_object": EXACT,
     # saves

@@ -262,7 +262,7 @@ assert start(1, limited, "anew") == [0]
     told = many(standin, tmp_path, PROGRAMS + script)
     assert "mark: local " in told, told
     assert "mark: 4711 " in told
-    assert "asked/stop: this file keeps the run from starting" in told
+    assert "asked/stop: this file prevents the run from starting" in told
     assert '"weight":' in (tmp_path / "alone/metrics.jsonl").read_text()
 
 
@@ -329,7 +329,7 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
         "run.track: shared is sharded over the ranks",
         "the ranks have different values of save_every: rank 0: 1, rank 1: 2",
         "this run would replace the checkpoints of another run",
-        "the checkpoint holds model, and this program tracks model, other",
+        "the checkpoint contains model, and this program tracks model, other",
         "held: another run writes into this folder (process ",
         "the ranks are at different calls: rank 1: run.steps, rank 0: the end of the run",
         "the ranks are at different calls: rank 0: run.restore, rank 1: run.steps",
@@ -379,11 +379,11 @@ assert sorted(os.listdir("damaged/checkpoints")) == ["step-0000000002", "step-00
     assert told.count("run: resumes after step 2: ") == 2
     assert "checkpoint skipped: damaged/checkpoints/step-0000000004/model.pt has 100 bytes, not " in told
     assert (
-        "the checkpoint holds another model: weight is (1, 1) in the checkpoint and (1, 2) in the model"
-        in told
+        "the checkpoint contains a different model: weight is (1, 1) in the checkpoint and (1, 2) in the "
+        "model" in told
     )
     assert "model.pt: this part of the checkpoint cannot be read" in told
-    assert "this checkpoint is of another program" in told
+    assert "this checkpoint was written by another program" in told
     assert "the pickle ran code" not in told
 
 

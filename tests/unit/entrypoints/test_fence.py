@@ -47,7 +47,7 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
 
     fence.admit(tmp_path, "4711", 1, "a1")
     monkeypatch.setattr(fence.files, "put", full)
-    assert "No space left on device; nothing keeps workers" in fence.admit(tmp_path, "4711", 2, "a1")
+    assert "No space left on device; workers of an earlier attempt" in fence.admit(tmp_path, "4711", 2, "a1")
     fence.check(env(tmp_path, 2))
 
 

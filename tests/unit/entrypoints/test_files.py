@@ -127,7 +127,7 @@ def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
     [
         (lambda path, victim: path.symlink_to(victim), "a symbolic link"),
         (lambda path, _: path.symlink_to("/nowhere/at/all"), "a symbolic link"),
-        (os.link, "a hard link"),
+        (os.link, "more than one hard link"),
         (lambda path, _: os.mkfifo(path), "not a regular file"),
     ],
     ids=["link", "dangling link", "hard link", "pipe"],
@@ -169,7 +169,7 @@ def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: s
         folder.refuse_stopped()
         assert folder.request() is None
     assert len(said) == 1
-    assert f"{shared / name} does not count: it " in said[0]
+    assert f"{shared / name} is ignored: it " in said[0]
 
 
 @as_root
@@ -221,7 +221,7 @@ def test_saved_mark_of_a_stranger_does_not_count(shared: Path) -> None:
     as_stranger(lambda: (shared / "state-saved").write_text("7 40\n"))
     step, why = stop_protocol.saved_step(shared, "7")
     assert step is None
-    assert f"does not count: it belongs to another user ({STRANGER})" in why
+    assert f"is ignored: it belongs to another user ({STRANGER})" in why
 
 
 @as_root

@@ -107,7 +107,8 @@ def compare(new: BenchRun, old: BenchRun, tolerance: float) -> BaselineVerdict:
     _same_place(new, old)
     if faulty := [one for one in old.results if one.wrong]:
         raise UsageError(
-            f"the baseline had {faulty[0].wrong} wrong elements in {faulty[0].op}, so its times mean nothing",
+            f"the baseline had {faulty[0].wrong} wrong elements in {faulty[0].op}, so its times are "
+            "meaningless",
             where=old.where,
             hint=HINT,
         )

@@ -70,7 +70,7 @@ def _scratch() -> Iterator[Path]:
     except OSError as error:
         hint = "set TMPDIR to a writable folder of this node"
         raise UsageError(
-            f"cannot make a temporary folder: {error.strerror}", where="--compare", hint=hint
+            f"cannot create a temporary folder: {error.strerror}", where="--compare", hint=hint
         ) from error
     try:
         yield Path(made)
@@ -180,7 +180,7 @@ class _Comparison:
         by_key: dict[object, list[Result]] = {}
         for one in (one for found in runs for one in found.results):
             by_key.setdefault(one.key, []).append(one)
-        rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences below are of the last round"
+        rounds = f"{len(runs)} of {self.rounds} rounds, joined; the sentences below are from the last round"
         sentences = [f"{name}: {rounds}; {self.proofs[name]}.", *last.sentences]
         return record.Record(
             started=runs[0].started,

@@ -164,7 +164,9 @@ class Outcome:
             self.record.verdict = self._judge()
             self.record.verdict["sentences"] += self._remarks
             if not ended:
-                self.record.verdict["sentences"] += ["INCOMPLETE: the run was still going on, or was killed."]
+                self.record.verdict["sentences"] += [
+                    "INCOMPLETE: the run was still in progress, or was killed."
+                ]
             self.record.save(Path(self._setup.options.save))
 
     def finish(self) -> int:

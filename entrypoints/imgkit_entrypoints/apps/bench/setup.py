@@ -174,7 +174,7 @@ def _usable(options: BenchOptions, here: Ranks, nodes: int, line_rate_Gbps: floa
         except ImgkitError as error:
             problem = error
     if measurement.agreed(lambda: (float(problem is not None),), 1, here)[0]:
-        raise problem or UsageError("rank 0 cannot use --save, --baseline or --require; it says why")
+        raise problem or UsageError("rank 0 cannot use --save, --baseline or --require; its output says why")
     return baseline
 
 

@@ -203,8 +203,8 @@ def _where(context: RunContext) -> list[str]:
         ]
     if context.nodes == 1:
         return [
-            f"All {context.ranks} ranks are on {context.hosts[0]}: these figures are of the inside of one "
-            "node, not of the network."
+            f"All {context.ranks} ranks are on {context.hosts[0]}: these figures measure one node, not the "
+            "network."
         ]
     return []
 
@@ -320,7 +320,7 @@ def _late(late: Sequence[LateRank], hosts: Sequence[str], context: RunContext) -
         if len(mine) > 1 and not all_of_host:
             who = f"Ranks {ranks} on {host} come"
         sentences.append(
-            f"{who} {1e3 * seconds:.3g} ms late to collectives of 8 bytes. That is a slow process, "
+            f"{who} {1e3 * seconds:.3g} ms late to collectives of 8 bytes. The cause is a slow process, "
             "not a slow link."
         )
     return sentences

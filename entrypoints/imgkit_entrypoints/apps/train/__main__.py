@@ -81,7 +81,10 @@ def _refuse_other_options(config: Config, here: Ranks) -> None:
         f"{name}: {told(values)}" for name, values in different.items() if values != values[:1] * len(values)
     ]
     if said:
-        raise UsageError(f"the ranks have different options; {'; '.join(said)}", hint="start all nodes alike")
+        raise UsageError(
+            f"the ranks have different options; {'; '.join(said)}",
+            hint="start all nodes with the same options",
+        )
 
 
 def train(config: Config, own: Components, run: Run, here: Ranks, started: StartUp) -> int:

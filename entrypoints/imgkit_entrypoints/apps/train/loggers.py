@@ -144,5 +144,5 @@ class Loggers:
             return call()
         except Exception as error:  # a full disk, a lost connection, or a fault in the user's function
             self._open = [one for one in self._open if one[0] != name]
-            self._say(f"--log-to {name} gets no more numbers: {type(error).__name__}: {error}")
+            self._say(f"--log-to {name} is disabled: {type(error).__name__}: {error}")
             return None

@@ -179,7 +179,8 @@ def course_of(found: FoundCheckpoint) -> Course:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"this checkpoint is of another program: its course is missing or wrong ({error})",
+            f"this checkpoint was written by another program: its training state is missing or invalid "
+            f"({error})",
             where=str(found.where / PART),
             hint="name another folder by --run-dir",
         ) from None

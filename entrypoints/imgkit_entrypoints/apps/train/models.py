@@ -66,7 +66,7 @@ def resnet(name: str, classes: int) -> nn.Module:
 
     Raises
     ------
-    UsageError : the installed torchvision does not fit this torch.
+    UsageError : the installed torchvision is incompatible with this torch.
     """
     try:
         vision = importlib.import_module("torchvision.models")
@@ -74,7 +74,7 @@ def resnet(name: str, classes: int) -> nn.Module:
         return small_resnet(name, classes)
     except RuntimeError as error:  # its operators belong to another torch
         raise UsageError(
-            f"the installed torchvision does not fit this torch: {error}",
+            f"the installed torchvision is incompatible with this torch: {error}",
             where=f"--model {name}",
             hint="install a matching torchvision, or remove it: a small ResNet is built in",
         ) from error

@@ -347,14 +347,14 @@ def file_arguments(path: Path) -> tuple[str, ...]:
     Raises
     ------
     OSError : the file cannot be read.
-    ValueError : the file holds no table of options, or this image cannot parse its format.
+    ValueError : the file contains no table of options, or this image cannot parse its format.
     """
     try:
         content = _parsed(path)
     except RecursionError:
-        raise ValueError("its brackets lie too deep within each other") from None
+        raise ValueError("its brackets are nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError("the file holds no table of options")
+        raise ValueError("the file contains no table of options")
     if "config" in content:
         raise ValueError("the file names another file with `config`; only --config can")
     found: list[str] = []

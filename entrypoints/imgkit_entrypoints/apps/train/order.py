@@ -103,7 +103,7 @@ def arrange(
     UsageError : the ranks cannot share `global_batch` equally, or there are no samples.
     """
     if size < 1:
-        raise UsageError("the data is empty", hint="--data must give at least one sample")
+        raise UsageError("the data is empty", hint="--data must return at least one sample")
     if global_batch is None:
         batch_size = 32 if batch_size is None else batch_size
         global_batch = batch_size * (accumulate or 1) * world_size

@@ -53,7 +53,7 @@ def pcie(subject: Subject) -> Iterator[Check]:
                 verdict="warn",
                 evidence=f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} "
                 f"lanes ({link.speed}{carries}){needs}",
-                fix=f"report the node to the site, to seat the card again, with: sudo lspci -vv -s "
+                fix=f"ask the site to reseat the card, with the output of: sudo lspci -vv -s "
                 f"{link.path.rsplit('/', 1)[-1]} | grep LnkSta",
             )
     if found and not slow:
@@ -73,7 +73,7 @@ def port_errors(subject: Subject) -> Iterator[Check]:
                 name="port errors",
                 verdict="warn",
                 evidence=f"/sys/class/infiniband/{device}/ports/{number}/counters/{shown}",
-                fix="look again after a run: if they grow, the cable or the switch port is bad; report them "
+                fix="check again after a run: if they grow, the cable or the switch port is bad; report them "
                 f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R",
             )
 
@@ -94,20 +94,18 @@ def gpu_health(subject: Subject) -> Iterator[Check]:
 
 def _gpu(gpu: ElementTree.Element) -> Iterator[Check]:
     name = gpu.get("id", "")
-    reset = f"end all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
+    reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
     counts = [part.text or "" for part in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in part.tag]
     lost = sum(digits(count) or 0 for count in counts)
     if lost:
         evidence = f"{name}: nvidia-smi -q: {lost} uncorrectable ECC errors since the last reset"
         yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=reset)
     if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
-        evidence = f"{name}: nvidia-smi -q: Remapping Failure Occurred: Yes, so memory errors go on"
-        fix = (
-            "take the node out (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
-        )
+        evidence = f"{name}: nvidia-smi -q: Remapping Failure Occurred: Yes, so memory errors will continue"
+        fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
         yield Check(name="gpu health", verdict="fail", evidence=evidence, fix=fix)
     elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
-        evidence = f"{name}: nvidia-smi -q: Remapped Rows Pending: Yes, which only a reset repairs"
+        evidence = f"{name}: nvidia-smi -q: Remapped Rows Pending: Yes, which requires a reset"
         yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=reset)
     reasons = {
         re.sub("clocks_(event|throttle)_reason_", "", reason.tag)
@@ -117,7 +115,7 @@ def _gpu(gpu: ElementTree.Element) -> Iterator[Check]:
     }
     if slowed := [words for reason, words in SLOWED.items() if reason in reasons]:
         evidence = f"{name}: nvidia-smi -q: clocks are held down by {', '.join(slowed)}"
-        fix = f"look at its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {name}"
+        fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {name}"
         yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=fix)
 
 

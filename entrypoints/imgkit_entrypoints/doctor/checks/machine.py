@@ -34,7 +34,7 @@ def image(subject: Subject) -> Iterator[Check]:
             name="image",
             verdict="unknown",
             evidence="/opt/imgkit/system.json does not exist, so the expected hardware is unknown",
-            fix="run inside an image of imgkit build",
+            fix="run inside an image that imgkit built",
         )
         return
     text = subject.reader.text("/opt/imgkit/manifest.json")
@@ -46,7 +46,7 @@ def image(subject: Subject) -> Iterator[Check]:
     evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
     if wanted is None:
         yield Check(
-            name="image", verdict="unknown", evidence=evidence, fix="build the image again with imgkit build"
+            name="image", verdict="unknown", evidence=evidence, fix="rebuild the image with imgkit build"
         )
     elif wanted != subject.facts.arch:
         yield Check(

@@ -28,7 +28,7 @@ def scheduler(subject: Subject) -> Iterator[Check]:
     """The job is visible; a container with --cleanenv hides it."""
     name = subject.system.scheduler if subject.system else ""
     if text := unseen(name, subject.env):
-        fix = "in a job, start the container without --cleanenv and --containall; outside a job this is right"
+        fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
         yield Check(name="scheduler", verdict="warn", evidence=text, fix=fix)
     elif shown := claims(subject.env):
         yield Check(name="scheduler", verdict="ok", evidence=", ".join(shown))

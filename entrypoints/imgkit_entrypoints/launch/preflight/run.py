@@ -182,7 +182,7 @@ class _Leading:
             f"{worst.host} is an outlier: {worst.reasons[0]}"
             + (f" (and {len(condemned) - 1} more)" if len(condemned) > 1 else ""),
             where="preflight",
-            hint=f"start again with {report.way}, or with a spare (--nnodes N+1) that takes its place; "
+            hint=f"start again with {report.way}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
         )
         self.roll.judged(Refused(what=error.what, where=error.where, hint=error.hint))

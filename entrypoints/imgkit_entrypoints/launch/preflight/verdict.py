@@ -393,7 +393,7 @@ class Report:
         if self.left_out:
             return f"{said}; the run starts without {'them' if len(outliers) > 1 else 'it'}"
         if self.passed:
-            return f"{said}; reported only, since fewer than {LEAST_NODES} nodes do not show what is usual"
+            return f"{said}; reported only: fewer than {LEAST_NODES} nodes have no meaningful median"
         return said
 
     def to_json(self) -> str:

@@ -66,13 +66,13 @@ def test_description_without_its_digest_is_refused(file: Path) -> None:
     text = json.dumps(values, indent=1, sort_keys=True).encode()
     end = len(text).to_bytes(8, "little") + b"IMGDELTA"
     file.write_bytes(file.read_bytes()[:4096] + text + end)
-    with pytest.raises(CheckFailed, match="another sha256 than it states"):
+    with pytest.raises(CheckFailed, match="does not match its sha256"):
         descriptor.read(file)
 
 
 def test_changed_description_refused(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"amd64", b"arm64"))
-    with pytest.raises(CheckFailed, match="another sha256 than it states"):
+    with pytest.raises(CheckFailed, match="does not match its sha256"):
         descriptor.read(file)
 
 
@@ -136,7 +136,7 @@ def test_commands_go_on_with_the_right_delta(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "without it"),
-        (descriptor.inside("sha256:other").decode(), "another delta"),
+        (descriptor.inside("sha256:other").decode(), "a different delta"),
         ("{", "unreadable"),
         ("[]", "unreadable"),
     ],
@@ -155,5 +155,5 @@ def test_commands_refuse_other_code_or_none(tmp_path: Path, text: str | None) ->
     file.write_text('{"sha256": "wanted"}')
     delta_check.require(env)
     file.unlink() if text is None else file.write_text(text)
-    with pytest.raises(NoPlan, match="the job's code is not here"):
+    with pytest.raises(NoPlan, match="the job's code is not mounted"):
         delta_check.require(env)

@@ -115,7 +115,7 @@ def test_file_of_a_person_is_not_requeued_and_stays(start: Start, run_dir: Path)
     until(lambda: started(run_dir))
     (run_dir / "stop").touch()
     _, stderr = script.communicate(timeout=20)
-    assert f"not requeued: {run_dir}/stop keeps the run from starting" in stderr
+    assert f"not requeued: {run_dir}/stop prevents the run from starting" in stderr
     assert (script.returncode, requeues(run_dir), left(run_dir)) == (0, 0, ["stop"])
 
 

@@ -37,7 +37,7 @@ def test_sender_of_wrong_numbers_is_named() -> None:
     found = answers(**{f"r{rank}": {"wrong": (2,)} for rank in (0, 1, 3, 4, 5)})
     assert judged(found) == {"as01": "ok", "as02": "fail", "as03": "ok"}
     nodes = judge(HOSTS, found, 60)
-    assert nodes[1].reasons == ("the values of rank 2 arrived wrong at 5 of 6 ranks",)
+    assert nodes[1].reasons == ("the values of rank 2 arrived corrupted at 5 of 6 ranks",)
     assert verdict_line(nodes, 6).startswith("FAILED on as02 (")
 
 

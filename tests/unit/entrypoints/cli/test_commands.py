@@ -94,7 +94,7 @@ def test_preflight_of_single_ranks_is_refused():
     env = ranks | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PREFLIGHT": "1"}
     done = command("dist-hello", "--device", "cpu", env=env)
     assert done.returncode == 5
-    assert "--preflight: the ranks start without a roll call" in done.stderr
+    assert "--preflight needs the roll call" in done.stderr
 
 
 def test_variable_for_a_dry_run_shows_errors_as_json():
@@ -383,17 +383,17 @@ def started(tmp_path: Path):
 
 def test_start_without_a_secret_says_once_that_it_is_open(started):
     done = started()
-    assert done.stderr.count("this start is open") == 1
+    assert done.stderr.count("no secret is set: any program") == 1
     assert "--secret-file FILE" in done.stderr
-    assert "never called" in done.stderr
-    assert "open" not in started("--nnodes", "1", *DRY).stderr
+    assert "did not join" in done.stderr
+    assert "no secret is set" not in started("--nnodes", "1", *DRY).stderr
 
 
 def test_start_that_requires_a_secret_is_refused_without(started):
     for words, env in ((("--require-secret",), {}), ((), {"IMGKIT_REQUIRE_SECRET": "1"})):
         done = started(*words, env=env)
         assert done.returncode == 5
-        assert "--require-secret: this start has no secret" in done.stderr
+        assert "--require-secret: no secret is set" in done.stderr
         assert "roll call" not in done.stderr
 
 
@@ -408,8 +408,8 @@ def test_start_with_a_secret_is_not_open_and_shows_no_value(started, tmp_path):
         (("--secret-file", "-"), {}, f"{marker}\n"),
     ):
         done = started("--require-secret", *words, env=env, given=given)
-        assert "never called" in done.stderr
-        assert "open" not in done.stderr
+        assert "did not join" in done.stderr
+        assert "no secret is set" not in done.stderr
         assert marker not in done.stderr + done.stdout
     plan = started("--secret-file", str(file), *DRY).stdout
     assert json.loads(plan)["secret"] == str(file)
@@ -420,6 +420,6 @@ def test_home_on_a_network_disk_gets_a_secret(started, tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text("1 2 0:1 / / rw - nfs4 filer:/home rw\n")
     done = started(env={"IMGKIT_ROOT": str(tmp_path)})
-    assert "never called" in done.stderr
-    assert "open" not in done.stderr
+    assert "did not join" in done.stderr
+    assert "no secret is set" not in done.stderr
     assert (tmp_path / ".config/imgkit/secret").stat().st_size == 32

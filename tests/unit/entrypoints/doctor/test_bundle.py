@@ -206,7 +206,7 @@ def test_replay_runs_nothing_of_its_sender(
     for words in (["dist-env"], ["dist-doctor"], ["dist-run", "x.py"], ["dist-run", "--dry-run", "x.py"]):
         with pytest.raises(SystemExit):
             main.main(words)
-    assert "a replay starts nothing" in capsys.readouterr().err
+    assert "a replay cannot start a run" in capsys.readouterr().err
     assert not (tmp_path / "canary").exists()
 
 

@@ -61,7 +61,7 @@ DANGERS = {
     "sockets on slingshot": ("cxi4", {"NCCL_NET": "Socket"}, "would carry 800 Gbit/s, and TCP over hsn0"),
     "misspelled name": ("none", {"NCCL_SOKET_IFNAME": "eth0"}, "Rename it to NCCL_SOCKET_IFNAME"),
     "misspelled gloo": ("none", {"GLOO_SOCKET_IFNAMES": "eth0"}, "Rename it to GLOO_SOCKET_IFNAME"),
-    "misspelled torch": ("none", {"TORCH_NCCL_BLOCKNG_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT exists"),
+    "misspelled torch": ("none", {"TORCH_NCCL_BLOCKNG_WAIT": "1"}, "did you mean TORCH_NCCL_BLOCKING_WAIT?"),
     "misspelled algorithm": ("none", {"NCCL_ALGO": "Tree,Rign"}, "Set NCCL_ALGO='Tree,Ring'"),
     "algorithm of no function": ("none", {"NCCL_ALGO": "allreducer:ring"}, "'allreducer' is none of"),
     "misspelled protocol": ("none", {"NCCL_PROTO": "^LL129"}, "Set NCCL_PROTO='^LL128'"),

@@ -128,7 +128,7 @@ def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> No
     nodes.said("works;", 2)
     three[1].send_signal(signal.SIGSTOP)
     assert [three[0].wait(timeout=20), three[2].wait(timeout=20)] == [0, 0]
-    assert "lost node 1 of 3 (host1): no sign of life for 1 s" in nodes.output()
+    assert "lost node 1 of 3 (host1): no heartbeat for 1 s" in nodes.output()
     three[1].send_signal(signal.SIGCONT)
     assert nodes.codes() == [0, 4, 0]
 
@@ -226,7 +226,7 @@ def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
     nodes.said("ending the program: lost node 1 of 3")
     three[0].terminate()
     assert nodes.codes() == [4, -9, 4]
-    assert "no further attempt: the run was asked to stop" in nodes.output()
+    assert "no further attempt: a stop was requested" in nodes.output()
     assert nodes.output().count("attempt 2") == 0
     assert result(nodes) == "4"
 
@@ -249,7 +249,7 @@ def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> 
     nodes.said("works;", 2)
     three[1].kill()
     assert nodes.codes() == [0, -9, 0]
-    assert "nothing keeps workers of an earlier attempt from writing" in nodes.output()
+    assert "workers of an earlier attempt may still write" in nodes.output()
     assert "the job script will not see how the run has ended" in nodes.output()
 
 
@@ -269,7 +269,7 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     now += 119
     assert watch.stalled() == ""
     now += 1
-    assert "after 120 s (--rollcall-timeout); without workers: node 0 of 12 (127.0.0.1), " in watch.stalled()
+    assert "within 120 s (--rollcall-timeout); without workers: node 0 of 12 (127.0.0.1), " in watch.stalled()
     assert "node 2 of 12, node 4 of 12, " in watch.stalled()
     assert "node 8 of 12 and 3 more. " in watch.stalled()
     roll.phase = WORKERS

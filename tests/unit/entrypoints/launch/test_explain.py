@@ -50,18 +50,18 @@ SEEN = [
     (
         "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out "
         "waiting 20000ms for recv operation to complete",
-        "a rank waited 20000 ms for another one",
+        "a rank waited 20000 ms for another rank",
     ),
     (
         "[rank1]:[W1122 08:05:00.409975725 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on "
         "SocketImpl(fd=3, addr=[::]:40910, remote=[fdff::]:28199): Failed to recv, got 0 bytes. "
         "Connection was likely closed. Did the remote server shutdown or crash?",
-        "another rank's process ended first",
+        "another rank exited first",
     ),
     (
         "[rank0]:[W1122 08:04:44.268087772 socket.cpp:469] [c10d] waitForInput: poll for socket "
         "SocketImpl(fd=3, addr=[200::]:4639, remote=[fdff::]:59356) returned 0, likely a timeout",
-        "another rank's process ended first",
+        "another rank exited first",
     ),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "a GPU's memory is full"),
     ("RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error.", "is too small"),
@@ -74,7 +74,7 @@ SEEN = [
     ("NCCL WARN Error: network AWS Libfabric not found.", "libfabric plugin"),
     ("No eligible providers were found", "efa exists on EC2 only"),
     ("NET/IB : Got completion with error 12, opcode 0", "an RDMA transfer timed out"),
-    ("terminate called without an active exception", "gloo's threads outlived the interpreter"),
+    ("terminate called without an active exception", "gloo threads that DDP holds outlived the interpreter"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_only_the_root_of_a_rendezvous_failure_is_told() -> None:
 
 def test_closed_connection_alone_points_to_other_ranks() -> None:
     reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
-    assert "another rank's process ended first" in explain(reset)[0].cause
+    assert "another rank exited first" in explain(reset)[0].cause
     assert len(explain(f"{reset}\ntorch.OutOfMemoryError: CUDA out of memory.")) == 1
 
 

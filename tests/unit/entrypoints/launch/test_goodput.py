@@ -207,7 +207,7 @@ def test_damaged_file_does_not_keep_a_run_from_starting(tmp_path: Path, text: st
     with keeper(tmp_path, said) as times:
         times.attempt(tmp_path, 2)
         times.ended(0)
-    assert said[0].startswith(f"warning: {tmp_path / goodput.FILE} does not count: ")
+    assert said[0].startswith(f"warning: {tmp_path / goodput.FILE} is ignored: ")
     assert said[1].startswith("goodput 0 %: ")
     assert len(goodput.read(tmp_path / goodput.FILE).starts) == 1
 

@@ -199,13 +199,13 @@ def test_other_answers_are_one_clause(answer: bytes) -> None:
     with fake_ras(answer) as ras:
         text = told(ras.env())
     assert text == (
-        f"  NCCL's RAS (127.0.0.1:{ras.port}) gives no answer that can be read: it holds no list of errors"
+        f"  NCCL's RAS (127.0.0.1:{ras.port}) sent an unreadable answer: it contains no list of errors"
     )
 
 
 def test_another_program_is_asked_nothing() -> None:
     with fake_ras("", greets=b"SSH-2.0-x\r\n") as ras:
-        assert told(ras.env()).endswith("no answer that can be read: another program listens there")
+        assert told(ras.env()).endswith("unreadable answer: another program listens there")
     assert ras.heard == b"CLIENT PROTOCOL 2\n"
 
 

@@ -191,7 +191,7 @@ def test_operator_s_number_that_is_not_used_is_told() -> None:
     made = make(env, nproc="2")
     assert (made.nproc, made.warnings) == (
         2,
-        ("PET_NPROC_PER_NODE=4 is not used: --nproc wins, 2 on this node",),
+        ("PET_NPROC_PER_NODE=4 is not used: --nproc takes precedence, 2 on this node",),
     )
     direct = Direct(rank=0, local_rank=0, world_size=1, local_world_size=1)
     assert (
@@ -204,7 +204,7 @@ def test_operator_s_number_that_is_not_used_is_told() -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "four", "xpu", "4 ", "٤"])
 def test_odd_number_of_an_operator_is_refused(text: str) -> None:
-    with pytest.raises(NoPlan, match="no number of processes") as caught:
+    with pytest.raises(NoPlan, match="not a number of processes") as caught:
         make({"PET_NPROC_PER_NODE": text})
     assert caught.value.where == "PET_NPROC_PER_NODE"
     assert make({"PET_NPROC_PER_NODE": text}, nproc="2").nproc == 2

@@ -65,7 +65,7 @@ def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nno
     for rank in range(nnodes):
         nodes.start(["echo", "started"], nnodes=nnodes, rank=rank)
     assert nodes.codes() == [2] * nnodes
-    assert f"{run_dir}/stop: this file keeps the run from starting" in nodes.output()
+    assert f"{run_dir}/stop: this file prevents the run from starting" in nodes.output()
     assert f"rm {run_dir}/stop" in nodes.output()
     assert "started" not in nodes.output()
     assert left(run_dir) == ["stop"]
@@ -102,7 +102,7 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
     (run_dir / stop_protocol.FOR_REQUEUE).mkdir(parents=True)
     nodes.start(["true"])
     assert nodes.codes() == [0]
-    assert "does not count" in nodes.output()
+    assert "is ignored" in nodes.output()
 
 
 @pytest.mark.parametrize("person_first", [True, False])
@@ -123,9 +123,9 @@ def test_files_of_a_stranger_do_not_end_a_run(nodes: Any, run_dir: Path) -> None
     for name in ("stop", "stop-for-requeue"):
         (run_dir / name).touch()
         os.chown(run_dir / name, 12345, 12345)
-    nodes.said("does not count: it belongs to another user (12345)", 2)
+    nodes.said("is ignored: it belongs to another user (12345)", 2)
     (run_dir / "stop").unlink()
     (run_dir / "stop").touch()
     assert nodes.codes() == [0]
-    assert nodes.output().count("does not count") == 2
+    assert nodes.output().count("is ignored") == 2
     assert nodes.output().count("asked the program to save and end") == 1

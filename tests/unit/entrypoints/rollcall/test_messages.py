@@ -161,7 +161,7 @@ def test_other_line_of_a_node_is_refused(line: bytes) -> None:
 def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
     said = json.loads(messages.line(CALL))
     said["probe"][field] = value
-    with pytest.raises(ValueError, match=r"missing|no name"):
+    with pytest.raises(ValueError, match=r"missing|not an interface name"):
         messages.from_node(json.dumps(said).encode())
 
 

@@ -88,7 +88,7 @@ def test_same_secret_meets(place: Placement) -> None:
 def test_refusal_reaches_all_nodes_with_a_proof(place: Placement) -> None:
     calls = [CallThread(replace(place, nnodes=2 + rank), rank, secret=SECRET) for rank in range(2)]
     assert {call.refusal() for call in calls} == {calls[0].refusal()}
-    assert "but the head counts 2 nodes" in calls[0].refusal()
+    assert "but the head expects 2 nodes" in calls[0].refusal()
 
 
 def test_other_secret_is_not_counted(place: Placement) -> None:
@@ -96,25 +96,25 @@ def test_other_secret_is_not_counted(place: Placement) -> None:
         CallThread(place, 0, secret=SECRET, timeout_s=2.5),
         CallThread(place, 1, secret=OTHER, timeout_s=2.0),
     )
-    assert "something else answers at 127.0.0.1:" in node.refusal()
-    assert "does not know this run's secret (its answer is no proof)" in node.refusal()
+    assert "another program answers at 127.0.0.1:" in node.refusal()
+    assert "does not know this run's secret (its answer is not a valid proof)" in node.refusal()
     assert "the same --secret-file" in node.refusal()
-    assert "127.0.0.1 called as node 1 and did not prove the secret" in head.refusal()
-    assert "node 1 of 2 (as07r3b13) never called" in head.refusal()
+    assert "127.0.0.1 claimed to be node 1 without proving the secret" in head.refusal()
+    assert "node 1 of 2 (as07r3b13) did not join" in head.refusal()
 
 
 def test_node_without_secret_is_refused(place: Placement) -> None:
     head, node = CallThread(place, 0, secret=SECRET, timeout_s=2.5), CallThread(place, 1)
-    assert "the head wants a secret, and this node has none" in node.refusal()
+    assert "the head requires a secret, and this node has none" in node.refusal()
     assert "--secret-file" in node.refusal()
-    assert "127.0.0.1 called without a secret" in head.refusal()
+    assert "127.0.0.1 connected without a secret" in head.refusal()
 
 
 def test_head_without_secret_is_named(place: Placement) -> None:
     head = CallThread(place, 0, timeout_s=2.5)
     node = CallThread(place, 1, secret=SECRET, timeout_s=2.0)
     assert "(it starts without a secret)" in node.refusal()
-    assert "127.0.0.1 called with a secret, and this node has none" in head.refusal()
+    assert "127.0.0.1 connected with a secret, and this node has none" in head.refusal()
 
 
 def test_late_node_with_a_proof_is_refused_by_name(place: Placement) -> None:
@@ -208,7 +208,7 @@ def test_recorded_head_is_not_believed(place: Placement, recorded: tuple[bytes, 
     with socket.create_server(("127.0.0.1", job_port(place.job_id))) as squatter:
         threading.Thread(target=serve, args=(squatter, said), daemon=True).start()
         text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
-    assert "does not know this run's secret (its answer is no proof)" in text
+    assert "does not know this run's secret (its answer is not a valid proof)" in text
 
 
 def test_line_of_the_head_sent_back_is_refused() -> None:
@@ -263,7 +263,7 @@ def squatter(place: Placement, request: pytest.FixtureRequest) -> Iterator[socke
 
 def test_squatter_is_named(place: Placement, squatter: socket.socket) -> None:
     text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
-    assert f"something else answers at 127.0.0.1:{job_port(place.job_id)} and does not know" in text
+    assert f"another program answers at 127.0.0.1:{job_port(place.job_id)} and does not know" in text
     assert "\x1b" not in text
     assert "go away" not in text
 
@@ -275,7 +275,7 @@ def test_last_call_without_time_for_an_answer_keeps_the_reason(place: Placement)
         connection.sendall(b"220 mail ready\r\n")
         text = node.refusal()  # the listener accepts the later calls, and nobody answers them
     connection.close()
-    assert "its answer is no proof" in text
+    assert "its answer is not a valid proof" in text
 
 
 def test_node_outlasts_a_squatter(place: Placement) -> None:

@@ -91,7 +91,7 @@ def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytes
 
 def test_too_few_nodes_are_named(place: Placement) -> None:
     text = CallThread(place, 0, timeout_s=0.8).refusal()
-    assert "nodes 1-2 of 3 (as07r3b[13-14]) never called; 1/3 present after 0.8 s" in text
+    assert "nodes 1-2 of 3 (as07r3b[13-14]) did not join; 1/3 present after 0.8 s" in text
 
 
 def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
         connection.sendall(messages.line(call) + b"\n")
         assert b"beat" in connection.recv(100), "it is counted"
     end = time.monotonic() + 10
-    while not any("node 1 of 3 (as07r3b13) called and is gone" in text for text in head.said):
+    while not any("node 1 of 3 (as07r3b13) joined and disconnected" in text for text in head.said):
         assert time.monotonic() < end
         time.sleep(0.01)
     rolls = [CallThread(place, 2).roll(), head.roll()][::-1]

@@ -42,7 +42,7 @@ def test_given_port_is_torchruns(place: Placement) -> None:
 def test_missing_node_is_named(place: Placement) -> None:
     place = replace(place, nnodes=3)
     head, there = CallThread(place, 0, timeout_s=2.0), CallThread(place, 2)
-    assert "node 1 of 3 (as07r3b13) never called; 2/3 present after 2 s" in head.refusal()
+    assert "node 1 of 3 (as07r3b13) did not join; 2/3 present after 2 s" in head.refusal()
     assert there.refusal() == head.refusal()
 
 
@@ -85,12 +85,12 @@ def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
     place = replace(place, nnodes=3)
     calls = [CallThread(place, 0), CallThread(place, 1), CallThread(place, 1)]
     for call in calls:
-        assert "both call as node 1 of 3" in call.refusal()
+        assert "both join as node 1 of 3" in call.refusal()
 
 
 def test_different_node_counts_are_refused(place: Placement) -> None:
     head, other = CallThread(place, 0), CallThread(replace(place, nnodes=3), 2)
-    assert "as07r3b14 calls as node 2 of 3, but the head counts 2 nodes" in head.refusal()
+    assert "as07r3b14 joins as node 2 of 3, but the head expects 2 nodes" in head.refusal()
     assert other.refusal() == head.refusal()
 
 
@@ -141,7 +141,7 @@ def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         assert (
-            "it sent what is no message of imgkit's roll call"
+            "it sent something other than a message of imgkit's roll call"
             in CallThread(place, 1, timeout_s=5.0).refusal()
         )
 
@@ -174,7 +174,7 @@ def test_silent_node_is_lost(place: Placement, silent: int) -> None:
     events = hear(other, lambda seen: bool(seen[0]))
     assert isinstance(events[0][0], Lost)
     assert f"node {silent} of 2" in events[0][0].node
-    assert "no sign of life for 0.4 s" in events[0][0].why
+    assert "no heartbeat for 0.4 s" in events[0][0].why
     close(rolls)
 
 

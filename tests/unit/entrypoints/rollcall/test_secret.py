@@ -74,8 +74,8 @@ def test_link_pipe_folder_and_missing_file_are_refused(file: Path, tmp_path: Pat
     link.symlink_to(file)
     os.mkfifo(pipe, 0o600)
     assert str(file) in refused(link, "it is a symbolic link")
-    refused(pipe, "no regular file")  # at once, though nobody writes
-    refused(tmp_path, "no regular file")
+    refused(pipe, "not a regular file")  # at once, though nobody writes
+    refused(tmp_path, "not a regular file")
     assert "all nodes share" in refused(tmp_path / "none", "No such file")
 
 

@@ -122,7 +122,9 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
         assert hear(rolls, lambda _: not waiting.is_alive()) == [[], []]
         waiting.join()
         end_well(rolls)
-    assert any("127.0.0.1 sent what is no roll call of imgkit; not counted" in text for text in head.said)
+    assert any(
+        "127.0.0.1 sent something other than an imgkit roll call; ignored" in text for text in head.said
+    )
     assert len(head.said) <= head_roll.REPORTS + 2
 
 
@@ -166,7 +168,7 @@ def test_squatter_of_another_user_is_named_and_not_printed(place: Placement) -> 
     with attacker(attack) as wait:
         wait()
         text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
-    assert "something else answers at 127.0.0.1:" in text
+    assert "another program answers at 127.0.0.1:" in text
     assert "rm -rf" not in text
 
 
@@ -429,7 +431,7 @@ def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: byte
     link, rubbish = rolls[1]._link, b"[" * 2048
     link.send_line(link._seals[1].sign(rubbish) if link._seals else rubbish)
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    why = "it sent what is no message of imgkit's roll call"
+    why = "it sent something other than a message of imgkit's roll call"
     assert events == [[messages.Lost(node="node 1 of 3 (as07r3b13)", why=why)]] * 2
     close(rolls)
 

@@ -306,7 +306,9 @@ def _values(run: BenchRun) -> str:
         return "not verified"
     every = {one.key[:-1] for one in run.results}
     return (
-        "verified, all right" if checked == every else f"{len(checked)} of {len(every)} verified, all right"
+        "verified, all correct"
+        if checked == every
+        else f"{len(checked)} of {len(every)} verified, all correct"
     )
 
 

@@ -101,7 +101,7 @@ def test_yaml_without_a_reader_is_refused(
         ('{"lr": "fast"}', "'fast' is not a number"),
         ('{"learning_rate": 1}', "--learning-rate=1"),
         ('{"config": "run.json"}', "names another file with `config`"),
-        ("[1]", "holds no table"),
+        ("[1]", "contains no table"),
         ("{", "Expecting"),
         (None, "No such file"),
     ],

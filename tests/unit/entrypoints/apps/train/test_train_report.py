@@ -349,6 +349,6 @@ def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "('loss', 2.0)" in second
     assert (held_out, last) == ("20 [('eval_loss', 1.5)]", "closed")
     assert said == [
-        "--log-to own.py:absent gets no more numbers: RuntimeError: no server",
-        "--log-to own.py:broken gets no more numbers: OSError: the disk is full",
+        "--log-to own.py:absent is disabled: RuntimeError: no server",
+        "--log-to own.py:broken is disabled: OSError: the disk is full",
     ]

@@ -174,7 +174,7 @@ def test_frozen_launcher_does_not_end_the_preflight(
     monkeypatch.setattr(run, "ANSWER_S", 0.0)
     found = preflight(4, signals, spares=1, absent=(3,))
     assert [one.left_out for one in found] == [(3,)] * 3
-    assert "OUTLIER n3: its launcher hangs: no answer within 1 s" in found[0].said
+    assert "OUTLIER n3: its node agent hangs: no answer within 1 s" in found[0].said
 
 
 def test_busy_moment_does_not_come_twice(signals: CollectedSignals) -> None:

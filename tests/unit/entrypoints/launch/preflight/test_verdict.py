@@ -173,7 +173,7 @@ def test_table_of_many_nodes_names_outliers_only() -> None:
 
 
 def test_few_nodes_are_said_to_be_only_reported() -> None:
-    assert "reported only, since fewer than 4 nodes" in report(judged([2.0, 2.0, 0.1])).summary
+    assert "reported only: fewer than 4 nodes" in report(judged([2.0, 2.0, 0.1])).summary
 
 
 def test_json_is_strict_where_a_node_has_nothing() -> None:

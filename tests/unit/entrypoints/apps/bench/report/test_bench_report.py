@@ -408,8 +408,8 @@ def test_wrong_values_and_broken_ends_are_told() -> None:
     ("results", "said"),
     [
         ([result(wrong=None)], "not verified"),
-        ([result(wrong=None), result(timing="iteration")], "verified, all right"),
-        ([result(wrong=None), result(64)], "1 of 2 verified, all right"),
+        ([result(wrong=None), result(timing="iteration")], "verified, all correct"),
+        ([result(wrong=None), result(64)], "1 of 2 verified, all correct"),
     ],
     ids=["none", "other timing", "one size"],
 )
